@@ -27,8 +27,8 @@ from asyncrl_cli.profile.schema import ProcessPlace, Profile, RolloutSection
 from asyncrl_cli.weights.buckets import Bucket, Packing, Spec, dtype_name, plan_layout
 
 if TYPE_CHECKING:
-    from asyncrl_cli.engines.transformers.engine import TransformersEngine
-    from asyncrl_cli.engines.vllm.engine import VllmEngine
+    from asyncrl_cli.engines.transformers.transformers_engine import TransformersEngine
+    from asyncrl_cli.engines.vllm.vllm_engine import VllmEngine
 
     AnyEngine = TransformersEngine | VllmEngine
 
@@ -148,11 +148,11 @@ async def running_engine(
     torch.set_num_threads(THREADS)
     engine: AnyEngine
     if name == "vllm":
-        from asyncrl_cli.engines.vllm.engine import VllmEngine
+        from asyncrl_cli.engines.vllm.vllm_engine import VllmEngine
 
         engine = VllmEngine(*made_of(model, slots, response_tokens, **engine_args))
     else:
-        from asyncrl_cli.engines.transformers.engine import TransformersEngine
+        from asyncrl_cli.engines.transformers.transformers_engine import TransformersEngine
 
         engine = TransformersEngine(*made_of(model, slots, response_tokens))
     try:

@@ -19,7 +19,7 @@ from asyncrl_cli.weights.versions import Manifest, mean_abs_diff
 
 if TYPE_CHECKING:
     from asyncrl_cli.engines.port import Engine
-    from asyncrl_cli.engines.transformers.engine import TransformersEngine
+    from asyncrl_cli.engines.transformers.transformers_engine import TransformersEngine
     from asyncrl_cli.train.policy_trainer import PolicyTrainer
 
 NEEDED_TRANSFORMERS = (5, 19)
@@ -45,7 +45,7 @@ def check_engine(machine: Machine, figures: Figures) -> None:
 
 
 async def _check_engine(machine: Machine, figures: Figures) -> None:
-    from asyncrl_cli.engines.transformers.engine import TransformersEngine
+    from asyncrl_cli.engines.transformers.transformers_engine import TransformersEngine
 
     model = machine.main
     profile = machine.profile(rollout=rollout_section(slots=16 if machine.is_gpu else 4, response_tokens=96))

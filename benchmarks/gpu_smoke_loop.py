@@ -36,7 +36,7 @@ from asyncrl_cli.contracts.train_step import TrainBatch, TrainReport
 from asyncrl_cli.contracts.trajectories import joined
 from asyncrl_cli.contracts.weight_version import LoadReport, Published
 from asyncrl_cli.engines.port import Completion, Sampling
-from asyncrl_cli.engines.transformers.engine import TransformersEngine
+from asyncrl_cli.engines.transformers.transformers_engine import TransformersEngine
 from asyncrl_cli.envs.chat import load_chat
 from asyncrl_cli.envs.episode import Limits, Means
 from asyncrl_cli.envs.group_runner import GroupRunner

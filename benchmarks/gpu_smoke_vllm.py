@@ -28,7 +28,7 @@ from asyncrl_cli.weights.senders import HeldVersions
 from asyncrl_cli.weights.versions import RankZero, send
 
 if TYPE_CHECKING:
-    from asyncrl_cli.engines.vllm.engine import VllmEngine
+    from asyncrl_cli.engines.vllm.vllm_engine import VllmEngine
 
 SLOTS, RESPONSE_TOKENS, TRAIN_STEPS = 32, 128, 3
 GPU_SHARE = 0.3
@@ -112,8 +112,7 @@ async def _load(machine: Machine, transport: str, figures: Figures) -> None:
 
 
 def _end(transport: str, held: HeldVersions) -> Any:
-    from asyncrl_cli.engines.vllm.ipc import IpcExports, produce_on
-    from asyncrl_cli.engines.vllm.nccl import NcclGroup, NcclLinks
+    from asyncrl_cli.engines.vllm.rank_zero import IpcExports, NcclGroup, NcclLinks, produce_on
 
     device = torch.device("cuda:0")
     if transport == "ipc":
@@ -135,7 +134,7 @@ def _profile(machine: Machine, transport: str = "object-store", **engine_args: A
 
 @asynccontextmanager
 async def vllm_on(machine: Machine, model: RandomModel, profile: Profile) -> AsyncIterator[VllmEngine]:
-    from asyncrl_cli.engines.vllm.engine import VllmEngine
+    from asyncrl_cli.engines.vllm.vllm_engine import VllmEngine
 
     engine = VllmEngine(profile, machine.place(model))
     try:

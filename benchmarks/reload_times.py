@@ -25,7 +25,7 @@ class ReloadTimes:
 
         for method in (UnquantizedLinearMethod, UnquantizedEmbeddingMethod):
             _time(method, "process_weights_after_loading", "packing")
-        _time(BucketEngine, "receive_weights", "worker_load")
+        _time(BucketEngine, "update_weights", "worker_load")
 
     def load_seconds(self) -> dict[str, float]:
         """Since it was asked last: `packing` and `worker_load`, and both with `_cpu`."""

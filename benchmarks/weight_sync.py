@@ -113,9 +113,9 @@ async def zero_byte_pause_s(engine: Any) -> float:
     """What the engine needs to stop and go on, with nothing between."""
     began_s = time.perf_counter()
     if hasattr(engine, "_llm"):
-        from asyncrl_cli.engines.vllm.transfers import paused
+        from asyncrl_cli.engines.vllm.worker_transports import paused
 
-        async with paused(engine._llm, "keep-kv"):
+        async with paused(engine.llm, "keep-kv"):
             pass
     else:
         await asyncio.to_thread(_pause, engine)
@@ -123,7 +123,7 @@ async def zero_byte_pause_s(engine: Any) -> float:
 
 
 def _pause(engine: Any) -> None:
-    with engine._manager.pause():
+    with engine.manager.pause():
         pass
 
 
@@ -201,7 +201,7 @@ async def naive(engine: Any, trainer: PolicyTrainer, version: int) -> Figures:
 
 async def load_seconds(engine: Any) -> Figures:
     """Of vLLM's worker, since it was asked last; nothing of an engine that loads in this process."""
-    return dict((await engine._llm.collective_rpc("load_seconds"))[0]) if hasattr(engine, "_llm") else {}
+    return dict((await engine.llm.collective_rpc("load_seconds"))[0]) if hasattr(engine, "_llm") else {}
 
 
 async def measure(
@@ -216,7 +216,7 @@ async def measure(
         beside(keep_running(engine, model, row) for row in range(options.running)),
     ):
         if name == "vllm":
-            await engine._llm.collective_rpc("watch_loads")
+            await engine.llm.collective_rpc("watch_loads")
         for repeat in range(options.repeat + 1):
             version = 2 * repeat + 1
             figures = memcpy(source, target)

@@ -245,7 +245,7 @@ def test_a_train_that_is_refused_leaves_nothing(
 def test_doctor_names_versions_and_engines(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from asyncrl_cli.engines.vllm import kind as vllm_kind
+    from asyncrl_cli.engines.vllm import vllm_kind
     from asyncrl_cli.plan import machine
 
     monkeypatch.setattr(vllm_kind, "STRAY_PACKAGES", ())  # what else is installed here
@@ -329,7 +329,7 @@ def test_doctor_imports_vllm_before_it_says_that_it_is_there(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from asyncrl_cli.engines.vllm import kind as vllm_kind
+    from asyncrl_cli.engines.vllm import vllm_kind
     from asyncrl_cli.plan import machine
 
     monkeypatch.setattr(vllm_kind, "STRAY_PACKAGES", ())
@@ -357,7 +357,7 @@ def test_an_import_is_tried_in_a_process_of_its_own(tmp_path: Path, monkeypatch:
 def test_an_import_that_takes_too_long_is_given_up_and_says_meanwhile_how_long_it_takes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from asyncrl_cli.engines.vllm import kind as vllm_kind
+    from asyncrl_cli.engines.vllm import vllm_kind
     from asyncrl_cli.plan import machine
 
     (tmp_path / "hangs.py").write_text("import time\ntime.sleep(600)\n", encoding="utf-8")
@@ -381,7 +381,7 @@ def test_an_import_that_takes_too_long_is_given_up_and_says_meanwhile_how_long_i
 def test_what_doctor_leaves_after_a_fix_is_looked_at_in_a_fresh_process(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from asyncrl_cli.engines.vllm import kind as vllm_kind
+    from asyncrl_cli.engines.vllm import vllm_kind
     from asyncrl_cli.plan import machine
 
     ran: list[list[str]] = []

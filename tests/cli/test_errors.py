@@ -11,7 +11,7 @@ from asyncrl_cli.base.errors import StallError
 from asyncrl_cli.cli import app, plan_report
 from asyncrl_cli.cli.app import run
 from asyncrl_cli.cli.console import print_json
-from asyncrl_cli.engines.vllm import kind as vllm_kind
+from asyncrl_cli.engines.vllm import vllm_kind
 
 MISTAKES = [
     (["trian"], 2, "no such command 'trian'", "asyncrl --help"),

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from asyncrl_cli.engines.transformers.engine import TransformersEngine
+from asyncrl_cli.engines.transformers.transformers_engine import TransformersEngine
 
 DEADLINE_S = 200.0
 
@@ -37,8 +37,8 @@ class Brake:
         self._engine = engine
         self._limits = limits
         self._stops: queue.Queue[Stop] = queue.Queue()
-        self._choose = engine._sampler._choose
-        engine._sampler._choose = self._choose_when_released  # type: ignore[method-assign]
+        self._choose = engine.sampler.choose
+        engine.sampler.choose = self._choose_when_released  # type: ignore[method-assign]
 
     @asynccontextmanager
     async def stopped(self, until: str = "") -> AsyncIterator[None]:
@@ -51,7 +51,7 @@ class Brake:
             stop.released.set()
 
     def _choose_when_released(self, *given: Any) -> torch.Tensor:
-        sampler = self._engine._sampler
+        sampler = self._engine.sampler
         if sampler.sampled_tokens >= self._limits.get(sampler.version, sys.maxsize):
             del self._limits[sampler.version]
             self._stops.put(stop := Stop())
@@ -65,5 +65,5 @@ class Brake:
 
     def _is_waited_for(self, interrupt: str) -> bool:
         if interrupt == "drain":
-            return not self._engine._gate.is_open
-        return bool(interrupt) and self._engine._manager.background_thread_status.is_pause_requested()
+            return not self._engine.gate.is_open
+        return bool(interrupt) and self._engine.manager.background_thread_status.is_pause_requested()

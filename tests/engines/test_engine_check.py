@@ -9,7 +9,7 @@ import pytest
 
 from asyncrl_cli.base.errors import ConfigError, PreflightError
 from asyncrl_cli.engines.port import check_engine, make_engine
-from asyncrl_cli.engines.vllm import kind as vllm_kind
+from asyncrl_cli.engines.vllm import vllm_kind
 from asyncrl_cli.profile.loaded import load
 from asyncrl_cli.profile.schema import ProcessPlace, Profile
 

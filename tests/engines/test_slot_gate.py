@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import asyncio
 
-from asyncrl_cli.engines.base import SlotGate
+from asyncrl_cli.engines.slotted_engine import SlotGate
 
 
 def test_slots_are_given_first_come_first_served() -> None:

@@ -23,7 +23,7 @@ from asyncrl_cli.contracts.ports import EvalRequest, EvalTry, PartialResult
 from asyncrl_cli.contracts.prompt_group import AttemptKey, Failure, PartKey, PartRequest, TrajectoryMeta
 from asyncrl_cli.contracts.trajectories import GroupPayload, joined, overlaid
 from asyncrl_cli.engines.port import Sampling
-from asyncrl_cli.engines.transformers.engine import TransformersEngine
+from asyncrl_cli.engines.transformers.transformers_engine import TransformersEngine
 from asyncrl_cli.envs.chat import Chat, render_prompts
 from asyncrl_cli.envs.episode import Episode, Limits, Means
 from asyncrl_cli.envs.group_runner import GroupRunner

@@ -20,9 +20,9 @@ from ray.exceptions import ActorDiedError
 
 from asyncrl_cli.base.errors import ConfigError, ExecutorFailed, ExecutorLost
 from asyncrl_cli.base.plugins import engine_kind
+from asyncrl_cli.engines.vllm.engine_processes import END_TIMEOUT_S
 from asyncrl_cli.engines.vllm.launch import set_environment, weight_backend
-from asyncrl_cli.engines.vllm.nccl import NcclLinks
-from asyncrl_cli.engines.vllm.processes import END_TIMEOUT_S
+from asyncrl_cli.engines.vllm.rank_zero import NcclLinks
 from asyncrl_cli.envs.places import Places
 from asyncrl_cli.job import calls, rank_actors, ray_ports, trainer_actor
 from asyncrl_cli.job.calls import Limit, RayRankZero

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from asyncrl_cli.engines.transformers.engine import TransformersEngine
+from asyncrl_cli.engines.transformers.transformers_engine import TransformersEngine
 from asyncrl_cli.envs.places import Places
 from asyncrl_cli.job.rollout_actor import Loader
 from asyncrl_cli.measure.meters import RolloutMeter

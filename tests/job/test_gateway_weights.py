@@ -12,7 +12,7 @@ import pytest
 from safetensors.torch import save_file
 
 from asyncrl_cli.engines.port import Sampling
-from asyncrl_cli.engines.transformers.engine import TransformersEngine
+from asyncrl_cli.engines.transformers.transformers_engine import TransformersEngine
 from asyncrl_cli.envs.episode import Limits
 from asyncrl_cli.envs.gateway.admin_routes import admin_routes
 from asyncrl_cli.envs.gateway.server import Gateway

@@ -124,7 +124,7 @@ def test_slots_that_the_share_has_no_room_for_are_warned_of_with_the_number_that
 def test_the_plan_names_the_engine_and_an_engine_that_is_missing_here(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
-    from asyncrl_cli.engines.vllm import kind as vllm_kind
+    from asyncrl_cli.engines.vllm import vllm_kind
 
     monkeypatch.setattr(vllm_kind, "installed_version", lambda: None)
     monkeypatch.setenv("COLUMNS", "200")

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from asyncrl_cli.engines.port import Engine, PauseReport, Scores
-from asyncrl_cli.engines.transformers.engine import TransformersEngine
+from asyncrl_cli.engines.transformers.transformers_engine import TransformersEngine
 from asyncrl_cli.envs.places import Places
 from asyncrl_cli.job import transports
 from asyncrl_cli.job.rollout_actor import Loader, Received
@@ -280,7 +280,7 @@ async def started(model_dir: Path) -> AsyncIterator[TransformersEngine]:
 
 
 def bits(engine: TransformersEngine) -> dict[str, torch.Tensor]:
-    return {name: tensor.clone() for name, tensor in engine._model.state_dict().items()}
+    return {name: tensor.clone() for name, tensor in engine.model.state_dict().items()}
 
 
 def assert_holds(engine: TransformersEngine, weights: dict[str, torch.Tensor]) -> None:

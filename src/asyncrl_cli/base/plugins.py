@@ -11,8 +11,8 @@ from typing import Any
 from asyncrl_cli.base.errors import ConfigError, first_line
 
 ENGINES = {
-    "transformers": "asyncrl_cli.engines.transformers.kind:KIND",
-    "vllm": "asyncrl_cli.engines.vllm.kind:KIND",
+    "transformers": "asyncrl_cli.engines.transformers:KIND",
+    "vllm": "asyncrl_cli.engines.vllm.vllm_kind:KIND",
 }
 """The built-in values of `rollout.engine`."""
 

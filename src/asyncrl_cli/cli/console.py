@@ -232,7 +232,7 @@ def in_our_words(error: BaseException, *, verbose: bool) -> AsyncrlError:
 def _of_a_stray_package(text: str) -> AsyncrlError | None:
     """The error caused by a package that transformers imports whenever it is installed, but that was built
     for another torch."""
-    from asyncrl_cli.engines.vllm.kind import STRAY_PACKAGES, broken_packages
+    from asyncrl_cli.engines.vllm.vllm_kind import STRAY_PACKAGES, broken_packages
 
     broken = next((name for name in STRAY_PACKAGES if name in text and name in broken_packages()), None)
     return (

@@ -97,7 +97,7 @@ def doctor(
 
     With --address: check that the nodes of a cluster have the same versions, see the runs directory, and
     reach each other."""
-    from asyncrl_cli.engines.vllm import kind as vllm_kind
+    from asyncrl_cli.engines.vllm import vllm_kind
     from asyncrl_cli.observe.starting import Starting
     from asyncrl_cli.plan import machine
 

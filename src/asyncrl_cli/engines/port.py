@@ -279,7 +279,8 @@ class EngineKind:
 
 
 def kind_of(profile: Profile) -> EngineKind:
-    return engine_kind(profile.rollout.engine)
+    kind: EngineKind = engine_kind(profile.rollout.engine)
+    return kind
 
 
 def continues_kept(profile: Profile) -> bool:

@@ -24,7 +24,9 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import eager_mask
 
 Attention = Literal["sdpa", "eager"]
-AttentionFunction = Callable[..., tuple[torch.Tensor, Any]]
+AttentionOutput = tuple[torch.Tensor, object]
+"""The second is the attention's weights, or None."""
+AttentionFunction = Callable[..., AttentionOutput]
 
 COMPARISON = "asyncrl_comparison"
 SAMPLE_BT = (2, 32)
@@ -46,10 +48,8 @@ def own_attention(module: torch.nn.Module) -> AttentionFunction | None:
     """The eager attention function from the Python module that defines this layer; None if there is none to
     exchange."""
     modules = (sys.modules.get(cls.__module__) for cls in type(module).__mro__)
-    return next(
-        (module.eager_attention_forward for module in modules if hasattr(module, "eager_attention_forward")),
-        None,
-    )
+    found = (getattr(module, "eager_attention_forward", None) for module in modules)
+    return next((function for function in found if function is not None), None)
 
 
 def takes_attention(model: PreTrainedModel) -> bool:
@@ -75,12 +75,13 @@ def choose_attention(model: PreTrainedModel) -> Attention:
     return chosen
 
 
-@torch.no_grad()
 def _why_eager(model: PreTrainedModel) -> str:
     """Why sdpa cannot replace the model's own attention, for the log; "" if it can."""
     if not takes_attention(model):
         return "it does not take its attention from transformers' AttentionInterface"
-    if not all(part._supports_sdpa for part in model.modules() if isinstance(part, PreTrainedModel)):
+    try:
+        model.set_attn_implementation("sdpa")
+    except ValueError:
         return "transformers says that it does not support sdpa"
     vocab_size = int(model.config.get_text_config().vocab_size)
     sample_BT = torch.randint(vocab_size, SAMPLE_BT, generator=torch.Generator().manual_seed(0)).to(
@@ -92,34 +93,28 @@ def _why_eager(model: PreTrainedModel) -> str:
     own = _outcome(model, sample_BT, COMPARISON)
     if not comparison.num_calls:
         return "its layers call no attention that could be compared with sdpa"
-    layer, limit = comparison.largest_diff, MAX_LAYER_DIFF[comparison.dtype]
-    if not layer < limit:
+    layer = comparison.largest_diff
+    if not layer < (limit := MAX_LAYER_DIFF[comparison.dtype]):
         return f"sdpa differs from it by {layer:.2g} in a layer, relatively (at most {limit:g})"
-    whole, limit = (
-        _relative(_outcome(model, sample_BT, "sdpa"), own, own - own.mean()),
-        MAX_OUTCOME_DIFF[comparison.dtype],
-    )
-    if not whole < limit:
+    whole = _relative(_outcome(model, sample_BT, "sdpa"), own, own - own.mean())
+    if not whole < (limit := MAX_OUTCOME_DIFF[comparison.dtype]):
         return f"with sdpa the model's outcome differs by {whole:.2g}, relatively (at most {limit:g})"
-    logger.info(
-        "%s: sdpa differs from its own attention by %.2g, its outcome by %.2g",
-        model.config.model_type,
-        layer,
-        whole,
-    )
+    message = "%s: sdpa differs from its own attention by %.2g, its outcome by %.2g"
+    logger.info(message, model.config.model_type, layer, whole)
     return ""
 
 
 def _relative(found: torch.Tensor, expected: torch.Tensor, scale: torch.Tensor) -> float:
     """The norm of the difference relative to that of `scale`; infinite if it is not a number."""
-    return ((found - expected).norm() / scale.norm().clamp(min=1e-30)).nan_to_num(nan=torch.inf).item()
+    return float(((found - expected).norm() / scale.norm().clamp(min=1e-30)).nan_to_num(nan=torch.inf))
 
 
 def _outcome(model: PreTrainedModel, sample_BT: torch.Tensor, implementation: str) -> torch.Tensor:
     """Logprobs of the sample's tokens; for a decoder without head its hidden states, scaled to a mean size of
     1."""
     model.set_attn_implementation(implementation)
-    result = model(input_ids=sample_BT, use_cache=False)
+    with torch.no_grad():
+        result = model(input_ids=sample_BT, use_cache=False)
     if "logits" in result:
         return torch.log_softmax(result.logits.float(), dim=-1).gather(-1, sample_BT[..., None])
     hidden_BTH: torch.Tensor = result.last_hidden_state.float()
@@ -144,7 +139,7 @@ class _Comparison:
         value: torch.Tensor,
         attention_mask: torch.Tensor | None,
         **kwargs: Any,
-    ) -> tuple[torch.Tensor, Any]:
+    ) -> AttentionOutput:
         own = own_attention(module)
         assert own is not None, f"{type(module).__name__} calls the interface without a function of its own"
         self.num_calls += 1

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from asyncrl_cli.base.errors import PreflightError
 from asyncrl_cli.engines.port import kind_of
-from asyncrl_cli.engines.vllm import kind as vllm_kind
+from asyncrl_cli.engines.vllm import vllm_kind
 from asyncrl_cli.plan.cluster import (
     computes_bfloat16,
     cpu_facts,

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from asyncrl_cli.base.errors import ExecutorFailed
 from asyncrl_cli.engines.port import Sampling
-from asyncrl_cli.engines.transformers.engine import TransformersEngine
+from asyncrl_cli.engines.transformers.transformers_engine import TransformersEngine
 from asyncrl_cli.weights.buckets import Bucket
 from asyncrl_cli.weights.senders import DiskSender, keep_version
 from asyncrl_cli.weights.versions import Manifest, send

@@ -74,7 +74,7 @@ def test_a_look_between_any_two_steps_of_the_thread_never_sees_an_ended_response
 
     track.tokens, track.logprobs, track.versions = Watched(look), Watched(look), Watched(look)
     for token in range(3):
-        sampler._record(track, token, 0.0)
+        sampler.record(track, token, 0.0)
     loop.close()
     assert [0, 1] in [tokens for tokens, _ in seen]
     assert all(is_running == (tokens != [0, 1, 2]) for tokens, is_running in seen)

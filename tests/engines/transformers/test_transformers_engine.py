@@ -18,7 +18,7 @@ from transformers.generation.continuous_batching import PagedAttentionCache
 from asyncrl_cli.base.errors import ExecutorFailed
 from asyncrl_cli.engines.port import Completion, Sampling
 from asyncrl_cli.engines.transformers import paged_attention
-from asyncrl_cli.engines.transformers.engine import TransformersEngine
+from asyncrl_cli.engines.transformers.transformers_engine import TransformersEngine
 from asyncrl_cli.weights.buckets import Bucket
 from tests.engines import tiny
 from tests.engines.brake import DEADLINE_S, Brake
@@ -67,10 +67,10 @@ async def all_of(
 @asynccontextmanager
 async def begun_together(engine: TransformersEngine, requests: int) -> AsyncIterator[None]:
     """The generation thread waits until so many requests have come in."""
-    with engine._manager.pause():
+    with engine.manager.pause():
         yield
         async with asyncio.timeout(DEADLINE_S):
-            while len(engine._sampler.tracks) < requests:  # noqa: ASYNC110  (each comes in a turn of its own task)
+            while len(engine.sampler.tracks) < requests:  # noqa: ASYNC110  (each comes in a turn of its own task)
                 await asyncio.sleep(0)
 
 
@@ -119,8 +119,8 @@ def test_logprobs_are_of_the_scaled_untruncated_distribution(
 @pytest.mark.parametrize(
     ("setting", "value"),
     [
-        ("batching.PREFILL_TOKENS_PACKED", 16),
-        ("batching.CACHE_SHARE_OF_MEMORY", 0.0),
+        ("batched_model.PREFILL_TOKENS_PACKED", 16),
+        ("batched_model.CACHE_SHARE_OF_MEMORY", 0.0),
         ("paged_attention.MODEL_TYPES", frozenset()),
     ],
     ids=[
@@ -152,7 +152,7 @@ def test_the_prompts_of_a_group_are_prefilled_together(
     """Groups of four, some of one token, that begin while others decode: the attention of many in one call is
     each one's own."""
     counts: list[int] = []
-    attend = paged_attention._attend
+    attend = paged_attention.attend
 
     def counted(*packed: torch.Tensor, block: Any, scaling: float | None) -> torch.Tensor:
         if block.mask_B1PL is None:
@@ -160,7 +160,7 @@ def test_the_prompts_of_a_group_are_prefilled_together(
         return attend(*packed, block, scaling)
 
     monkeypatch.setattr(
-        paged_attention, "_attend", lambda *given: counted(*given[:3], block=given[3], scaling=given[4])
+        paged_attention, "attend", lambda *given: counted(*given[:3], block=given[3], scaling=given[4])
     )
 
     async def body() -> None:
@@ -265,7 +265,7 @@ def test_all_slots_run_in_every_forward(model_dir: Path) -> None:
                     all_of(engine, [[2 + i, 3, 4, 5] * 8 for i in range(32)], how)
                 )
             completions = await generating
-            forwards = engine._manager.current_batch
+            forwards = engine.manager.current_batch
             longest = max(len(completion.tokens) for completion in completions)
             assert forwards < 1.5 * longest  # with half of the slots it would be twice
 
@@ -484,7 +484,7 @@ def test_aborts_that_come_while_recompute_kv_interrupts_harm_nobody(
                 asyncio.create_task(engine.generate(f"r{i}", [5, 6, 7], sampling(128, temperature=0.1), i))
                 for i in range(4)
             ]
-            scheduler = engine._manager.batch_processor.scheduler
+            scheduler = engine.manager.batch_processor.scheduler
             requeue = scheduler.add_waiting_request
 
             async def abort_others() -> None:
@@ -507,7 +507,7 @@ def test_aborts_that_come_while_recompute_kv_interrupts_harm_nobody(
             assert [completion.finish_reason for completion in aborted] == ["abort"] * 3
             assert set(kept.versions) == {0, 5}
             assert (await engine.generate("next", [5, 6, 7], sampling(4), 0)).tokens
-            assert (engine.running, engine._sampler.tracks) == (0, {})
+            assert (engine.running, engine.sampler.tracks) == (0, {})
 
     run(body)
 
@@ -565,9 +565,9 @@ def test_without_a_second_buffer_too_only_a_started_copy_ends_the_engine(
                 await engine.load_in_place(lambda: buckets[:1], 9, "keep-kv")
             completion = await engine.generate("on", [5, 6, 7], sampling(4), 0)
             assert set(completion.versions) == {0}
-            name, own = "model.norm.weight", engine._model.state_dict
+            name, own = "model.norm.weight", engine.model.state_dict
             monkeypatch.setattr(
-                engine._model, "state_dict", lambda: {k: v for k, v in own().items() if k != name}
+                engine.model, "state_dict", lambda: {k: v for k, v in own().items() if k != name}
             )
             with pytest.raises(
                 ExecutorFailed, match=r"loading version 9 failed half-way: KeyError: 'model\.norm\.weight'"

@@ -175,7 +175,7 @@ class InProcessLlm:
         manager = SimpleNamespace(processes=[SimpleNamespace(kill=self.killed.set)], finished_procs=dict)
         self.engine_core = SimpleNamespace(resources=SimpleNamespace(engine_manager=manager))
         self._exchange = exchange
-        self._memory = memory
+        self.memory = memory
         self._loading: dict[str, torch.Tensor] = {}
 
     @property
@@ -206,8 +206,8 @@ class InProcessLlm:
 
     async def update_weights(self, request: Any) -> None:
         self.calls.append("update")
-        if self._memory is not None:
-            self._loading |= self._memory.read(request.update_info)
+        if self.memory is not None:
+            self._loading |= self.memory.read(request.update_info)
             self.order += request.update_info["names"]
         else:
             await asyncio.to_thread(self._receive, request.update_info)

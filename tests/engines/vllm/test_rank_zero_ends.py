@@ -16,9 +16,8 @@ import pytest
 import torch
 
 from asyncrl_cli.base.errors import AsyncrlError, ExecutorFailed
-from asyncrl_cli.engines.vllm import nccl
-from asyncrl_cli.engines.vllm.ipc import IpcExports
-from asyncrl_cli.engines.vllm.nccl import NcclLinks
+from asyncrl_cli.engines.vllm import rank_zero
+from asyncrl_cli.engines.vllm.rank_zero import IpcExports, NcclLinks
 from asyncrl_cli.weights.buckets import Layout
 from asyncrl_cli.weights.receivers import AnnouncedWeights, SharedWeights
 from asyncrl_cli.weights.senders import HeldVersions
@@ -110,7 +109,7 @@ def test_rank_zero_holds_a_version_until_nobody_can_want_it() -> None:
 
 @pytest.fixture(autouse=True)
 def _looks_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nccl, "LOOK_S", POLL_S)
+    monkeypatch.setattr(rank_zero, "LOOK_S", POLL_S)
 
 
 @pytest.fixture

@@ -14,8 +14,8 @@ from types import SimpleNamespace
 import pytest
 
 from asyncrl_cli.base.errors import ConfigError
-from asyncrl_cli.engines.vllm.kind import names_in_source
 from asyncrl_cli.engines.vllm.launch import OURS, check_engine_args, engine_arguments, set_environment
+from asyncrl_cli.engines.vllm.vllm_kind import names_in_source
 from asyncrl_cli.profile.schema import ProcessPlace, Profile
 from tests.engines.made import made_for
 from tests.engines.needs import needs_vllm

@@ -20,11 +20,10 @@ import torch
 from transformers import Qwen3ForCausalLM
 
 from asyncrl_cli.base.errors import AsyncrlError, ExecutorFailed, ExecutorLost
-from asyncrl_cli.engines.vllm import transfers
-from asyncrl_cli.engines.vllm.engine import VllmEngine
-from asyncrl_cli.engines.vllm.ipc import IpcExports, produce_on, update_info
-from asyncrl_cli.engines.vllm.nccl import NcclGroup, NcclLinks
-from asyncrl_cli.engines.vllm.transfers import Nccl, nccl_init_info, nccl_update_info
+from asyncrl_cli.engines.vllm import worker_transports
+from asyncrl_cli.engines.vllm.rank_zero import IpcExports, NcclGroup, NcclLinks, produce_on, update_info
+from asyncrl_cli.engines.vllm.vllm_engine import VllmEngine
+from asyncrl_cli.engines.vllm.worker_transports import Nccl, nccl_init_info, nccl_update_info
 from asyncrl_cli.models.saved_form import SavedForm, skeleton
 from asyncrl_cli.profile.schema import Interrupt, WeightsSection
 from asyncrl_cli.weights.buckets import Layout
@@ -151,7 +150,7 @@ def test_our_calls_of_vllms_trainer_side_have_its_names(monkeypatch: pytest.Monk
         "master_port": 29511,
         "world_size": 3,
     }
-    group._device = torch.device("cpu")
+    group.device = torch.device("cpu")
     group.broadcast(iter(tensors.items()))
     broadcast = calls["packed_nccl_broadcast_producer"]
     assert (broadcast["group"], broadcast["src"]) == (communicator, 0)
@@ -268,12 +267,12 @@ class Direct:
 
     def _engine(self, llm: InProcessLlm) -> VllmEngine:
         engine = VllmEngine(*self.made)
-        engine._llm, engine._form = llm, SavedForm(self.shape)  # type: ignore[assignment]
+        engine.llm, engine.form = llm, SavedForm(self.shape)  # type: ignore[assignment]
         return engine
 
     def restarted(self) -> None:
         """A fresh process in the worker's place."""
-        self.llm = InProcessLlm(self.exchange, self.memory if self.llm._memory is not None else None)
+        self.llm = InProcessLlm(self.exchange, self.memory if self.llm.memory is not None else None)
         self.engine = self._engine(self.llm)
 
     async def connect(self) -> None:
@@ -331,7 +330,7 @@ def test_a_colocated_engine_gives_back_its_weights_too_and_gets_cache_and_reques
         there = Direct(model, model_dir, "ipc", device="cuda", colocate=True)
         await there.connect()
         await there.engine.sleep()
-        asked = asyncio.create_task(there.engine._gate.entered("a request"))
+        asked = asyncio.create_task(there.engine.gate.entered("a request"))
         await there.engine.wake()
         await asyncio.sleep(0)
         assert not asked.done()
@@ -342,7 +341,7 @@ def test_a_colocated_engine_gives_back_its_weights_too_and_gets_cache_and_reques
         assert rest == ["sleep 2", "wake weights", "pause", "start", "finish", "wake kv_cache", "resume"]
         assert there.holds(1)
         there.llm.calls.clear()
-        there.engine._gate.leave()
+        there.engine.gate.leave()
         await there.load(2, "drain")
         assert "wake kv_cache" not in there.llm.calls
 
@@ -371,7 +370,7 @@ def test_generation_goes_on_while_rank_zero_sends_to_another_worker(
         asked_s = time.perf_counter()
         await asyncio.wait([loading], timeout=0.2)
         assert there.llm.calls == []
-        assert there.engine._gate.is_open != is_drained
+        assert there.engine.gate.is_open != is_drained
         waited_s = time.perf_counter() - asked_s
         await rank_zero.leave()
         report = await loading
@@ -433,7 +432,7 @@ def test_processes_that_stop_receiving_half_way_end_both_sides_in_bounded_time(
     async def body() -> None:
         there = Direct(model, model_dir, "nccl", breaks_after=5)
         await there.connect()
-        there.end._timeout_s = 0.5
+        there.end.timeout_s = 0.5
         began_s = time.monotonic()
         with pytest.raises(ExecutorFailed) as caught:
             await there.load(1)
@@ -448,7 +447,7 @@ def test_processes_that_stop_receiving_half_way_end_both_sides_in_bounded_time(
         group = there.exchange.pipe(there.llm.init_info["master_port"])
         assert await asyncio.to_thread(group.destroyed.wait, WAIT_S)
 
-        there.end._timeout_s = WAIT_S
+        there.end.timeout_s = WAIT_S
         there.restarted()
         await there.connect()
         await there.load(2)
@@ -517,7 +516,7 @@ def test_a_meeting_to_which_vllm_does_not_come_is_told_in_rank_zeros_words(
 ) -> None:
     async def body() -> None:
         there = Direct(model, model_dir, "nccl")
-        there.end._timeout_s = 0.5
+        there.end.timeout_s = 0.5
         there.llm.init_weight_transfer_engine = never  # type: ignore[method-assign]
         with pytest.raises(ExecutorFailed) as caught:
             await there.connect()
@@ -544,7 +543,7 @@ def test_a_meeting_that_rank_zero_says_nothing_of_names_who_is_missing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Neither end comes: it is rank 0, which would have said that it waits."""
-    monkeypatch.setattr(transfers, "WORKER_MARGIN_S", 0.0)
+    monkeypatch.setattr(worker_transports, "WORKER_MARGIN_S", 0.0)
     monkeypatch.setattr(InProcessRankZero, "join", rank_zero)
 
     async def body() -> None:
@@ -633,7 +632,7 @@ def test_a_turn_that_does_not_come_fails_the_load_and_the_old_version_goes_on(
             ):
                 await there.load(1)
         assert there.llm.calls == []
-        assert there.engine._gate.is_open
+        assert there.engine.gate.is_open
         await there.load(2)
         assert there.holds(2)
 
@@ -660,7 +659,7 @@ def test_real_processes_of_vllm_are_ended_when_the_bytes_do_not_come(
             layouts = layouts_of(held, 1, tiny.weights_after(model, 1))
             links = NcclLinks(held, lambda meeting: InProcessGroup(Exchange(), meeting), timeout_s=WAIT_S)
             absent = Absent(links, Exchange(), "rollout-0")
-            there.engine._transfer = Nccl(absent, WeightsSection(timeout_s=WAIT_S))
+            there.engine.transport = Nccl(absent, WeightsSection(timeout_s=WAIT_S))
             running = asyncio.create_task(there.generate([5, 6, 7], sampling(256, temperature=0.1)))
             await there.sampled(20)
             began_s = time.monotonic()

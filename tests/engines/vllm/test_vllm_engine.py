@@ -20,7 +20,7 @@ from asyncrl_cli.contracts.prompt_group import PartKey
 from asyncrl_cli.contracts.trajectories import overlaid
 from asyncrl_cli.engines.port import Completion
 from asyncrl_cli.engines.vllm import requests as vllm_requests
-from asyncrl_cli.engines.vllm.transfers import paused
+from asyncrl_cli.engines.vllm.worker_transports import paused
 from asyncrl_cli.envs.chat import Chat
 from asyncrl_cli.envs.episode import Limits, Means
 from asyncrl_cli.envs.group_runner import GroupRunner
@@ -339,7 +339,7 @@ def test_a_request_that_a_load_overtakes_on_its_way_begins_again(
         how = sampling(max_response_tokens)
         await there.generate(long, how)
         on_its_way, loaded = asyncio.Event(), asyncio.Event()
-        llm = there.engine._llm
+        llm = there.engine.llm
         assert llm is not None
         add_request = llm.add_request
 
@@ -434,7 +434,7 @@ def test_a_cancelled_drain_resumes_on_the_old_version(there: World) -> None:
         loading = asyncio.create_task(
             there.load_these(tiny.weights_after(there.model, 1), version + 1, "drain")
         )
-        while there.engine._gate.is_open:  # noqa: ASYNC110  (the load closes it in its first turns)
+        while there.engine.gate.is_open:  # noqa: ASYNC110  (the load closes it in its first turns)
             await asyncio.sleep(0)
         loading.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -517,7 +517,7 @@ def test_decode_steps_are_the_passes_that_sampled_tokens_of_responses(there: Wor
         alone = await there.generate([5, 6, 7], sampling(20))
         assert engine.decode_steps - before == engine.sampled_tokens - tokens == len(alone.tokens)
         before = engine.decode_steps
-        llm = engine._llm
+        llm = engine.llm
         assert llm is not None
         async with paused(llm, "keep-kv"):  # so that all begin in one pass
             generating = asyncio.gather(*(there.generate([5, 6, 7], sampling(20), seed=2) for _ in range(8)))

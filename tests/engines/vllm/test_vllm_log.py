@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl_cli.engines.vllm.processes import EngineLog
+from asyncrl_cli.engines.vllm.engine_processes import EngineLog
 
 KILLED = (
     "(EngineCore pid=19573) ERROR 11-21 20:46:27 [multiproc_executor.py:315] Worker proc VllmWorker-0 died "

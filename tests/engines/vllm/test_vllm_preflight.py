@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from asyncrl_cli.base.errors import PreflightError
-from asyncrl_cli.engines.vllm import kind as vllm_kind
-from asyncrl_cli.engines.vllm.kind import check_vllm
+from asyncrl_cli.engines.vllm import vllm_kind
 from asyncrl_cli.engines.vllm.launch import engine_arguments
+from asyncrl_cli.engines.vllm.vllm_kind import check_vllm
 from tests.engines import tiny
 from tests.engines.made import made_for
 

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from asyncrl_cli.base.errors import ExecutorFailed
-from asyncrl_cli.engines.vllm import processes as vllm_processes
-from asyncrl_cli.engines.vllm.processes import end_processes
-from asyncrl_cli.engines.vllm.transfers import paused
+from asyncrl_cli.engines.vllm import engine_processes
+from asyncrl_cli.engines.vllm.engine_processes import end_processes
+from asyncrl_cli.engines.vllm.worker_transports import paused
 
 
 class Process:
@@ -54,13 +54,13 @@ class Llm:
 
 def warned(caplog: pytest.LogCaptureFixture) -> list[str]:
     """By the module itself: the garbage collector may have asyncio complain of what other tests have left."""
-    return [record.getMessage() for record in caplog.records if record.name == vllm_processes.__name__]
+    return [record.getMessage() for record in caplog.records if record.name == engine_processes.__name__]
 
 
 def test_killed_processes_that_vllm_does_not_miss_are_a_warning_beside_the_real_error(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(vllm_processes, "END_TIMEOUT_S", 0.01)
+    monkeypatch.setattr(engine_processes, "END_TIMEOUT_S", 0.01)
     llm = Llm()
 
     async def fail() -> None:

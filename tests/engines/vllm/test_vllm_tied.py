@@ -49,7 +49,7 @@ def living(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[], Wo
         worlds: list[World] = []
 
         def world_of_a_living_engine() -> World:
-            if not worlds or worlds[-1].engine._failure:
+            if not worlds or worlds[-1].engine.failure:
                 running.close()
                 worlds.append(running.enter_context(world(model, directory)))
             return worlds[-1]

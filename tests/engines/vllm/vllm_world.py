@@ -16,8 +16,8 @@ from typing import Any
 from transformers import Qwen3ForCausalLM
 
 from asyncrl_cli.engines.port import Completion, PauseReport, Sampling
-from asyncrl_cli.engines.vllm.engine import VllmEngine
-from asyncrl_cli.engines.vllm.processes import answer
+from asyncrl_cli.engines.vllm.engine_processes import answer
+from asyncrl_cli.engines.vllm.vllm_engine import VllmEngine
 from asyncrl_cli.profile.schema import Interrupt
 from tests.engines import tiny
 from tests.engines.made import made_for
@@ -95,8 +95,8 @@ class World:
     async def in_engine(self, function: Callable[..., Any], *args: Any) -> Any:
         """Calls a function of ours in the process that holds the model, with vLLM's worker as its first
         argument. The engine must have been started with `FUNCTIONS_MAY_BE_SENT`."""
-        assert self.engine._llm is not None
-        return (await answer(self.engine._llm, self.engine._llm.collective_rpc(function, args=args)))[0]
+        assert self.engine.llm is not None
+        return (await answer(self.engine.llm, self.engine.llm.collective_rpc(function, args=args)))[0]
 
     @asynccontextmanager
     async def replaced(self, name: str, how: str) -> AsyncIterator[None]:
@@ -152,9 +152,9 @@ def world(model: Qwen3ForCausalLM, directory: Path, **changes: Any) -> Iterator[
         there = World(model, engine, runner, Path(beats.name))
         try:
             runner.run(engine.start())
-            assert engine._llm is not None
-            KEPT.append(engine._llm.engine_core.resources.ctx)
-            runner.run(answer(engine._llm, engine._llm.collective_rpc("keep_pace", args=(beats.name,))))
+            assert engine.llm is not None
+            KEPT.append(engine.llm.engine_core.resources.ctx)
+            runner.run(answer(engine.llm, engine.llm.collective_rpc("keep_pace", args=(beats.name,))))
             yield there
         finally:
             there.run(engine.close)

@@ -29,7 +29,7 @@ from transformers.generation.continuous_batching import PagedAttentionCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import eager_mask
 
-from asyncrl_cli.models.attention import own_attention
+from asyncrl_cli.models.attention import AttentionOutput, own_attention
 
 NAME = "asyncrl_flash_cpu"
 PAGED_EAGER = "paged|eager"
@@ -79,12 +79,15 @@ def packed_attention(
     scaling: float | None = None,
     cache: PagedAttentionCache | None = None,
     **kwargs: Any,
-) -> tuple[torch.Tensor, None]:
+) -> AttentionOutput:
     """query (1, H, Q, D), key and value (1, J, Q, D) -> (1, Q, H, D). Without a cache this is transformers'
     causal sdpa."""
     if cache is None:
         kwargs = {name: kwargs[name] for name in ("dropout", "is_causal") if name in kwargs}
-        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+        output: AttentionOutput = sdpa_attention_forward(
+            module, query, key, value, attention_mask, scaling=scaling, **kwargs
+        )
+        return output
     allocator = cache.layer_to_allocator[module.layer_idx]
     keys_CJD, values_CJD = (
         pages.view(-1, *pages.shape[2:]) for pages in allocator.get_cache_for_block_table(module.layer_idx)
@@ -100,7 +103,7 @@ def packed_attention(
     out_QHD = torch.empty(query_QHD.shape, dtype=query.dtype)
     for block in _blocks_of(kwargs["cu_seq_lens_q"], starts_k, places_K, query.dtype):
         out_QHD.index_copy_(
-            0, block.queries_BP.view(-1), _attend(query_QHD, keys_CJD, values_CJD, block, scaling)
+            0, block.queries_BP.view(-1), attend(query_QHD, keys_CJD, values_CJD, block, scaling)
         )
     return out_QHD[None], None
 
@@ -113,7 +116,7 @@ def own_paged_attention(
     attention_mask: torch.Tensor | None,
     cache: PagedAttentionCache | None = None,
     **kwargs: Any,
-) -> tuple[torch.Tensor, Any]:
+) -> AttentionOutput:
     """The model's own attention function, with keys and values from the paged cache if there is one.
 
     Replaces transformers' `paged|eager`, one function for all models, which implements sinks but no soft-cap.
@@ -127,7 +130,7 @@ def own_paged_attention(
     return own(module, query, key, value, attention_mask, **kwargs)
 
 
-def _attend(
+def attend(
     query_QHD: torch.Tensor,
     keys_CJD: torch.Tensor,
     values_CJD: torch.Tensor,
@@ -165,7 +168,7 @@ def _blocks_of(
     blocks: tuple[_Block, ...] | None = getattr(starts_q, "asyncrl_blocks", None)
     if blocks is None:
         blocks = _make_blocks(starts_q.tolist(), starts_k.tolist(), places_K, dtype)
-        starts_q.asyncrl_blocks = blocks  # type: ignore[attr-defined]
+        starts_q.asyncrl_blocks = blocks
     return blocks
 
 

@@ -29,8 +29,8 @@ from transformers.generation.continuous_batching.cb_logits_processors import (
 )
 from transformers.generation.continuous_batching.requests import FutureRequestState
 
-from asyncrl_cli.engines.base import Track
 from asyncrl_cli.engines.port import FinishReason
+from asyncrl_cli.engines.slotted_engine import Track
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 TOP_K = ContinuousBatchingTopKLogitsWarper(TopKLogitsWarper(top_k=1))
@@ -62,7 +62,7 @@ class SampledTrack(Track):
             self.done.set_result(reason)
 
 
-class TokenSampler(ContinuousBatchingLogitsProcessor):
+class TokenSampler(ContinuousBatchingLogitsProcessor):  # type: ignore[misc]
     """`tracks` maps continuous batching's request ids to responses. The sample of a row without a response is
     dropped.
 
@@ -96,18 +96,18 @@ class TokenSampler(ContinuousBatchingLogitsProcessor):
         rows = self._rows
         logits_NV = scores[: len(rows)]
         logprobs_NV = torch.log_softmax(_scaled(logits_NV, rows), dim=-1)
-        tokens_N = self._choose(logprobs_NV, rows)
+        tokens_N = self.choose(logprobs_NV, rows)
         chosen = torch.zeros_like(scores)
         chosen[: len(rows)].scatter_(1, tokens_N[:, None], 1.0)
         logprobs_N = logprobs_NV.gather(1, tokens_N[:, None])[:, 0]
         before = self.sampled_tokens
         for track, token, logprob in zip(rows, tokens_N.tolist(), logprobs_N.tolist(), strict=True):
             if track is not None and track.finished is None:
-                self._record(track, token, logprob)
+                self.record(track, token, logprob)
         self.decode_steps += self.sampled_tokens > before
         return chosen
 
-    def _choose(self, logprobs_NV: torch.Tensor, rows: list[SampledTrack | None]) -> torch.Tensor:
+    def choose(self, logprobs_NV: torch.Tensor, rows: list[SampledTrack | None]) -> torch.Tensor:
         """The next tokens (N,), by inverse transform sampling: one uniform number per row makes rows
         independent of each other."""
         probs_NV = _truncated(logprobs_NV, rows).exp()
@@ -121,7 +121,7 @@ class TokenSampler(ContinuousBatchingLogitsProcessor):
             )
         return tokens_N
 
-    def _record(self, track: SampledTrack, token: int, logprob: float) -> None:
+    def record(self, track: SampledTrack, token: int, logprob: float) -> None:
         """The order is that of `Track`: the event loop may look in between."""
         track.tokens.append(token)
         track.logprobs.append(logprob)

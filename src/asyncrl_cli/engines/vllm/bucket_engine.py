@@ -1,17 +1,14 @@
-"""Loads weights into vLLM from memory that the rollout worker shares with it (weights/receivers.py), on CPUs and
-GPUs.
+"""In the vLLM processes that hold the model: loads weights from memory that the rollout worker shares with them
+(weights/receivers.py), on CPUs and GPUs.
 
-`update_weights` runs while generation is paused. It maps the shared buffer, and vLLM's layerwise reload loads
-the weights. Each layer is processed as at startup (on CPUs, linear weights are packed into a special layout),
-then copied into its old storage, which captured graphs refer to. On CPUs the reload misses experts and tied
-layers; `load` handles them.
+vLLM's layerwise reload loads the weights, while generation is paused. Each layer is processed as at startup (on
+CPUs, linear weights are packed into a special layout), then copied into its old storage, which captured graphs
+refer to. On CPUs the reload misses experts and tied layers, so they are handled here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from vllm.distributed.weight_transfer.base import (
@@ -43,29 +40,23 @@ class BucketEngine(WeightTransferEngine[WeightTransferInitInfo, BucketUpdateInfo
     update_info_cls = BucketUpdateInfo
     supports_draft_weight_update = False
 
-    def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Overridden because the base class synchronizes an accelerator even where there is none."""
-        self.receive_weights(self.parse_update_info(update_info))
+    def update_weights(self, update_info: dict[str, object]) -> None:
+        """Load a whole version into the model, layer by layer. Overridden because the base class synchronizes an
+        accelerator even where there is none."""
+        info = self.parse_update_info(update_info)
+        forget_kernels_of_experts(self.model)
+        initialize_layerwise_reload(self.model)
+        self.model.load_weights(iter(mapped_tensors(info.path, info.num_bytes, info.tensors)))
+        finalize_layerwise_reload(self.model, self.model_config)  # type: ignore[no-untyped-call]
+        pack_tied_layers(self.model)
         if self.device.type != "cpu":
             torch.accelerator.synchronize()
 
-    def receive_weights(self, update_info: BucketUpdateInfo) -> None:
-        weights = mapped_tensors(update_info.path, update_info.num_bytes, update_info.tensors)
-        load(self.model, self.model_config, weights)
+    def _nothing(self, *args: object) -> None:
+        """Used for the hooks around an update, which need nothing here."""
 
-    def _nothing(self, *args: Any) -> None:
-        """Used for the hooks before and after an update, which need nothing here."""
-
-    init_transfer_engine = start_weight_update = finish_weight_update = shutdown = _nothing
-
-
-def load(model: torch.nn.Module, model_config: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Load a whole version into the model, layer by layer."""
-    forget_kernels_of_experts(model)
-    initialize_layerwise_reload(model)
-    model.load_weights(iter(weights))
-    finalize_layerwise_reload(model, model_config)
-    pack_tied_layers(model)
+    receive_weights = init_transfer_engine = start_weight_update = _nothing  # type: ignore[assignment]
+    finish_weight_update = shutdown = _nothing
 
 
 def forget_kernels_of_experts(model: torch.nn.Module) -> None:
@@ -88,7 +79,7 @@ def pack_tied_layers(model: torch.nn.Module) -> None:
     """
     owners: dict[int, list[torch.nn.Module]] = {}
     for layer in model.modules():
-        weight = layer._parameters.get("weight")
+        weight = dict(layer.named_parameters(recurse=False)).get("weight")
         if weight is not None and weight.numel():
             owners.setdefault(weight.data_ptr(), []).append(layer)
     for layers in owners.values():

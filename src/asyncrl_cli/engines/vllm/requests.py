@@ -1,20 +1,23 @@
-"""Translates requests and outputs between asyncrl and vLLM: prompts, sampling parameters, versions, scores,
-counters."""
+"""In the rollout worker's process: requests and outputs translated between asyncrl and vLLM: prompts, sampling
+parameters, versions, scores, counters."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
-from asyncrl_cli.engines.base import Track
-from asyncrl_cli.engines.port import EngineCounters, FinishReason, Sampling
+from asyncrl_cli.engines.port import EngineCounters
+from asyncrl_cli.engines.slotted_engine import Track
 
 if TYPE_CHECKING:
     from vllm import SamplingParams
+    from vllm.logprobs import FlatLogprobs
     from vllm.outputs import CompletionOutput, RequestOutput
     from vllm.v1.engine.async_llm import AsyncLLM
+    from vllm.v1.engine.output_processor import RequestState
+    from vllm.v1.metrics.stats import IterationStats, SchedulerStats
 
 SCORE_PREFIX = "score-"
 """Prefix of the ids of scoring requests. The token that such a request samples is discarded and not
@@ -23,20 +26,44 @@ counted."""
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class VllmTrack(Track):
-    aborted: bool = False
-    state: Any = None
-    """vLLM's state of the request, set by `state_of`. It stays readable after vLLM has forgotten the
+    """`state`: vLLM's state of the request, once it is found. It stays readable after vLLM has forgotten the
     request."""
+
+    aborted: bool = False
+    state: RequestState | None = None
+
+    def find_state(self, llm: AsyncLLM) -> RequestState | None:
+        """None before vLLM knows the request."""
+        if self.state is None:
+            processor = llm.output_processor
+            names = processor.external_req_ids.get(self.request_id, [])
+            known = (processor.request_states.get(name) for name in names)
+            self.state = next((state for state in known if state is not None), None)
+        return self.state
+
+    @property
+    def version_starts(self) -> Sequence[tuple[str, int]]:
+        """(version, index of its first new token) for each version that has sampled the response so far."""
+        return getattr(self.state, "weight_version_starts", ())
 
     def add(self, part: CompletionOutput) -> None:
         """Append new tokens and their logprobs. (`logprobs=0` gives the logprobs of the sampled tokens
         only.)"""
         self.tokens.extend(part.token_ids)
         if part.logprobs is not None:
-            self.logprobs.extend(part.logprobs.logprobs)
-        assert len(self.logprobs) == len(self.tokens), (
-            f"{len(self.logprobs)} logprobs of {len(self.tokens)} tokens"
-        )
+            self.logprobs.extend(cast("FlatLogprobs", part.logprobs).logprobs)
+        assert len(self.logprobs) == len(self.tokens), f"{len(self.logprobs)} of {len(self.tokens)} logprobs"
+
+    def set_versions(self, spans: Iterable[tuple[str, int, int]] | None = None) -> None:
+        """Set one version per token from vLLM's `spans` (version, start, end) of new tokens, or as far as vLLM
+        has reported them. A stop string may have cut the last tokens off."""
+        num_new = len(self.tokens) - self.num_kept
+        if spans is None:
+            starts = self.version_starts
+            ends = [*(start for _, start in starts[1:]), num_new]
+            spans = [(version, start, end) for (version, start), end in zip(starts, ends, strict=False)]
+        new = [int(version) for version, start, end in spans for _ in range(start, min(end, num_new))]
+        self.versions = self.versions[: self.num_kept] + new
 
 
 class VllmCounters:
@@ -62,8 +89,10 @@ class VllmCounters:
         does not count."""
         self._cleared = int(self._gauges.get("engine_running", 0))
 
-    def record(self, scheduler: Any, iteration: Any, **others: Any) -> None:
-        """Called by vLLM with its `SchedulerStats` and `IterationStats`; either may be None."""
+    def record(
+        self, scheduler: SchedulerStats | None, iteration: IterationStats | None, **others: object
+    ) -> None:
+        """Called by vLLM."""
         if scheduler is not None:
             self._gauges = {
                 "kv_cache_usage": scheduler.kv_cache_usage,
@@ -74,14 +103,10 @@ class VllmCounters:
             cleared = min(self._cleared, iteration.num_preempted_reqs)
             self._cleared -= cleared
             self.preemptions += iteration.num_preempted_reqs - cleared
-            ended = [
-                request
-                for request in iteration.finished_requests
-                if not (request.request_id or "").startswith(SCORE_PREFIX)
-            ]
-            self.decode_steps += iteration.num_generation_tokens > len(iteration.finished_requests) - len(
-                ended
-            )
+            finished = iteration.finished_requests
+            ended = [one for one in finished if not (one.request_id or "").startswith(SCORE_PREFIX)]
+            # each score that ended has sampled one token, which does not count
+            self.decode_steps += iteration.num_generation_tokens > len(finished) - len(ended)
             self.prompt_tokens += sum(request.num_prompt_tokens for request in ended)
             self.cached_prompt_tokens += sum(request.num_cached_tokens for request in ended)
 
@@ -96,23 +121,6 @@ class VllmCounters:
     def log(self) -> None: ...
 
     def record_sleep_state(self, is_awake: int, level: int) -> None: ...
-
-
-def check_logprobs_exist(sampling: Sampling, *, truncated_sampling: bool) -> None:
-    """Raises ValueError if vLLM's logprobs for this request would not be of the temperature-scaled,
-    untruncated distribution."""
-    truncates = sampling.top_p < 1 or sampling.top_k > 0
-    possible = sampling.temperature == 1 if truncated_sampling else not truncates
-    if sampling.temperature and not possible:
-        made_for = "top-p or top-k at temperature 1" if truncated_sampling else "neither top-p nor top-k"
-        raise ValueError(f"vLLM was started for {made_for}, and cannot give logprobs for {sampling}")
-
-
-def prompt(tokens: list[int], version: int) -> Any:
-    """`version` keeps this request's cached prefixes apart from those of other weights."""
-    from vllm.inputs.engine import tokens_input
-
-    return tokens_input(tokens, cache_salt=f"version {version}")
 
 
 def parameters(track: VllmTrack) -> SamplingParams:
@@ -141,63 +149,6 @@ def parameters(track: VllmTrack) -> SamplingParams:
     )
 
 
-def reason_of(reason: str | None) -> FinishReason:
-    """vLLM's finish reason as ours. RuntimeError for any other (vLLM's `error`)."""
-    if reason not in ("stop", "length", "abort"):
-        raise RuntimeError(f"vLLM ended a response with {reason!r}")
-    return reason
-
-
-def versions_of(spans: Iterable[Any] | None, num_tokens: int) -> list[int]:
-    """One version per token, from vLLM's spans (version, start, end). A stop string may have cut the last
-    tokens off."""
-    versions = [
-        int(span.version) for span in spans or () for _ in range(span.start, min(span.end, num_tokens))
-    ]
-    assert len(versions) == num_tokens, f"vLLM's version spans cover {len(versions)} of {num_tokens} tokens"
-    return versions
-
-
-def versions_so_far(track: VllmTrack) -> list[int]:
-    """A running response's versions, one per token, as far as vLLM has reported them."""
-    starts, num_new = getattr(track.state, "weight_version_starts", ()), len(track.tokens) - track.num_kept
-    ends = [*(start for _, start in starts[1:]), num_new]
-    new = [
-        int(version)
-        for (version, start), end in zip(starts, ends, strict=False)
-        for _ in range(start, min(end, num_new))
-    ]
-    return track.versions[: track.num_kept] + new
-
-
-def first_version(track: VllmTrack, part: CompletionOutput) -> int | None:
-    """Version of the weights that sampled the response's first token; None if vLLM reports none."""
-    spans = part.weight_versions or ()
-    starts = [span.version for span in spans] or [
-        version for version, _ in getattr(track.state, "weight_version_starts", ())
-    ]
-    return int(starts[0]) if starts else None
-
-
-def num_tokens_so_far(llm: AsyncLLM, track: VllmTrack) -> int:
-    """Number of tokens so far, including those that are in this process but that vLLM has not delivered
-    yet."""
-    state = state_of(llm, track)
-    return len(track.tokens) if state is None else track.num_kept + int(state.detokenizer.num_output_tokens())
-
-
-def state_of(llm: AsyncLLM, track: VllmTrack) -> Any:
-    """vLLM's state of a request, kept in `track.state` once found; None before vLLM knows the request."""
-    if track.state is None:
-        processor = llm.output_processor
-        internal_ids = processor.external_req_ids.get(track.request_id, [])
-        track.state = next(
-            (processor.request_states[name] for name in internal_ids if name in processor.request_states),
-            None,
-        )
-    return track.state
-
-
 async def score(
     llm: AsyncLLM, name: str, sequences: Sequence[list[int]], temperature: float
 ) -> list[list[float]]:
@@ -207,36 +158,31 @@ async def score(
     sample after the tokens before it. These requests share cached prefixes with each other only, because each
     score has its own salt.
     """
-    scored = _scored_as_prompt if temperature == 1 else _scored_as_samples
-    return list(
-        await asyncio.gather(
-            *(scored(llm, f"{name}/{i}", tokens, temperature) for i, tokens in enumerate(sequences))
-        )
-    )
-
-
-async def _scored_as_prompt(llm: AsyncLLM, name: str, tokens: list[int], temperature: float) -> list[float]:
-    output = await _last(llm, name, tokens, name, prompt_logprobs=0)
-    positions = output.prompt_logprobs or []
-    return [position[token].logprob for position, token in zip(positions[1:], tokens[1:], strict=True)]
-
-
-async def _scored_as_samples(llm: AsyncLLM, name: str, tokens: list[int], temperature: float) -> list[float]:
-    async def one(count: int) -> float:
-        how = {"temperature": temperature, "logprob_token_ids": [tokens[count]]}
-        output = await _last(llm, f"{name}/{count}", tokens[:count], name, **how)
-        return output.outputs[0].logprobs[0][tokens[count]].logprob
-
-    return list(await asyncio.gather(*(one(count) for count in range(1, len(tokens)))))
-
-
-async def _last(llm: AsyncLLM, request_id: str, tokens: list[int], salt: str, **how: Any) -> RequestOutput:
     from vllm import SamplingParams
     from vllm.inputs.engine import tokens_input
     from vllm.sampling_params import RequestOutputKind
 
-    params = SamplingParams(max_tokens=1, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY, **how)
-    outputs = [
-        output async for output in llm.generate(tokens_input(tokens, cache_salt=salt), params, request_id)
-    ]
-    return outputs[-1]
+    async def last_output(request_id: str, tokens: list[int], salt: str, **asked: Any) -> RequestOutput:
+        kind = RequestOutputKind.FINAL_ONLY
+        params = SamplingParams(max_tokens=1, detokenize=False, output_kind=kind, **asked)
+        outputs = llm.generate(tokens_input(tokens, cache_salt=salt), params, request_id)
+        return [output async for output in outputs][-1]
+
+    async def scored_as_prompt(salt: str, tokens: list[int]) -> list[float]:
+        output = await last_output(salt, tokens, salt, prompt_logprobs=0)
+        positions = cast("list[dict[int, Any]]", output.prompt_logprobs or [])
+        return [position[token].logprob for position, token in zip(positions[1:], tokens[1:], strict=True)]
+
+    async def scored_as_sample(salt: str, tokens: list[int], count: int) -> float:
+        token, request_id = tokens[count], f"{salt}/{count}"
+        asked = {"temperature": temperature, "logprob_token_ids": [token]}
+        output = await last_output(request_id, tokens[:count], salt, **asked)
+        return float(cast("list[dict[int, Any]]", output.outputs[0].logprobs)[0][token].logprob)
+
+    async def scored(salt: str, tokens: list[int]) -> list[float]:
+        if temperature == 1:
+            return await scored_as_prompt(salt, tokens)
+        counts = range(1, len(tokens))
+        return await asyncio.gather(*(scored_as_sample(salt, tokens, count) for count in counts))
+
+    return await asyncio.gather(*(scored(f"{name}/{i}", tokens) for i, tokens in enumerate(sequences)))

@@ -84,7 +84,7 @@ class SlotGate:
         turn = self._waiting[name] = asyncio.get_running_loop().create_future()
         self._let_in()
         try:
-            return await turn
+            return bool(await turn)
         except asyncio.CancelledError:
             if turn.done() and not turn.cancelled() and turn.result():
                 self.leave()  # cancelled between getting the slot and returning it to the caller
@@ -145,15 +145,15 @@ class SlottedEngine(Engine, Generic[AnyTrack]):
         self.slots = profile.rollout.slots
         self._profile = profile
         self._place = place
-        self._gate = SlotGate(self.slots, on_running)
+        self.gate = SlotGate(self.slots, on_running)
         self._tracks: dict[str, AnyTrack] = {}
         self._weights_lock = asyncio.Lock()
-        self._failure = ""
+        self.failure = ""
         self._stays = SlotIntervals(time.monotonic) if profile.logging.trace_sequences else None
 
     @property
     def running(self) -> int:  # type: ignore[override]
-        return self._gate.running
+        return self.gate.running
 
     def take_stays(self) -> tuple[SlotInterval, ...]:
         return self._stays.take() if self._stays is not None else ()
@@ -194,12 +194,12 @@ class SlottedEngine(Engine, Generic[AnyTrack]):
         self._tracks[request_id] = track
         reason: FinishReason = "abort"
         try:
-            if await self._gate.entered(request_id):
+            if await self.gate.entered(request_id):
                 try:
                     with self._stays.of(request_id) if self._stays is not None else contextlib.nullcontext():
                         reason = await self._respond(track)
                 finally:
-                    self._gate.leave()
+                    self.gate.leave()
             self._raise_failure()
             return track.completion(reason)
         finally:
@@ -215,14 +215,14 @@ class SlottedEngine(Engine, Generic[AnyTrack]):
     @contextlib.asynccontextmanager
     async def _closed(self, interrupt: Interrupt) -> AsyncIterator[None]:
         """Let no request start during the block; with `drain`, first wait for the running ones to finish."""
-        self._gate.close()
+        self.gate.close()
         try:
             if interrupt == "drain":
-                await self._gate.idle()
+                await self.gate.idle()
             yield
         finally:
-            if not self._failure:
-                self._gate.open()
+            if not self.failure:
+                self.gate.open()
 
     def _check(self, request_id: str, prompt_tokens: list[int], sampling: Sampling) -> None:
         self._raise_failure()
@@ -238,11 +238,11 @@ class SlottedEngine(Engine, Generic[AnyTrack]):
 
     def _fail(self, why: str) -> None:
         """Make waiting and new requests raise ExecutorFailed from now on, with the first `why`."""
-        self._failure = self._failure or why
-        self._gate.close()
+        self.failure = self.failure or why
+        self.gate.close()
         for request_id in self._tracks:
-            self._gate.give_up(request_id)
+            self.gate.give_up(request_id)
 
     def _raise_failure(self) -> None:
-        if self._failure:
-            raise ExecutorFailed(self._failure)
+        if self.failure:
+            raise ExecutorFailed(self.failure)

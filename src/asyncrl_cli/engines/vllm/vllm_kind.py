@@ -166,17 +166,17 @@ def names_in_source() -> frozenset[str] | None:
 
 
 def _make(profile: Profile, place: ProcessPlace, on_running: Callable[[int], None]) -> Engine:
-    from asyncrl_cli.engines.vllm.engine import VllmEngine
+    from asyncrl_cli.engines.vllm.vllm_engine import VllmEngine
 
-    return VllmEngine(profile, place, on_running)
+    return VllmEngine(profile, place, on_running)  # type: ignore[abstract]  # it does not load in place
 
 
 def _rank_zero_end(weights: WeightsSection, held: HeldVersions, device: torch.device) -> Any:
     if weights.transport == "nccl":
-        from asyncrl_cli.engines.vllm.nccl import NcclGroup, NcclLinks
+        from asyncrl_cli.engines.vllm.rank_zero import NcclGroup, NcclLinks
 
         return NcclLinks(held, lambda meeting: NcclGroup(meeting, device), timeout_s=weights.timeout_s)
-    from asyncrl_cli.engines.vllm.ipc import IpcExports, produce_on
+    from asyncrl_cli.engines.vllm.rank_zero import IpcExports, produce_on
 
     return IpcExports(held, partial(produce_on, device), buffer_bytes=weights.load_bucket_size_mb * 2**20)
 

@@ -1,5 +1,5 @@
-"""The engine's model: opened, configured for transformers' continuous batching, and asked for the logprobs of
-given tokens.
+"""The model of the engine `transformers`: opened, configured for continuous batching, and asked for the logprobs
+of given tokens.
 
 - `max_batch_tokens` leaves room for prefills beside one token of every slot. The scheduler serves decoding
   sequences first and prefills with the rest of the budget. If the budget were just the number of slots, a new
@@ -8,8 +8,7 @@ given tokens.
 - `num_blocks` holds all slots at full length (memory allowing), and `safety_margin` is 0: no sequence waits
   for cache, and none is evicted.
 - Blocks are shared: a request reuses the full blocks that an earlier turn, or another response to its prompt,
-  left in the cache. Blocks are looked up by their tokens alone, so a load must make all of them unfindable
-  (`forget_prefixes`).
+  left in the cache. Blocks are looked up by their tokens alone, so a load must make all of them unfindable.
 - Attention is the trainer's (models/attention.py), never a faster kernel. If that is sdpa on a CPU, packed
   sequences are attended one by one (paged_attention.py) instead of all at once under a mask.
 - TokenSampler chooses the tokens: continuous batching's own logprobs are of the truncated distribution, and
@@ -32,7 +31,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
-from transformers.generation.continuous_batching import ContinuousBatchingManager, PagedAttentionCache
+from transformers.generation.continuous_batching import ContinuousBatchingManager
 from transformers.generation.continuous_batching.cb_logits_processors import (
     ContinuousBatchingLogitsProcessorList,
 )
@@ -56,22 +55,6 @@ MAX_LOGITS_BYTES = 256 * 2**20
 """Largest logits of one scoring pass."""
 
 
-def open_model(profile: Profile, place: ProcessPlace) -> PreTrainedModel:
-    """Load the model with the same attention as the trainer. Raises PreflightError if its attention cannot be
-    replaced."""
-    how = profile.model
-    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-        place.model_dir, dtype=how.dtype, attn_implementation="eager", trust_remote_code=how.trust_remote_code
-    )
-    model.to(torch.device(place.device)).requires_grad_(False).eval()
-    attention = choose_attention(model)
-    if not takes_attention(model):
-        raise unbatchable(model, "it does not take its attention from transformers' AttentionInterface")
-    if attention == "sdpa" and paged_attention.applies_to(model.config, model.device):
-        model.config._attn_implementation = paged_attention.NAME
-    return model
-
-
 def unbatchable(model: PreTrainedModel, why: str) -> PreflightError:
     return PreflightError(
         f'rollout.engine = "transformers" cannot batch a {model.config.model_type} model: {why}',
@@ -79,46 +62,57 @@ def unbatchable(model: PreTrainedModel, why: str) -> PreflightError:
     )
 
 
-def make_manager(
-    model: PreTrainedModel, sampler: TokenSampler, profile: Profile
-) -> ContinuousBatchingManager:
-    """A manager that is not started yet."""
-    rollout, packed = profile.rollout, model.config._attn_implementation == paged_attention.NAME
-    prefill_tokens = PREFILL_TOKENS_PACKED if packed else PREFILL_TOKENS_MASKED
-    config = ContinuousBatchingConfig(
+def open_model(
+    profile: Profile, place: ProcessPlace, sampler: TokenSampler
+) -> tuple[PreTrainedModel, ContinuousBatchingManager]:
+    """The model, with the same attention as the trainer, and its manager, which is not started yet. Raises
+    PreflightError if its attention cannot be replaced."""
+    rollout, section = profile.rollout, profile.model
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+        place.model_dir,
+        dtype=section.dtype,
+        attn_implementation="eager",
+        trust_remote_code=section.trust_remote_code,
+    )
+    model.to(torch.device(place.device)).requires_grad_(False).eval()
+    attention = choose_attention(model)
+    if not takes_attention(model):
+        raise unbatchable(model, "it does not take its attention from transformers' AttentionInterface")
+    prefill_tokens = PREFILL_TOKENS_MASKED
+    if attention == "sdpa" and paged_attention.applies_to(model.config, model.device):
+        prefill_tokens = PREFILL_TOKENS_PACKED
+        # The public setter would look for a library behind any name that contains "flash".
+        model.config._attn_implementation = paged_attention.NAME
+
+    config = model.config.get_text_config()
+    kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    bytes_per_block = 2 * config.num_hidden_layers * kv_heads * head_dim * model.dtype.itemsize * PAGE_TOKENS
+    on_gpu = model.device.type == "cuda"
+    free_bytes = torch.cuda.mem_get_info(model.device)[0] if on_gpu else psutil.virtual_memory().available
+    affordable = int(free_bytes * CACHE_SHARE_OF_MEMORY) // bytes_per_block
+    # With fewer blocks than all slots need at full length, sequences may be evicted and prefilled again, which
+    # costs time but loses nothing.
+    blocks_of_one = ceil(max_context_tokens(profile) / PAGE_TOKENS)
+    batching = ContinuousBatchingConfig(
         page_size=PAGE_TOKENS,
-        num_blocks=_num_blocks(model, rollout.slots, max_context_tokens(profile)),
+        num_blocks=max(blocks_of_one, min(rollout.slots * blocks_of_one, affordable)),
         max_batch_tokens=rollout.slots + max(prefill_tokens, rollout.max_prompt_tokens),
         max_requests_per_batch=rollout.slots,
         max_blocks_per_request=0,
         allow_block_sharing=True,
         use_async_batching=False,
-        use_cuda_graph=False if model.device.type == "cuda" else None,
+        use_cuda_graph=False if on_gpu else None,
         auto_switch_to_flash=False,
         safety_margin=0.0,
         return_logprobs=False,
         seed=profile.run.seed,
     )
     greedy = GenerationConfig(do_sample=False, max_new_tokens=rollout.max_response_tokens, eos_token_id=-1)
-    manager = model.init_continuous_batching(greedy, config)
+    manager = model.init_continuous_batching(greedy, batching)
     manager.logit_processor = ContinuousBatchingLogitsProcessorList(LogitsProcessorList([sampler]))
     manager.logit_processor.tensors_required = 1
-    return manager
-
-
-def forget_prefixes(cache: PagedAttentionCache, *, goes_on: bool) -> None:
-    """Stop later requests from finding the blocks filled so far. Call this inside a pause.
-
-    `goes_on`: running requests keep their blocks. The block that each is filling will hold keys of two
-    versions, and continuous batching would share it like any other. It cannot exclude single requests, so
-    from then on nothing is shared.
-    """
-    cache.evict_cached_blocks()
-    if goes_on and any(allocator.block_table for allocator in cache.cache_allocators.values()):
-        cache.allow_block_sharing = cache.use_prefix_sharing = False
-    for allocator in cache.cache_allocators.values():
-        allocator.ledger.hash_to_block.clear()
-        allocator.ledger.block_to_hash.clear()
+    return model, manager
 
 
 def eos_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
@@ -130,7 +124,6 @@ def eos_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> fr
     return frozenset()
 
 
-@torch.no_grad()
 def score(model: PreTrainedModel, sequences: list[list[int]], temperature: float) -> list[list[float]]:
     """For each sequence, the logprobs of its tokens 1, 2, ... at `temperature` (0 counts as 1)."""
     longest = max((len(sequence) for sequence in sequences), default=0)
@@ -138,34 +131,14 @@ def score(model: PreTrainedModel, sequences: list[list[int]], temperature: float
     step = max(1, MAX_LOGITS_BYTES // max(1, bytes_per_sequence))
     scores: list[list[float]] = []
     for begin in range(0, len(sequences), step):
-        scores.extend(_score_batch(model, sequences[begin : begin + step], temperature or 1.0))
+        batch = sequences[begin : begin + step]
+        longest = max(len(sequence) for sequence in batch)
+        # on the right: under a causal mask no real token sees the padding
+        padded = [sequence + [0] * (longest - len(sequence)) for sequence in batch]
+        tokens_BT = torch.tensor(padded, device=model.device)
+        with torch.no_grad():
+            logits_BTV = model(input_ids=tokens_BT, use_cache=False).logits[:, :-1].float()
+        logprobs_BTV = torch.log_softmax(logits_BTV / (temperature or 1.0), dim=-1)
+        logprobs_BT = logprobs_BTV.gather(2, tokens_BT[:, 1:, None])[..., 0].tolist()
+        scores += [row[: len(sequence) - 1] for row, sequence in zip(logprobs_BT, batch, strict=True)]
     return scores
-
-
-def _score_batch(model: PreTrainedModel, sequences: list[list[int]], temperature: float) -> list[list[float]]:
-    """Padded on the right: under a causal mask no real token sees the padding."""
-    longest = max(len(sequence) for sequence in sequences)
-    padded = [sequence + [0] * (longest - len(sequence)) for sequence in sequences]
-    tokens_BT = torch.tensor(padded, device=model.device)
-    logits_BTV = model(input_ids=tokens_BT, use_cache=False).logits[:, :-1].float() / temperature
-    logprobs_BT = torch.log_softmax(logits_BTV, dim=-1).gather(2, tokens_BT[:, 1:, None])[..., 0]
-    return [row[: len(sequence) - 1] for row, sequence in zip(logprobs_BT.tolist(), sequences, strict=True)]
-
-
-def _num_blocks(model: PreTrainedModel, slots: int, max_tokens: int) -> int:
-    """Number of cache blocks: for all slots at full length, within CACHE_SHARE_OF_MEMORY of the free memory.
-    With fewer, sequences may be evicted and prefilled again, which costs time but loses nothing."""
-    config = model.config.get_text_config()
-    kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    bytes_per_block = 2 * config.num_hidden_layers * kv_heads * head_dim * model.dtype.itemsize * PAGE_TOKENS
-    blocks_of_one = ceil(max_tokens / PAGE_TOKENS)
-    affordable = int(_free_bytes(model.device) * CACHE_SHARE_OF_MEMORY) // bytes_per_block
-    return max(blocks_of_one, min(slots * blocks_of_one, affordable))
-
-
-def _free_bytes(device: torch.device) -> int:
-    """Free memory of the device; for a CPU, of the machine."""
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
-    return int(psutil.virtual_memory().available)

@@ -1,14 +1,14 @@
-"""The engine `vllm`: vLLM's AsyncLLM in the rollout actor's event loop, behind the engine port.
+"""In the rollout worker's process: the engine `vllm`, vLLM's AsyncLLM in the event loop, behind the engine port.
 
     generate() -> SlotGate -> AsyncLLM.generate ──ZMQ──> [engine process: scheduler ─> model]
                                    ^ tokens as they are sampled ──┘                        ^
-    load() ──> pause ──> update_weights: "map this buffer and load it" ───────────────────┘ ──> version ──> resume
+    load() -> pause -> "map this buffer and load it" (bucket_engine.py) ───────────────────┘ -> version -> resume
 
 (With tensor_parallel_size > 1 the model is in worker processes of the engine process.)
 
 Who waits for whom: `generate` waits for a slot (freed when another request leaves, or when a drain ends),
 then for its tokens. `load` with `drain` waits for the running responses; otherwise its pause waits for one
-forward pass. If an engine process dies, all of these waits end with the error that processes.py finds, and so
+forward pass. If an engine process dies, all of these waits end with the error that engine_processes.py finds, and so
 does every later call.
 
 vLLM keeps track of versions: it labels the outputs of each step with the version set between steps, and
@@ -25,20 +25,20 @@ import asyncio
 import contextlib
 import importlib
 import time
-from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, cast, get_args
 
 import torch
 
 from asyncrl_cli.base.errors import ExecutorFailed
 from asyncrl_cli.base.timeouts import timeout
-from asyncrl_cli.engines.base import SlottedEngine
 from asyncrl_cli.engines.port import Completion, EngineCounters, FinishReason, PauseReport, Sampling, Scores
+from asyncrl_cli.engines.slotted_engine import SlottedEngine
 from asyncrl_cli.engines.vllm import requests
+from asyncrl_cli.engines.vllm.engine_processes import answer, dead, end_processes, message_of, start_llm
 from asyncrl_cli.engines.vllm.launch import is_truncated, set_environment, sleeps
-from asyncrl_cli.engines.vllm.processes import answer, dead, end_processes, start_llm, told
 from asyncrl_cli.engines.vllm.requests import SCORE_PREFIX, VllmCounters, VllmTrack
-from asyncrl_cli.engines.vllm.transfers import DIRECT, SharedMemory, paused
+from asyncrl_cli.engines.vllm.worker_transports import DIRECT, SharedMemory, paused
 from asyncrl_cli.models.saved_form import SavedForm, skeleton
 from asyncrl_cli.profile.schema import Interrupt, ProcessPlace, Profile
 from asyncrl_cli.weights.buckets import Bucket
@@ -67,20 +67,24 @@ class VllmEngine(SlottedEngine[VllmTrack]):
         self.sampled_tokens = 0
         self._counters = VllmCounters()
         self._num_scored = 0
-        self._transfer = SharedMemory()
+        self.transport = SharedMemory()
         self._cache_sleeps = False
-        self._llm: AsyncLLM | None = None
-        self._form: SavedForm
+        self.llm: AsyncLLM | None = None
+        self.form: SavedForm
 
     @property
-    def decode_steps(self) -> int:
+    def decode_steps(self) -> int:  # type: ignore[override]
         return self._counters.decode_steps
 
     def counters(self) -> EngineCounters:
         return self._counters.counters()
 
     def _num_tokens(self, track: VllmTrack) -> int:
-        return requests.num_tokens_so_far(self._running_llm(), track)
+        """With those that are in this process but that vLLM has not delivered yet."""
+        state = track.find_state(self._running_llm())
+        if state is None or state.detokenizer is None:
+            return len(track.tokens)
+        return track.num_kept + state.detokenizer.num_output_tokens()
 
     async def start(self) -> None:
         """Start vLLM's processes and wait until they are ready: model loaded, cache allocated."""
@@ -95,35 +99,41 @@ class VllmEngine(SlottedEngine[VllmTrack]):
             skeleton, place.model_dir, trust_remote_code=profile.model.trust_remote_code
         )
         empty, llm = await asyncio.gather(reading, starting)
-        self._form = SavedForm(empty)
-        self._llm = llm  # from here on, `close` shuts it down
+        self.form = SavedForm(empty)
+        self.llm = llm  # from here on, `close` shuts it down
         await answer(llm, llm.update_weight_version(str(self.version)))
 
     async def connect(self, rank_zero: RankZero) -> None:
         weights, llm = self._profile.weights, self._running_llm()
-        self._transfer = DIRECT[weights.transport](rank_zero, weights)
+        self.transport = DIRECT[weights.transport](rank_zero, weights)
         try:
-            await self._transfer.join(llm)
+            await self.transport.join(llm)
         except BaseException as error:
-            self._fail(told(error))
+            self._fail(message_of(error))
             await end_processes(llm)
             raise
 
     async def close(self) -> None:
         self._fail("the rollout engine is closed")
-        if (llm := self._llm) is None:
+        if (llm := self.llm) is None:
             return
         for request_id in list(self._tracks):
             await self.abort(request_id)
         with contextlib.suppress(TimeoutError):
             async with timeout(LAST_OUTPUTS_S):
-                await self._gate.idle()
-        self._llm = None
+                await self.gate.idle()
+        self.llm = None
         await asyncio.to_thread(llm.shutdown, CLOSE_TIMEOUT_S)
 
     def _check(self, request_id: str, prompt_tokens: list[int], sampling: Sampling) -> None:
         super()._check(request_id, prompt_tokens, sampling)
-        requests.check_logprobs_exist(sampling, truncated_sampling=is_truncated(self._profile))
+        # Training needs logprobs of the temperature-scaled, untruncated distribution.
+        truncates = sampling.top_p < 1 or sampling.top_k > 0
+        truncated_engine = is_truncated(self._profile)
+        possible = sampling.temperature == 1 if truncated_engine else not truncates
+        if sampling.temperature and not possible:
+            made_for = "top-p or top-k at temperature 1" if truncated_engine else "neither top-p nor top-k"
+            raise ValueError(f"vLLM was started for {made_for}, and cannot give logprobs for {sampling}")
 
     def so_far(self, request_id: str) -> Completion | None:
         """None if there are stop strings: vLLM would miss one that begins in the tokens so far."""
@@ -131,14 +141,14 @@ class VllmEngine(SlottedEngine[VllmTrack]):
         if track is None or track.sampling.stop:
             return None
         if not track.finished:
-            track.versions = requests.versions_so_far(track)
+            track.set_versions()
         return super().so_far(request_id)
 
     async def abort(self, request_id: str) -> None:
         track = self._tracks.get(request_id)
         if track is not None:
             track.aborted = True
-            self._gate.give_up(request_id)
+            self.gate.give_up(request_id)
             await self._running_llm().abort(request_id)
 
     def receive(self, buckets: Iterable[Bucket]) -> SharedWeights:
@@ -150,16 +160,37 @@ class VllmEngine(SlottedEngine[VllmTrack]):
     ) -> PauseReport:
         async with self._weights_lock:
             self._raise_failure()
-            self._form.check(weights, version)
-            if interrupt != "drain":  # generation goes on while rank 0 sends to another worker
-                await self._transfer.turn()
-            # a request that starts during the pause would use prefixes of the old version
+            # Before anything changes: from the first byte on, a failure leaves layers of two versions.
+            self.form.check(weights, version)
+            if interrupt != "drain":
+                # Generation goes on while rank 0 sends to another worker.
+                await self.transport.turn()
+            # A request that starts during the pause would use prefixes of the old version.
             async with self._closed(interrupt):
                 stopped_s = time.perf_counter()
                 try:
                     if interrupt == "drain":
-                        await self._transfer.turn()
-                    load_s = await self._swap(weights, version, interrupt)
+                        # Only now, when nothing runs: a turn is lost if no transfer follows soon.
+                        await self.transport.turn()
+                    llm = self._running_llm()
+                    async with paused(llm, interrupt):
+                        paused_s = time.perf_counter()
+                        if interrupt == "recompute-kv":
+                            self._counters.caches_cleared()
+                        async with self._failure_ends_it(llm, version):
+                            try:
+                                await answer(llm, llm.start_weight_update())
+                                await self.transport.bring(llm, weights, version, self.form.required.keys())
+                                await answer(llm, llm.finish_weight_update(weight_version=str(version)))
+                            finally:
+                                await self.transport.leave()
+                            if self._cache_sleeps:
+                                # Colocated: the cache gets its memory only now that rank 0's buffer is gone.
+                                await answer(llm, llm.wake_up(tags=["kv_cache"]))
+                                self._cache_sleeps = False
+                        # Before the resume: requests that start after it take this version as their salt.
+                        self.version = version
+                        load_s = time.perf_counter() - paused_s
                 except ExecutorFailed as error:
                     self._fail(error.message)
                     raise
@@ -180,7 +211,7 @@ class VllmEngine(SlottedEngine[VllmTrack]):
         been loaded."""
         if sleeps(self._profile, self._place.device):
             self._raise_failure()
-            self._gate.close()
+            self.gate.close()
             llm = self._running_llm()
             await answer(llm, llm.sleep(level=2, mode="wait"))
 
@@ -194,71 +225,64 @@ class VllmEngine(SlottedEngine[VllmTrack]):
             await answer(llm, llm.wake_up(tags=["weights"]))
 
     async def _respond(self, track: VllmTrack) -> FinishReason:
-        """Sample the response. If a load came before the trajectory's first token, start again: the request's
-        salt is of the old version."""
+        from vllm.inputs.engine import tokens_input
+
         reason = None
         while reason is None:
-            salted = self.version if track.first_version is None else track.first_version
-            prompt, params = (
-                requests.prompt([*track.prompt_tokens, *track.tokens], salted),
-                requests.parameters(track),
-            )
+            # Cached prefixes of other weights have another salt.
+            salt = self.version if track.first_version is None else track.first_version
+            prompt = tokens_input([*track.prompt_tokens, *track.tokens], cache_salt=f"version {salt}")
+            params = requests.parameters(track)
             with self._death_ends_it(self._running_llm()) as llm:
                 async with contextlib.aclosing(llm.generate(prompt, params, track.request_id)) as outputs:
-                    reason = await self._sampled(llm, track, outputs, salted)
+                    reason = await self._sampled(llm, track, outputs, salt)
             self._raise_failure()
         return reason
 
     async def _sampled(
-        self, llm: AsyncLLM, track: VllmTrack, outputs: AsyncGenerator[RequestOutput, None], salted: int
+        self, llm: AsyncLLM, track: VllmTrack, outputs: AsyncGenerator[RequestOutput, None], salt: int
     ) -> FinishReason | None:
-        """Collect the outputs. None if weights newer than the salt sampled the first token: it may have used
-        old prefixes."""
+        """Collect the outputs. None if a load came before the trajectory's first token: the request may have
+        used prefixes of the old version, so it must start again."""
         reason: FinishReason = "abort"
         async for output in outputs:
             part = output.outputs[0]
-            requests.state_of(llm, track)  # noted while vLLM still has the request
-            is_first = track.first_version is None and len(track.tokens) == track.num_kept
-            if is_first and not track.aborted and requests.first_version(track, part) not in (None, salted):
-                track.state = None
-                return None
+            track.find_state(llm)  # while vLLM still has the request
+            if track.first_version is None and len(track.tokens) == track.num_kept and not track.aborted:
+                spans = part.weight_versions or ()
+                sampled_by = [span.version for span in spans] or [
+                    version for version, _ in track.version_starts
+                ]
+                if sampled_by and int(sampled_by[0]) != salt:
+                    track.state = None
+                    return None
             track.add(part)
             self.sampled_tokens += len(part.token_ids)
             if track.aborted and not output.finished:
                 # when `abort` was called, vLLM did not know the request yet
                 await llm.abort(track.request_id)
             if output.finished:
-                kept, num_new = track.versions[: track.num_kept], len(track.tokens) - track.num_kept
-                track.versions = kept + requests.versions_of(part.weight_versions, num_new)
-                reason = track.finished = requests.reason_of(part.finish_reason)
+                track.set_versions(
+                    (span.version, span.start, span.end) for span in part.weight_versions or ()
+                )
+                assert len(track.versions) == len(track.tokens), f"versions: {part.weight_versions}"
+                if part.finish_reason not in get_args(FinishReason):  # vLLM's "error", for example
+                    raise RuntimeError(f"vLLM ended a response with {part.finish_reason!r}")
+                reason = track.finished = cast(FinishReason, part.finish_reason)
         return reason
 
-    async def _swap(self, weights: Mapping[str, torch.Tensor], version: int, interrupt: Interrupt) -> float:
-        """Pause, load and resume; returns the load's seconds. If the pause fails, the engine keeps the old
-        version. If the load fails, so does the engine."""
-        llm = self._running_llm()
-        async with paused(llm, interrupt):
-            began_s = time.perf_counter()
-            if interrupt == "recompute-kv":
-                self._counters.caches_cleared()
-            try:
-                await self._transfer.update(llm, weights, version, self._form.required.keys())
-                if self._cache_sleeps:
-                    await answer(llm, llm.wake_up(tags=["kv_cache"]))
-                    self._cache_sleeps = False
-            except BaseException as error:
-                self._fail(
-                    told(error)
-                    if llm.errored
-                    else f"loading version {version} into vLLM failed half-way: {told(error)}"
-                )
-                # they may still be waiting for bytes, and would not react to a resume
-                await end_processes(llm)
-                if isinstance(error, Exception):
-                    raise ExecutorFailed(self._failure) from error
-                raise
-            self.version = version
-            return time.perf_counter() - began_s
+    @contextlib.asynccontextmanager
+    async def _failure_ends_it(self, llm: AsyncLLM, version: int) -> AsyncIterator[None]:
+        try:
+            yield
+        except BaseException as error:
+            half_way = "" if llm.errored else f"loading version {version} into vLLM failed half-way: "
+            self._fail(half_way + message_of(error))
+            # vLLM's processes may still be waiting for bytes, and would not react to a resume
+            await end_processes(llm)
+            if isinstance(error, Exception):
+                raise ExecutorFailed(self.failure) from error
+            raise
 
     @contextlib.contextmanager
     def _death_ends_it(self, llm: AsyncLLM) -> Iterator[AsyncLLM]:
@@ -268,11 +292,11 @@ class VllmEngine(SlottedEngine[VllmTrack]):
             yield llm
         except EngineDeadError as error:
             self._fail(dead(llm).message)
-            raise ExecutorFailed(self._failure) from error
+            raise ExecutorFailed(self.failure) from error
         except EngineGenerateError as error:
-            raise ExecutorFailed(f"vLLM failed a request: {told(error)}") from error
+            raise ExecutorFailed(f"vLLM failed a request: {message_of(error)}") from error
 
     def _running_llm(self) -> AsyncLLM:
-        if self._llm is None:
-            raise ExecutorFailed(self._failure or "the rollout engine is not started")
-        return self._llm
+        if self.llm is None:
+            raise ExecutorFailed(self.failure or "the rollout engine is not started")
+        return self.llm

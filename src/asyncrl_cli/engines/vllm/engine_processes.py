@@ -1,8 +1,8 @@
-"""Starts vLLM's processes, waits for their answers without hanging when one of them dies, and finds out why
-it died.
+"""In the rollout worker's process: starts vLLM's processes, waits for their answers without hanging when one of
+them dies, and finds out why it died.
 
-    this process: AsyncLLM ──ZMQ──> engine process: scheduler ─> model (tensor_parallel_size > 1: worker
-    processes)
+    this process: AsyncLLM ──ZMQ──> engine process: scheduler ─> model
+                                    (tensor_parallel_size > 1: the model is in worker processes of its own)
 
 When an engine process dies, vLLM fails the requests that generate, but never answers other calls (pause,
 load, resume): `answer` waits for those and notices the death. In the other direction, a killed parent ends
@@ -20,7 +20,7 @@ import logging
 import re
 from collections.abc import Awaitable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, TypeVar, cast
 from weakref import WeakKeyDictionary
 
 from asyncrl_cli.base.child_process import how_it_ended
@@ -32,6 +32,7 @@ from asyncrl_cli.profile.schema import ProcessPlace, Profile
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
+    from vllm.v1.metrics.loggers import StatLoggerFactory
 
 T = TypeVar("T")
 LOOK_S = 0.2
@@ -69,7 +70,7 @@ class EngineLog:
             return ""
         if found[2] == "None":
             return "" if ERROR.search(tail, 0, found.start()) else f"{found[1]} with an unknown exit code"
-        return _ended(found[1], int(found[2]))
+        return _ended({found[1]: int(found[2])})
 
     def why(self) -> str:
         """The signal or the last error that ended a process of the engine; "" if the log has neither."""
@@ -111,9 +112,9 @@ def start_llm(profile: Profile, place: ProcessPlace, counters: VllmCounters) -> 
     check_engine_args(profile, place.device, {entry.name for entry in dataclasses.fields(AsyncEngineArgs)})
     transfer = WeightTransferConfig(backend=weight_backend(profile))
     engine_args = AsyncEngineArgs(**engine_arguments(profile, place), weight_transfer_config=transfer)
-    log = EngineLog()
+    log, factory = EngineLog(), cast("StatLoggerFactory", lambda config, index: counters)
     try:
-        llm = AsyncLLM.from_engine_args(engine_args, stat_loggers=[lambda config, index: counters])
+        llm = AsyncLLM.from_engine_args(engine_args, stat_loggers=[factory])
     # says only "see root cause above": the cause, in another process, is in the log
     except RuntimeError as error:
         raise ExecutorFailed(f"vLLM did not start: {log.why() or error}") from error
@@ -121,9 +122,9 @@ def start_llm(profile: Profile, place: ProcessPlace, counters: VllmCounters) -> 
     return llm
 
 
-async def answer(llm: AsyncLLM, asked: Awaitable[T]) -> T:
+async def answer(llm: AsyncLLM, call: Awaitable[T]) -> T:
     """Await vLLM's answer; ExecutorFailed if an engine process is dead or dies meanwhile."""
-    task = asyncio.ensure_future(asked)
+    task = asyncio.ensure_future(call)
     try:
         while not task.done():
             if llm.errored:
@@ -159,20 +160,16 @@ def dead(llm: AsyncLLM) -> ExecutorFailed:
     killed = {name: code for name, code in ended.items() if code < 0}
     log = _logs.get(llm) or EngineLog()
     # A worker's death first: vLLM ends the engine process after it.
-    how = log.killed_worker() or _listed(killed) or log.why() or _listed(ended)
+    how = log.killed_worker() or _ended(killed) or log.why() or _ended(ended)
     return ExecutorFailed(f"vLLM's engine process has ended ({how or 'see its last lines in the log'})")
 
 
-def told(error: BaseException) -> str:
+def message_of(error: BaseException) -> str:
     if isinstance(error, AsyncrlError):
         return error.message
     cause = error.__cause__ or error
     return f"{type(cause).__name__}: {cause}" if str(cause) else type(cause).__name__
 
 
-def _listed(ended: Mapping[str, int]) -> str:
-    return ", ".join(_ended(name, code) for name, code in ended.items())
-
-
-def _ended(name: str, code: int) -> str:
-    return f"{name} with {how_it_ended(code)}"
+def _ended(codes: Mapping[str, int]) -> str:
+    return ", ".join(f"{name} with {how_it_ended(code)}" for name, code in codes.items())
