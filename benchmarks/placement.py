@@ -135,13 +135,13 @@ class Laboratory:
         self._model = self._built_model()
 
     def _built_model(self) -> Path:
-        from asyncrl_cli.models.resolve import built_tiny
+        from asyncrl_cli.builtin.tiny_models import built_tiny
         from asyncrl_cli.profile.loaded import load
         from asyncrl_cli.tasks.task import load_task
 
         sets = [*SETS, f"model.cache_dir={self._directory}", f"model.warm_start_steps={WARM_START_STEPS}"]
         profile = load("partial-rollout", sets).profile
-        return built_tiny(profile, Both(load_task(profile)))
+        return built_tiny(profile, Both(load_task(profile)), self._directory)
 
     def row(self, engine: str, prompts: str, placement: str, seed: int, *, dies: bool) -> Row:
         """A run's figures, from its file if it has been made. If it `dies`, one of its workers is killed on

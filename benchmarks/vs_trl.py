@@ -37,7 +37,7 @@ from typing import Any, NamedTuple
 import psutil
 from benchmarks.training import LIMIT_S, train
 
-from asyncrl_cli.models.resolve import resolve_model
+from asyncrl_cli.models.model_directory import resolve_model
 from asyncrl_cli.observe.lines import read_metrics
 from asyncrl_cli.profile.loaded import load
 from asyncrl_cli.profile.schema import Profile

@@ -43,7 +43,7 @@ async def _score_and_train(plan: Any, profile: Any, model_dir: Path, tmp_path: P
 
     from asyncrl_cli.job.placing import placed
     from asyncrl_cli.job.workers import make_scorer, make_trainer
-    from asyncrl_cli.models.resolve import further_models
+    from asyncrl_cli.models.model_directory import further_models
 
     groups = tuple(made_up_group(number, profile.rollout.n) for number in range(2))
     items = [{"prompt": "1+1"}, {"prompt": "2+"}]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl_cli.models.resolve import resolve_model
+from asyncrl_cli.models.model_directory import resolve_model
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.tasks.task import Task, load_task
 

@@ -7,7 +7,7 @@ import shutil
 import pytest
 
 from asyncrl_cli.base.errors import PreflightError
-from asyncrl_cli.models.resolve import further_models
+from asyncrl_cli.models.model_directory import further_models
 from asyncrl_cli.profile.schema import Profile
 from tests.train.train_samples import save_tiny_model
 

@@ -99,9 +99,11 @@ def plan(
         say("no --profile given: using base")
     loaded = load_profile(profile or "base", sets)
     if ask_hub:
-        from asyncrl_cli.models.resolve import fetch_config
+        from asyncrl_cli.models.model_directory import from_hub, is_on_hub
 
-        fetch_config(loaded.profile)
+        # a few kB, all that the plan needs to know a model's sizes
+        if is_on_hub(path := loaded.profile.model.path):
+            from_hub(path, ["config.json"], trust_remote_code=False)
     print_plan(
         loaded,
         gpus=gpus,

@@ -13,7 +13,7 @@ from rich.table import Column
 from asyncrl_cli.base.errors import AsyncrlError
 from asyncrl_cli.cli.console import print_json, print_prose, print_table, print_text, warn
 from asyncrl_cli.cli.plan_memory import memory_document, print_memory, store_warnings
-from asyncrl_cli.models.resolve import tokenizer_here
+from asyncrl_cli.models.model_directory import tokenizer_here
 from asyncrl_cli.plan import cluster, memory_fit
 from asyncrl_cli.plan.compiler import compile_job, device_of
 from asyncrl_cli.plan.defaults import for_device, for_job

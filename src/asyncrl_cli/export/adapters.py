@@ -16,7 +16,7 @@ from asyncrl_cli.base.errors import RefusedError
 from asyncrl_cli.export.saved_weights import SavedWeights
 from asyncrl_cli.export.source import Source
 from asyncrl_cli.models.inspection import check_model_directory
-from asyncrl_cli.models.resolve import resolve_model
+from asyncrl_cli.models.model_directory import resolve_model
 from asyncrl_cli.models.saved_form import ADAPTER, adapter_names, merged, scale_of
 from asyncrl_cli.tasks.task import load_task
 from asyncrl_cli.weights.model_files import write_weights

@@ -22,7 +22,7 @@ from asyncrl_cli.base.errors import ConfigError, PreflightError, RefusedError
 from asyncrl_cli.base.paths import expand
 from asyncrl_cli.export.source import Source, find_source
 from asyncrl_cli.models.inspection import TOKENIZER_FILES, check_config
-from asyncrl_cli.models.resolve import BUILTIN, HUB_PATTERNS, from_hub, is_on_hub
+from asyncrl_cli.models.model_directory import BUILTIN, HUB_PATTERNS, from_hub, is_on_hub
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.weights.model_files import CONFIG, RUN_COPY, VERSIONS, kept_versions, version_directory
 

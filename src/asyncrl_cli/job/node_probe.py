@@ -58,10 +58,8 @@ class Probe:
 
     def fetch(self, name: str, trust_remote_code: bool) -> str:
         """Download a model of the hub, and return its directory. Needs asyncrl."""
-        resolve = import_module("asyncrl_cli.models.resolve")
-        return str(
-            resolve.from_hub(name, resolve.HUB_PATTERNS, trust_remote_code=trust_remote_code).absolute()
-        )
+        models = import_module("asyncrl_cli.models.model_directory")
+        return str(models.from_hub(name, models.HUB_PATTERNS, trust_remote_code=trust_remote_code).absolute())
 
     @staticmethod
     def _version(package: str) -> str:

@@ -27,7 +27,7 @@ from asyncrl_cli.job import node_probe
 from asyncrl_cli.job.calls import Limit, answer
 from asyncrl_cli.job.placing import ray_cluster
 from asyncrl_cli.job.session import connected
-from asyncrl_cli.models.resolve import BUILTIN, is_on_hub
+from asyncrl_cli.models.model_directory import BUILTIN, is_on_hub
 from asyncrl_cli.plan.machine import GIB, LEAST_SHARED_MEMORY_BYTES, Finding
 from asyncrl_cli.plan.node_fit import node_lines
 from asyncrl_cli.profile.schema import Profile

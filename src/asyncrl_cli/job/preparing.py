@@ -26,7 +26,7 @@ from asyncrl_cli.job.session import check_reachable
 from asyncrl_cli.loop.cuts import read_state
 from asyncrl_cli.loop.groups import GroupsState
 from asyncrl_cli.models.inspection import check_model, check_vocabulary
-from asyncrl_cli.models.resolve import (
+from asyncrl_cli.models.model_directory import (
     fetched_tokenizer,
     further_models,
     is_builtin,

@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NotRequired, TypeVar
+from typing import TYPE_CHECKING, Annotated, NotRequired, TypeVar
 
 from annotated_types import Interval
 from typing_extensions import TypedDict  # pydantic reads typing's own from Python 3.12 on
@@ -19,7 +19,7 @@ from asyncrl_cli.profile.fields import MOST
 from asyncrl_cli.profile.schema import Profile
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PretrainedConfig
 
 T = TypeVar("T")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
@@ -66,20 +66,6 @@ def check_model_directory(directory: Path) -> None:
     for name in (*TOKENIZER_FILES, *TOKENIZER_SETTINGS):
         if os.path.lexists(directory / name) and not os.path.isfile(directory / name):
             raise refused(f"{directory / name} is not a regular file")
-    _check_weights(directory)
-    if not any((directory / name).is_file() for name in TOKENIZER_FILES):
-        hint = f"save one beside the weights: tokenizer.save_pretrained({str(directory)!r})"
-        raise refused(f"{directory} holds no tokenizer ({', '.join(TOKENIZER_FILES)})", hint)
-
-
-def check_config(directory: Path) -> None:
-    """Raises PreflightError if config.json cannot describe a model, or describes one with too many layers to
-    open."""
-    if not _read_json(directory / "config.json", _Config).get("model_type"):
-        raise refused(f"{directory}/config.json names no model_type", "save the model with save_pretrained")
-
-
-def _check_weights(directory: Path) -> None:
     index = directory / f"{WEIGHTS}.index.json"
     indexed = _read_json(index, WeightIndex)["weight_map"] if os.path.lexists(index) else {"": WEIGHTS}
     wanted = sorted(set(indexed.values()))
@@ -91,6 +77,16 @@ def _check_weights(directory: Path) -> None:
     for name in wanted:
         if not tensor_shapes(directory / name):
             raise refused(f"{directory / name} holds no tensors")
+    if not any((directory / name).is_file() for name in TOKENIZER_FILES):
+        hint = f"save one beside the weights: tokenizer.save_pretrained({str(directory)!r})"
+        raise refused(f"{directory} holds no tokenizer ({', '.join(TOKENIZER_FILES)})", hint)
+
+
+def check_config(directory: Path) -> None:
+    """Raises PreflightError if config.json cannot describe a model, or describes one with too many layers to
+    open."""
+    if not _read_json(directory / "config.json", _Config).get("model_type"):
+        raise refused(f"{directory}/config.json names no model_type", "save the model with save_pretrained")
 
 
 def _read_json(path: Path, kind: type[T]) -> T:
@@ -105,53 +101,47 @@ def _read_json(path: Path, kind: type[T]) -> T:
 def check_model(profile: Profile, directory: Path) -> int:
     """Check class, positions and shapes; returns the vocabulary size.
 
-    Raises PreflightError if the model cannot be opened, ConfigError if prompt and response may exceed its
+    Raises PreflightError if config.json does not describe a causal language model that transformers supports, of
+    plausible sizes, or one of another size than the weights. ConfigError if prompt and response may exceed its
     positions, or if its attention heads do not divide by `trainer.sequence_parallel_size`.
     """
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, __version__
+
     from asyncrl_cli.models.saved_form import skeleton
 
-    _check_class(directory, trust_remote_code=profile.model.trust_remote_code)
+    trusts = profile.model.trust_remote_code
     try:
-        model = skeleton(directory, trust_remote_code=profile.model.trust_remote_code)
-    except Exception as error:  # the library raises anything for an unsuitable configuration
+        config = AutoConfig.from_pretrained(directory, trust_remote_code=trusts)
+        is_mapped = "AutoModelForCausalLM" in getattr(config, "auto_map", {})
+        is_known = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or is_mapped
+        sizes = {name: getattr(config.get_text_config(), name, None) for name in SIZES}
+    except Exception as error:  # transformers raises anything for malformed values
+        how = f"as a configuration by transformers {__version__}: {first_line(error)}"
+        raise refused(f"{directory}/config.json cannot be read {how}") from error
+    if not is_known:
+        why = f'{directory} is a model of type "{config.model_type}", which is not a causal language model'
+        raise refused(why, "asyncrl trains models that AutoModelForCausalLM opens")
+    for name, size in sizes.items():
+        if isinstance(size, int) and not 1 <= size <= MOST:
+            raise refused(f"{directory}/config.json: {f'{name} = {size}':.100}")
+    try:
+        model = skeleton(directory, trust_remote_code=trusts)
+    except Exception as error:  # here, too
         hint = (
-            "asyncrl trains causal language models that this version of transformers supports, saved "
-            "with "
+            "asyncrl trains causal language models that this version of transformers supports, saved with "
             "save_pretrained"
         )
         raise refused(f"{directory} cannot be opened: {first_line(error)}", hint) from error
-    config = model.config.get_text_config()
-    check_positions(profile, positions_of(config))
-    check_heads(config, profile.trainer.sequence_parallel_size)
-    _check_shapes(directory, model)
-    return int(config.vocab_size)
-
-
-def _check_class(directory: Path, *, trust_remote_code: bool) -> None:
-    """Raises PreflightError unless config.json describes a causal language model that transformers supports,
-    of plausible sizes."""
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, __version__
-
-    try:
-        config = AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code)
-        known = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or "AutoModelForCausalLM" in getattr(
-            config, "auto_map", {}
-        )
-        sizes = {name: getattr(config.get_text_config(), name, None) for name in SIZES}
-    except Exception as error:  # transformers raises anything for malformed values
-        why = (
-            f"{directory}/config.json cannot be read as a configuration by transformers {__version__}: "
-            f"{first_line(error)}"
-        )
-        raise refused(why) from error
-    if not known:
-        why = f'{directory} is a model of type "{config.model_type}", which is not a causal language model'
-        raise refused(why, "asyncrl trains models that AutoModelForCausalLM opens")
-    wrong = [
-        f"{name} = {size}" for name, size in sizes.items() if isinstance(size, int) and not 1 <= size <= MOST
-    ]
-    if wrong:
-        raise refused(f"{directory}/config.json: {wrong[0]:.100}")
+    text_config = model.config.get_text_config()
+    check_positions(profile, positions_of(text_config))
+    check_heads(text_config, profile.trainer.sequence_parallel_size)
+    wanted = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    for path in sorted(directory.glob("*.safetensors")):
+        for name, found in tensor_shapes(path).items():
+            if wanted.get(name, found) != found:
+                hint = "weights and config.json belong to different models: copy or download both again"
+                raise refused(f"{path}: {name} has shape {found}, but {wanted[name]} by config.json", hint)
+    return int(text_config.vocab_size)
 
 
 def check_vocabulary(directory: Path, num_tokens: int, vocab_size: int) -> None:
@@ -164,19 +154,18 @@ def check_vocabulary(directory: Path, num_tokens: int, vocab_size: int) -> None:
 def check_positions(profile: Profile, positions: int | None) -> None:
     """Raises ConfigError if a sequence may have more tokens than the model has `positions`; None means no
     limit."""
-    longest, given = max_context_tokens(profile), profile.env.max_context_tokens is not None
-    if positions is not None and longest > positions:
-        key = "env.max_context_tokens" if given else "rollout.max_prompt_tokens + rollout.max_response_tokens"
-        less = max(1, positions - profile.rollout.max_prompt_tokens)
-        raise ConfigError(
-            f"{key} = {longest}, but the model has {positions} positions",
-            hint=f"--set env.max_context_tokens={positions}"
-            if given
-            else f"--set rollout.max_response_tokens={less}",
-        )
+    longest = max_context_tokens(profile)
+    if positions is None or longest <= positions:
+        return
+    if profile.env.max_context_tokens is not None:
+        key, less = "env.max_context_tokens", f"env.max_context_tokens={positions}"
+    else:
+        key = "rollout.max_prompt_tokens + rollout.max_response_tokens"
+        less = f"rollout.max_response_tokens={max(1, positions - profile.rollout.max_prompt_tokens)}"
+    raise ConfigError(f"{key} = {longest}, but the model has {positions} positions", hint=f"--set {less}")
 
 
-def check_heads(config: Any, sequence_size: int) -> None:
+def check_heads(config: PretrainedConfig, sequence_size: int) -> None:
     """Raises ConfigError unless the attention heads divide by the ranks of a sequence
     (`trainer.sequence_parallel_size`)."""
     heads = getattr(config, "num_attention_heads", 1)
@@ -188,7 +177,7 @@ def check_heads(config: Any, sequence_size: int) -> None:
         )
 
 
-def positions_of(config: Any) -> int | None:
+def positions_of(config: PretrainedConfig) -> int | None:
     """The model's number of positions; None if there is no limit, or if rope scaling (YaRN and the like)
     extends it."""
     rope = getattr(config, "rope_parameters", None) or {}
@@ -197,14 +186,3 @@ def positions_of(config: Any) -> int | None:
         isinstance(entry, dict) for entry in rope.values()
     )
     return int(positions) if positions and is_plain else None
-
-
-def _check_shapes(directory: Path, model: PreTrainedModel) -> None:
-    """Raises PreflightError if a tensor's shape in a file differs from the model's: the file is from a model
-    of another size."""
-    wanted = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    for path in sorted(directory.glob("*.safetensors")):
-        for name, found in tensor_shapes(path).items():
-            if wanted.get(name, found) != found:
-                hint = "weights and config.json belong to different models: copy or download both again"
-                raise refused(f"{path}: {name} has shape {found}, but {wanted[name]} by config.json", hint)

@@ -123,6 +123,13 @@ class VllmCounters:
     def record_sleep_state(self, is_awake: int, level: int) -> None: ...
 
 
+def prompt(tokens: list[int], version: int) -> Any:
+    """`version` keeps this request's cached prefixes apart from those of other weights."""
+    from vllm.inputs.engine import tokens_input
+
+    return tokens_input(tokens, cache_salt=f"version {version}")
+
+
 def parameters(track: VllmTrack) -> SamplingParams:
     """vLLM's parameters: stream tokens with their logprobs; decode text only if stop strings must be found in
     it.

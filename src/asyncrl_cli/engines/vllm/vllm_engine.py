@@ -225,13 +225,10 @@ class VllmEngine(SlottedEngine[VllmTrack]):
             await answer(llm, llm.wake_up(tags=["weights"]))
 
     async def _respond(self, track: VllmTrack) -> FinishReason:
-        from vllm.inputs.engine import tokens_input
-
         reason = None
         while reason is None:
-            # Cached prefixes of other weights have another salt.
             salt = self.version if track.first_version is None else track.first_version
-            prompt = tokens_input([*track.prompt_tokens, *track.tokens], cache_salt=f"version {salt}")
+            prompt = requests.prompt([*track.prompt_tokens, *track.tokens], salt)
             params = requests.parameters(track)
             with self._death_ends_it(self._running_llm()) as llm:
                 async with contextlib.aclosing(llm.generate(prompt, params, track.request_id)) as outputs:

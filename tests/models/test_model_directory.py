@@ -13,9 +13,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
 from asyncrl_cli.base.errors import ConfigError, PreflightError
-from asyncrl_cli.models import resolve
+from asyncrl_cli.builtin.tiny_models import built_untaught
+from asyncrl_cli.models import model_directory
 from asyncrl_cli.models.inspection import check_model_directory
-from asyncrl_cli.models.resolve import resolve_model
+from asyncrl_cli.models.model_directory import resolve_model
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.tasks.task import load_task
 from tests.models.conftest import tiny_profile
@@ -33,7 +34,7 @@ def copy(built, tmp_path) -> Path:
 
 def test_no_progress_bar_of_transformers_comes_between_our_own_lines(tmp_path, capsys):
     logging.enable_progress_bar()
-    resolve.built_untaught(Profile.model_validate({"model": {"cache_dir": str(tmp_path)}}))
+    built_untaught(Profile(), tmp_path)
     assert capsys.readouterr().err == ""
 
 
@@ -160,7 +161,7 @@ def test_a_configuration_that_is_none_is_refused(task, copy, content):
 
 
 def test_a_path_that_is_not_there_is_not_looked_for_on_the_hub(task, tmp_path, monkeypatch):
-    monkeypatch.setattr(resolve, "from_hub", lambda *_, **__: pytest.fail("asked the hub"))
+    monkeypatch.setattr(model_directory, "from_hub", lambda *_, **__: pytest.fail("asked the hub"))
     for path in (tmp_path / "none", "./none", "~/none-such-directory", "a/b/c"):
         assert "does not exist" in refusal(path, task).message
     (tmp_path / "file").write_text("x")

@@ -1,0 +1,266 @@
+"""From `model.path` to a local Hugging Face directory, which is complete and has the chosen chat template.
+
+    builtin:tiny, builtin:untaught   built once, then cached (builtin/tiny_models.py)
+    a directory                      checked (inspection.py)
+    a name on the hub                a snapshot of it, checked
+    model.chat_template              a directory in the cache that links to the model's files, with that template
+
+`builtin:tools` lets a model whose own template knows no tools be offered tools: tools.jinja turns tools, calls
+and results into text of ordinary messages, in the form of Hermes and Qwen, and leaves the rest to the model's
+own template:
+
+    tools              described before the system message, or before the first user message
+    assistant's calls  <tool_call>{"name": ..., "arguments": {...}}</tool_call>
+    results            <tool_response>...</tool_response> in a user message
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NotRequired
+
+from typing_extensions import TypedDict
+
+from asyncrl_cli.base.errors import ConfigError, PreflightError, first_line
+from asyncrl_cli.base.paths import expand, missing_hint
+from asyncrl_cli.base.safe_files import MIB, load_json, read_text, reason
+from asyncrl_cli.base.storage import appearing_directory
+from asyncrl_cli.builtin.tiny import MAX_POSITIONS, TAUGHT, UNTAUGHT, Course
+from asyncrl_cli.builtin.tiny_models import Progress, built_tiny, built_untaught
+from asyncrl_cli.models.inspection import check_model_directory, check_positions, refused
+from asyncrl_cli.profile.schema import Profile
+
+BUILTIN, REWARD_MODEL = "builtin:", "reward_model"
+TOKENIZER_PATTERNS = [
+    "*token*",
+    "*vocab*",
+    "merges.txt",
+    "*.model",
+    "*.jinja",
+    "config.json",
+    "generation_config.json",
+    "*.py",
+]
+HUB_PATTERNS = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.py"]
+TOOLS = "builtin:tools"
+TEMPLATE, SETTINGS = "chat_template.jinja", "tokenizer_config.json"
+REPLACED = (TEMPLATE, "chat_template.json", SETTINGS)
+CHATML = """{%- for message in messages -%}
+    {{- "<|im_start|>" + message.role + "\\n" + message.content + eos_token + "\\n" -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{- "<|im_start|>assistant\\n" -}}{%- endif -%}
+"""
+"""For a model that has no template."""
+
+
+class _Vocabulary(TypedDict):
+    vocab_size: NotRequired[int]
+
+
+class _Config(_Vocabulary):
+    text_config: NotRequired[_Vocabulary | None]
+
+
+def resolve_model(profile: Profile, task: Course, *, progress: Progress = lambda *_: None) -> Path:
+    """A directory from which AutoModelForCausalLM and AutoTokenizer load without the network.
+
+    Raises ConfigError for an unknown built-in model, PreflightError if the model is missing or incomplete.
+    """
+    if (directory := model_here(profile)) is not None:
+        return directory
+    if profile.model.path == UNTAUGHT:
+        return built_untaught(profile, cache_directory(profile))
+    if profile.model.path == TAUGHT:
+        return built_tiny(profile, task, cache_directory(profile), progress=progress)
+    return _fetched(profile)
+
+
+def model_here(profile: Profile) -> Path | None:
+    """The directory that `model.path` names; None if it has to be made or fetched. Raises as `resolve_model`
+    does."""
+    path = profile.model.path
+    if is_builtin(profile):
+        if path not in (TAUGHT, UNTAUGHT):
+            hint = f'the built-in models are "{TAUGHT}" and "{UNTAUGHT}"'
+            raise ConfigError(f'model.path: there is no "{path}"', hint=hint)
+        check_positions(profile, MAX_POSITIONS)
+        return None
+    local = expand(path)
+    if os.path.isdir(local):
+        check_model_directory(local)
+        return _templated(profile, local.resolve())
+    if os.path.exists(local):
+        raise refused(f"{path} is a file", "name the directory that holds config.json")
+    if looks_like_a_path(path):
+        raise refused(f"directory {path} does not exist", missing_hint(local))
+    return None
+
+
+def _fetched(profile: Profile) -> Path:
+    trusts = profile.model.trust_remote_code
+    directory = from_hub(profile.model.path, HUB_PATTERNS, trust_remote_code=trusts)
+    check_model_directory(directory)
+    return _templated(profile, directory)
+
+
+def tokenizer_here(profile: Profile) -> Path | None:
+    """A local directory with the model's tokenizer, which may lack the weights; None if there is none."""
+    local = expand(profile.model.path)
+    has_tokenizer = not is_builtin(profile) and (local / SETTINGS).is_file()
+    return _templated(profile, local.resolve()) if has_tokenizer else None
+
+
+def fetched_tokenizer(profile: Profile) -> Path:
+    """The same for a model on the hub, of which only the tokenizer is downloaded. Raises PreflightError."""
+    trusts = profile.model.trust_remote_code
+    return _templated(profile, from_hub(profile.model.path, TOKENIZER_PATTERNS, trust_remote_code=trusts))
+
+
+def further_models(profile: Profile, model_dir: Path) -> dict[str, str]:
+    """Directories of the reference, the critic and the reward model, if the run has them, by their names in
+    `ProcessPlace`. A model whose path is not set in the profile uses the policy's directory, `model_dir`.
+
+    Raises PreflightError if one is missing or incomplete, or lacks some of the policy's tokens. Only a reward
+    model, which has its own tokenizer, may lack them.
+    """
+    algorithm, rewards = profile.algorithm, profile.reward_model.path is not None
+    wanted = {"ref": algorithm.has_reference, "critic": algorithm.has_critic, REWARD_MODEL: rewards}
+    directories = {}
+    for section in (section for section, is_wanted in wanted.items() if is_wanted):
+        path, directory = getattr(profile, section).path, model_dir
+        if path is not None:
+            try:
+                directory = _further_model(profile, section, path, model_dir)
+            except PreflightError as error:
+                why = error.message.replace("model.path", f"{section}.path", 1)
+                raise PreflightError(why, hint=error.hint) from error
+        directories[f"{section}_dir"] = str(directory.absolute())
+    return directories
+
+
+def _further_model(profile: Profile, section: str, path: str, model_dir: Path) -> Path:
+    model = profile.model.model_copy(update={"path": path, "chat_template": None})
+    other = profile.model_copy(update={"model": model})
+    if is_builtin(other):
+        then = "" if section == REWARD_MODEL else " to use the run's initial model"
+        raise refused("it must be a directory or a hub name", f"leave out {section}.path{then}")
+    directory = model_here(other) or _fetched(other)
+    configs = [
+        load_json(one / "config.json", _Config, error=PreflightError) for one in (model_dir, directory)
+    ]
+    policys, found = (int((config.get("text_config") or config).get("vocab_size", 0)) for config in configs)
+    if policys > found and section != REWARD_MODEL:
+        hint = "use a model of the policy's family"
+        raise refused(f"{directory} has {found} tokens, the policy {policys}", hint)
+    return directory
+
+
+def is_builtin(profile: Profile) -> bool:
+    return profile.model.path.startswith(BUILTIN)
+
+
+def looks_like_a_path(path: str) -> bool:
+    """A hub name is `name` or `owner/name`, of letters, digits, dots, dashes and underscores."""
+    return path.startswith((".", "/", "~")) or path.count("/") > 1 or path.endswith("/") or "\\" in path
+
+
+def is_on_hub(path: str) -> bool:
+    """Whether a model's path is a hub name: neither a built-in model nor a local path."""
+    return not (path.startswith(BUILTIN) or looks_like_a_path(path) or os.path.exists(path))
+
+
+def from_hub(name: str, patterns: Sequence[str], *, trust_remote_code: bool) -> Path:
+    """A local snapshot of these files of a model on the hub; code files only if they may be run. Raises
+    PreflightError if the hub has no such model or cannot be reached."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError
+
+    wanted = [pattern for pattern in patterns if trust_remote_code or pattern != "*.py"]
+    try:
+        return Path(snapshot_download(name, allow_patterns=wanted))
+    except GatedRepoError as error:
+        raise refused(f"the hub gives {name} only to users who have logged in", "hf auth login") from error
+    except (RepositoryNotFoundError, HFValidationError) as error:
+        hint = 'a hub name is like "Qwen/Qwen3-0.6B"'
+        raise refused(f'"{name}" is neither a directory here nor a model on the hub', hint) from error
+    except OSError as error:  # huggingface_hub's own errors derive from OSError, too
+        why = f'"{name}" is not a directory here, and the hub cannot be reached: {first_line(error)}'
+        raise refused(why, "check the name and the network, or give the path of a local directory") from error
+
+
+def cache_directory(profile: Profile) -> Path:
+    """`model.cache_dir`, else `asyncrl/models` in the user's cache directory."""
+    if profile.model.cache_dir is not None:
+        return expand(profile.model.cache_dir).resolve()
+    return expand(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "asyncrl" / "models"
+
+
+def _templated(profile: Profile, directory: Path) -> Path:
+    return with_template(directory, profile.model.chat_template, cache_directory(profile))
+
+
+def with_template(directory: Path, chosen: str | None, cache: Path) -> Path:
+    """The model's directory, or one in `cache` that has the template `chosen` (TOOLS or a file) and links to
+    the model's files.
+
+    Raises ConfigError or PreflightError, which name the key.
+    """
+    if chosen is None:
+        return directory
+    settings: dict[str, Any] = {}
+    if (directory / SETTINGS).exists():
+        settings = load_json(directory / SETTINGS, dict[str, Any], error=PreflightError)
+    if chosen == TOOLS:
+        tools = (Path(__file__).parent / "tools.jinja").read_text(encoding="utf-8")
+        template = tools + _template_of(directory, settings.get("chat_template"))
+    else:
+        template = _read_template(chosen)
+    # The template that reads answers belongs to the replaced one.
+    rest = {key: settings[key] for key in settings if key not in ("chat_template", "response_template")}
+    files = sorted(
+        path for path in directory.iterdir() if path.name not in REPLACED and not path.name.startswith(".")
+    )
+    content = json.dumps([str(directory), [path.name for path in files], rest, template], sort_keys=True)
+    made = cache / f"templated-{hashlib.sha256(content.encode()).hexdigest()[:16]}"
+    if made.is_dir():
+        return made
+    try:
+        with appearing_directory(made) as working:
+            for path in files:
+                os.symlink(path.absolute(), working / path.name)
+            (working / SETTINGS).write_text(json.dumps(rest, indent=2), encoding="utf-8")
+            (working / TEMPLATE).write_text(template, encoding="utf-8")
+    except OSError as error:
+        if not made.is_dir():  # else another run has made it meanwhile
+            why = f"model.cache_dir: {cache} cannot be written: {reason(error)}"
+            hint = "set model.cache_dir to a directory that you can write to"
+            raise PreflightError(why, hint=hint) from error
+    return made
+
+
+def _template_of(directory: Path, setting: object) -> str:
+    """The model's own template, from its file or its tokenizer's settings; ChatML if it has none."""
+    if (directory / TEMPLATE).exists():
+        return read_text(directory / TEMPLATE, max_bytes=MIB)
+    if isinstance(setting, list):  # several with names
+        named = (one for one in setting if isinstance(one, dict) and one.get("name") == "default")
+        setting = next((one.get("template") for one in named), None)
+    return setting if isinstance(setting, str) else CHATML
+
+
+def _read_template(chosen: str) -> str:
+    path = expand(chosen)
+    if chosen.startswith(BUILTIN):
+        hint = f'"{TOOLS}", or the path of a Jinja file'
+        raise ConfigError(f'model.chat_template: there is no "{chosen:.80}"', hint=hint)
+    try:
+        return read_text(path, max_bytes=MIB)
+    except FileNotFoundError:
+        raise ConfigError(f"model.chat_template: {path} does not exist", hint=missing_hint(path)) from None
+    except (OSError, ValueError) as error:
+        why = f"model.chat_template: {path!s:.300} cannot be read: {reason(error)}"
+        raise ConfigError(why, hint=f'name a Jinja file, or "{TOOLS}"') from None
