@@ -155,11 +155,7 @@ class Packing:
     """Buffers of one layout, to be filled tensor by tensor. `take`: returns memory of a size in bytes; by
     default it is new."""
 
-    def __init__(
-        self,
-        layout: Iterable[Layout],
-        take: Callable[[int], NDArray[np.uint8]] = zeros,
-    ) -> None:
+    def __init__(self, layout: Iterable[Layout], take: Callable[[int], NDArray[np.uint8]] = zeros) -> None:
         self.buckets = [Bucket(data=take(entries[-1].end_bytes), entries=entries) for entries in layout]
         for bucket in self.buckets:
             # what lay between tensors would be part of the fingerprint
