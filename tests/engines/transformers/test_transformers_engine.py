@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -74,46 +74,31 @@ async def begun_together(engine: TransformersEngine, requests: int) -> AsyncIter
                 await asyncio.sleep(0)
 
 
-def run(body: Callable[[], Awaitable[None]]) -> None:
-    async def main() -> None:
-        await body()
-
-    asyncio.run(main())
-
-
-def test_every_matrix_product_of_generating_and_scoring_is_in_float32(
+async def test_every_matrix_product_of_generating_and_scoring_is_in_float32(
     model_dir: Path, tmp_path: Path
 ) -> None:
-    async def body() -> None:
-        async with engine_of(model_dir) as engine:
-            with counted_products(tmp_path) as products:
-                await all_of(engine, prompts(4), sampling(8))
-                await engine.score(prompts(2), 1.0)
-            assert {dtype for _, dtype in products} == {"float"}
-            assert sum(products.values()) > 8 * 21  # eight passes through 21 matrices
-
-    run(body)
+    async with engine_of(model_dir) as engine:
+        with counted_products(tmp_path) as products:
+            await all_of(engine, prompts(4), sampling(8))
+            await engine.score(prompts(2), 1.0)
+        assert {dtype for _, dtype in products} == {"float"}
+        assert sum(products.values()) > 8 * 21  # eight passes through 21 matrices
 
 
 @pytest.mark.parametrize(
     ("temperature", "top_p", "top_k"),
     [(1.0, 1.0, 0), (0.7, 1.0, 0), (1.3, 0.8, 0), (0.7, 1.0, 5), (0.9, 0.7, 4)],
 )
-def test_logprobs_are_of_the_scaled_untruncated_distribution(
+async def test_logprobs_are_of_the_scaled_untruncated_distribution(
     model: Qwen3ForCausalLM, model_dir: Path, temperature: float, top_p: float, top_k: int
 ) -> None:
-    async def body() -> None:
-        async with engine_of(model_dir) as engine:
-            requests = prompts(12)
-            how = sampling(temperature=temperature, top_p=top_p, top_k=top_k)
-            for prompt, completion in zip(requests, await all_of(engine, requests, how), strict=True):
-                expected = tiny.plain_logprobs(
-                    model, model.state_dict(), prompt + completion.tokens, temperature
-                )
-                assert completion.logprobs == pytest.approx(expected[len(prompt) - 1 :], abs=1e-5)
-                assert completion.versions == [0] * len(completion.tokens)
-
-    run(body)
+    async with engine_of(model_dir) as engine:
+        requests = prompts(12)
+        how = sampling(temperature=temperature, top_p=top_p, top_k=top_k)
+        for prompt, completion in zip(requests, await all_of(engine, requests, how), strict=True):
+            expected = tiny.plain_logprobs(model, model.state_dict(), prompt + completion.tokens, temperature)
+            assert completion.logprobs == pytest.approx(expected[len(prompt) - 1 :], abs=1e-5)
+            assert completion.versions == [0] * len(completion.tokens)
 
 
 @pytest.mark.parametrize(
@@ -129,24 +114,21 @@ def test_logprobs_are_of_the_scaled_untruncated_distribution(
         "attention is transformers' sdpa",
     ],
 )
-def test_logprobs_are_the_same_when(
+async def test_logprobs_are_the_same_when(
     model: Qwen3ForCausalLM, model_dir: Path, monkeypatch: pytest.MonkeyPatch, setting: str, value: object
 ) -> None:
     monkeypatch.setattr(f"asyncrl_cli.engines.transformers.{setting}", value)
 
-    async def body() -> None:
-        async with engine_of(model_dir, slots=16) as engine:
-            requests = prompts(16)
-            completions = await all_of(engine, requests, sampling(100, temperature=0.5))
-            for prompt, completion in zip(requests, completions, strict=True):
-                expected = tiny.plain_logprobs(model, model.state_dict(), prompt + completion.tokens, 0.5)
-                assert completion.logprobs == pytest.approx(expected[len(prompt) - 1 :], abs=1e-5)
-                assert completion.finish_reason == ("stop" if completion.tokens[-1] == tiny.EOS else "length")
-
-    run(body)
+    async with engine_of(model_dir, slots=16) as engine:
+        requests = prompts(16)
+        completions = await all_of(engine, requests, sampling(100, temperature=0.5))
+        for prompt, completion in zip(requests, completions, strict=True):
+            expected = tiny.plain_logprobs(model, model.state_dict(), prompt + completion.tokens, 0.5)
+            assert completion.logprobs == pytest.approx(expected[len(prompt) - 1 :], abs=1e-5)
+            assert completion.finish_reason == ("stop" if completion.tokens[-1] == tiny.EOS else "length")
 
 
-def test_the_prompts_of_a_group_are_prefilled_together(
+async def test_the_prompts_of_a_group_are_prefilled_together(
     model: Qwen3ForCausalLM, model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Groups of four, some of one token, that begin while others decode: the attention of many in one call is
@@ -163,129 +145,104 @@ def test_the_prompts_of_a_group_are_prefilled_together(
         paged_attention, "attend", lambda *given: counted(*given[:3], block=given[3], scaling=given[4])
     )
 
-    async def body() -> None:
-        async with engine_of(model_dir, slots=16) as engine:
-            requests = [prompt for prompt in [[7], *prompts(6), [9], [8]] for _ in range(4)]
-            async with begun_together(engine, 16):
-                generating = asyncio.create_task(all_of(engine, requests, sampling(30)))
-            completions = await generating
-            for prompt, completion in zip(requests, completions, strict=True):
-                expected = tiny.plain_logprobs(model, model.state_dict(), prompt + completion.tokens)
-                assert completion.logprobs == pytest.approx(expected[len(prompt) - 1 :], abs=1e-5)
-
-    run(body)
+    async with engine_of(model_dir, slots=16) as engine:
+        requests = [prompt for prompt in [[7], *prompts(6), [9], [8]] for _ in range(4)]
+        async with begun_together(engine, 16):
+            generating = asyncio.create_task(all_of(engine, requests, sampling(30)))
+        completions = await generating
+        for prompt, completion in zip(requests, completions, strict=True):
+            expected = tiny.plain_logprobs(model, model.state_dict(), prompt + completion.tokens)
+            assert completion.logprobs == pytest.approx(expected[len(prompt) - 1 :], abs=1e-5)
     assert max(counts) >= 4
 
 
-def test_requests_with_different_sampling_share_a_batch(model: Qwen3ForCausalLM, model_dir: Path) -> None:
-    async def body() -> None:
-        async with engine_of(model_dir) as engine:
-            prompt = prompts(1)[0]
-            greedy, hot = await asyncio.gather(
-                engine.generate("eval", prompt, sampling(temperature=0.0), 1),
-                engine.generate("train", prompt, sampling(temperature=1.5), 1),
-            )
-            expected = tiny.plain_logprobs(model, model.state_dict(), prompt + hot.tokens, 1.5)
-            assert hot.logprobs == pytest.approx(expected[len(prompt) - 1 :], abs=1e-5)
-            assert greedy.tokens != hot.tokens
-
-    run(body)
-
-
-def test_greedy_equals_the_argmax_of_plain_forwards(model: Qwen3ForCausalLM, model_dir: Path) -> None:
-    async def body() -> None:
-        async with engine_of(model_dir) as engine:
-            requests = prompts(4)
-            first = await all_of(engine, requests, sampling(16, temperature=0.0))
-            again = await all_of(engine, requests, sampling(16, temperature=0.0), first_seed=50)
-            assert [c.tokens for c in first] == [c.tokens for c in again]
-            for prompt, completion in zip(requests, first, strict=True):
-                for count, token in enumerate(completion.tokens):
-                    context = prompt + completion.tokens[:count]
-                    scores = [
-                        tiny.plain_logprobs(model, model.state_dict(), [*context, t])[-1]
-                        for t in (token, 5, 17)
-                    ]
-                    assert scores[0] >= max(scores) - 1e-5
-
-    run(body)
-
-
-def test_a_seed_fixes_the_response_whoever_else_is_in_the_batch(model_dir: Path) -> None:
-    async def body() -> None:
-        async with engine_of(model_dir) as engine:
-            requests = prompts(8)
-            alone = await engine.generate("alone", requests[0], sampling(), 0)
-            together = await all_of(engine, requests, sampling())
-            other = await engine.generate("other", requests[0], sampling(), 99)
-            assert alone.tokens == together[0].tokens
-            assert alone.tokens != other.tokens
-
-    run(body)
-
-
-def test_a_response_ends_at_its_stop_string_or_its_length(model_dir: Path) -> None:
-    async def body() -> None:
-        async with engine_of(model_dir) as engine:
-            prompt = prompts(1)[0]
-            free = await engine.generate("free", prompt, sampling(40), 4)
-            text = [tiny.VOCABULARY_INVERSE[token] for token in free.tokens]
-            stop = "".join(text[10:12])
-            end = next(i for i in range(1, len(text)) if "".join(text[i - 1 : i + 1]) == stop)
-            stopped = await engine.generate("stopped", prompt, sampling(40, stop=("zzz", stop)), 4)
-            assert stopped.tokens == free.tokens[: end + 1]
-            assert stopped.finish_reason == "stop"
-            short = await engine.generate("short", prompt, sampling(7), 4)
-            assert (short.tokens, short.finish_reason) == (free.tokens[:7], "length")
-            assert engine.running == 0
-
-    run(body)
-
-
-def test_an_end_of_sequence_token_ends_the_response_and_stays_in_it(
+async def test_requests_with_different_sampling_share_a_batch(
     model: Qwen3ForCausalLM, model_dir: Path
 ) -> None:
-    async def body() -> None:
-        async with engine_of(model_dir, slots=64) as engine:
-            completions = await all_of(engine, prompts(64), sampling(128, temperature=2.0))
-            ended = [c for c in completions if c.finish_reason == "stop"]
-            assert ended
-            assert all(c.tokens.index(tiny.EOS) == len(c.tokens) - 1 for c in ended)
-            assert all(len(c.tokens) == 128 for c in completions if c.finish_reason == "length")
-
-    run(body)
-
-
-def test_all_slots_run_in_every_forward(model_dir: Path) -> None:
-    async def body() -> None:
-        async with engine_of(model_dir, slots=32) as engine:
-            how = sampling(100, temperature=0.2)
-            async with begun_together(engine, 32):
-                generating = asyncio.create_task(
-                    all_of(engine, [[2 + i, 3, 4, 5] * 8 for i in range(32)], how)
-                )
-            completions = await generating
-            forwards = engine.manager.current_batch
-            longest = max(len(completion.tokens) for completion in completions)
-            assert forwards < 1.5 * longest  # with half of the slots it would be twice
-
-    run(body)
-
-
-def test_more_requests_than_slots_wait_for_their_turn(model_dir: Path) -> None:
-    async def body() -> None:
-        seen: list[int] = []
-        engine = TransformersEngine(
-            *made_for(model_dir, slots=3, max_prompt_tokens=64, max_response_tokens=32), seen.append
+    async with engine_of(model_dir) as engine:
+        prompt = prompts(1)[0]
+        greedy, hot = await asyncio.gather(
+            engine.generate("eval", prompt, sampling(temperature=0.0), 1),
+            engine.generate("train", prompt, sampling(temperature=1.5), 1),
         )
-        await engine.start()
-        completions = await all_of(engine, prompts(10), sampling(12))
-        await engine.close()
-        assert max(seen) == 3
-        assert seen[-1] == 0
-        assert engine.sampled_tokens == sum(len(completion.tokens) for completion in completions)
+        expected = tiny.plain_logprobs(model, model.state_dict(), prompt + hot.tokens, 1.5)
+        assert hot.logprobs == pytest.approx(expected[len(prompt) - 1 :], abs=1e-5)
+        assert greedy.tokens != hot.tokens
 
-    run(body)
+
+async def test_greedy_equals_the_argmax_of_plain_forwards(model: Qwen3ForCausalLM, model_dir: Path) -> None:
+    async with engine_of(model_dir) as engine:
+        requests = prompts(4)
+        first = await all_of(engine, requests, sampling(16, temperature=0.0))
+        again = await all_of(engine, requests, sampling(16, temperature=0.0), first_seed=50)
+        assert [c.tokens for c in first] == [c.tokens for c in again]
+        for prompt, completion in zip(requests, first, strict=True):
+            for count, token in enumerate(completion.tokens):
+                context = prompt + completion.tokens[:count]
+                scores = [
+                    tiny.plain_logprobs(model, model.state_dict(), [*context, t])[-1] for t in (token, 5, 17)
+                ]
+                assert scores[0] >= max(scores) - 1e-5
+
+
+async def test_a_seed_fixes_the_response_whoever_else_is_in_the_batch(model_dir: Path) -> None:
+    async with engine_of(model_dir) as engine:
+        requests = prompts(8)
+        alone = await engine.generate("alone", requests[0], sampling(), 0)
+        together = await all_of(engine, requests, sampling())
+        other = await engine.generate("other", requests[0], sampling(), 99)
+        assert alone.tokens == together[0].tokens
+        assert alone.tokens != other.tokens
+
+
+async def test_a_response_ends_at_its_stop_string_or_its_length(model_dir: Path) -> None:
+    async with engine_of(model_dir) as engine:
+        prompt = prompts(1)[0]
+        free = await engine.generate("free", prompt, sampling(40), 4)
+        text = [tiny.VOCABULARY_INVERSE[token] for token in free.tokens]
+        stop = "".join(text[10:12])
+        end = next(i for i in range(1, len(text)) if "".join(text[i - 1 : i + 1]) == stop)
+        stopped = await engine.generate("stopped", prompt, sampling(40, stop=("zzz", stop)), 4)
+        assert stopped.tokens == free.tokens[: end + 1]
+        assert stopped.finish_reason == "stop"
+        short = await engine.generate("short", prompt, sampling(7), 4)
+        assert (short.tokens, short.finish_reason) == (free.tokens[:7], "length")
+        assert engine.running == 0
+
+
+async def test_an_end_of_sequence_token_ends_the_response_and_stays_in_it(
+    model: Qwen3ForCausalLM, model_dir: Path
+) -> None:
+    async with engine_of(model_dir, slots=64) as engine:
+        completions = await all_of(engine, prompts(64), sampling(128, temperature=2.0))
+        ended = [c for c in completions if c.finish_reason == "stop"]
+        assert ended
+        assert all(c.tokens.index(tiny.EOS) == len(c.tokens) - 1 for c in ended)
+        assert all(len(c.tokens) == 128 for c in completions if c.finish_reason == "length")
+
+
+async def test_all_slots_run_in_every_forward(model_dir: Path) -> None:
+    async with engine_of(model_dir, slots=32) as engine:
+        how = sampling(100, temperature=0.2)
+        async with begun_together(engine, 32):
+            generating = asyncio.create_task(all_of(engine, [[2 + i, 3, 4, 5] * 8 for i in range(32)], how))
+        completions = await generating
+        forwards = engine.manager.current_batch
+        longest = max(len(completion.tokens) for completion in completions)
+        assert forwards < 1.5 * longest  # with half of the slots it would be twice
+
+
+async def test_more_requests_than_slots_wait_for_their_turn(model_dir: Path) -> None:
+    seen: list[int] = []
+    engine = TransformersEngine(
+        *made_for(model_dir, slots=3, max_prompt_tokens=64, max_response_tokens=32), seen.append
+    )
+    await engine.start()
+    completions = await all_of(engine, prompts(10), sampling(12))
+    await engine.close()
+    assert max(seen) == 3
+    assert seen[-1] == 0
+    assert engine.sampled_tokens == sum(len(completion.tokens) for completion in completions)
 
 
 async def _in_flight_load(
@@ -323,38 +280,34 @@ def _check_spans(
         )
 
 
-def test_recompute_kv_makes_each_span_the_new_weights_own(model: Qwen3ForCausalLM, model_dir: Path) -> None:
-    async def body() -> None:
-        requests, completions, weights = await _in_flight_load(model, model_dir, "recompute-kv")
-        spans = [len(set(completion.versions)) for completion in completions]
-        assert max(spans) == 3
-        for prompt, completion in zip(requests, completions, strict=True):
-            assert completion.versions == sorted(completion.versions)
-            assert len(completion.tokens) == len(completion.logprobs) == len(completion.versions) <= 100
-            assert completion.finish_reason == ("stop" if completion.tokens[-1] == tiny.EOS else "length")
-            _check_spans(model, prompt, completion, weights, {0, 5, 6}, 1e-4)
-
-    run(body)
-
-
-def test_keep_kv_marks_the_spans_and_goes_on_with_the_old_cache(
+async def test_recompute_kv_makes_each_span_the_new_weights_own(
     model: Qwen3ForCausalLM, model_dir: Path
 ) -> None:
-    async def body() -> None:
-        requests, completions, weights = await _in_flight_load(model, model_dir, "keep-kv")
-        mixed = [c for c in completions if len(set(c.versions)) > 1]
-        assert mixed
-        for prompt, completion in zip(requests, completions, strict=True):
-            assert completion.versions == sorted(completion.versions)
-            _check_spans(model, prompt, completion, weights, {completion.versions[0]}, 1e-4)
-        # the first token after the load attends to old keys: it is neither the old nor the new model's
-        prompt, completion = next((p, c) for p, c in zip(requests, completions, strict=True) if c is mixed[0])
-        border = next(i for i, version in enumerate(completion.versions) if version != completion.versions[0])
-        for version in (completion.versions[0], completion.versions[border]):
-            plain = tiny.plain_logprobs(model, weights[version], prompt + completion.tokens, 0.8)  # type: ignore[arg-type]
-            assert abs(completion.logprobs[border] - plain[len(prompt) - 1 + border]) > 1e-4
+    requests, completions, weights = await _in_flight_load(model, model_dir, "recompute-kv")
+    spans = [len(set(completion.versions)) for completion in completions]
+    assert max(spans) == 3
+    for prompt, completion in zip(requests, completions, strict=True):
+        assert completion.versions == sorted(completion.versions)
+        assert len(completion.tokens) == len(completion.logprobs) == len(completion.versions) <= 100
+        assert completion.finish_reason == ("stop" if completion.tokens[-1] == tiny.EOS else "length")
+        _check_spans(model, prompt, completion, weights, {0, 5, 6}, 1e-4)
 
-    run(body)
+
+async def test_keep_kv_marks_the_spans_and_goes_on_with_the_old_cache(
+    model: Qwen3ForCausalLM, model_dir: Path
+) -> None:
+    requests, completions, weights = await _in_flight_load(model, model_dir, "keep-kv")
+    mixed = [c for c in completions if len(set(c.versions)) > 1]
+    assert mixed
+    for prompt, completion in zip(requests, completions, strict=True):
+        assert completion.versions == sorted(completion.versions)
+        _check_spans(model, prompt, completion, weights, {completion.versions[0]}, 1e-4)
+    # the first token after the load attends to old keys: it is neither the old nor the new model's
+    prompt, completion = next((p, c) for p, c in zip(requests, completions, strict=True) if c is mixed[0])
+    border = next(i for i, version in enumerate(completion.versions) if version != completion.versions[0])
+    for version in (completion.versions[0], completion.versions[border]):
+        plain = tiny.plain_logprobs(model, weights[version], prompt + completion.tokens, 0.8)  # type: ignore[arg-type]
+        assert abs(completion.logprobs[border] - plain[len(prompt) - 1 + border]) > 1e-4
 
 
 @asynccontextmanager
@@ -376,88 +329,76 @@ async def engine_with_hits(
 
 
 @pytest.mark.parametrize("interrupt", ["keep-kv", "recompute-kv", "drain"])
-def test_a_later_turn_finds_the_blocks_of_its_earlier_ones_until_a_load(
+async def test_a_later_turn_finds_the_blocks_of_its_earlier_ones_until_a_load(
     model: Qwen3ForCausalLM, model_dir: Path, monkeypatch: pytest.MonkeyPatch, interrupt: Any
 ) -> None:
-    async def body() -> None:
-        weights = {0: model.state_dict(), 5: tiny.weights_after(model, 1)}
-        question = [3 + i % 50 for i in range(60)]
-        async with engine_with_hits(model_dir, monkeypatch) as (engine, found):
-            answer = await engine.generate("e", question, sampling(40), seed=1)
-            second = [*(question + answer.tokens)[:99], 5, 6, 7]
-            before = await engine.generate("e", second, sampling(8), seed=2, first_version=0)
-            await engine.load(weights[5], 5, interrupt)
-            after = [
-                await engine.generate("e", second, sampling(8), seed=3, first_version=0) for _ in range(2)
-            ]
-        blocks = (len(second) - 1) // 32 * 32
-        assert found == [0, blocks, 0, blocks]
-        for version, completion in ((0, before), (5, after[0]), (5, after[1])):
-            plain = tiny.plain_logprobs(model, weights[version], second + completion.tokens)
-            assert completion.logprobs == pytest.approx(plain[len(second) - 1 :], abs=1e-4)
-            assert set(completion.versions) == {version}
-
-    run(body)
+    weights = {0: model.state_dict(), 5: tiny.weights_after(model, 1)}
+    question = [3 + i % 50 for i in range(60)]
+    async with engine_with_hits(model_dir, monkeypatch) as (engine, found):
+        answer = await engine.generate("e", question, sampling(40), seed=1)
+        second = [*(question + answer.tokens)[:99], 5, 6, 7]
+        before = await engine.generate("e", second, sampling(8), seed=2, first_version=0)
+        await engine.load(weights[5], 5, interrupt)
+        after = [await engine.generate("e", second, sampling(8), seed=3, first_version=0) for _ in range(2)]
+    blocks = (len(second) - 1) // 32 * 32
+    assert found == [0, blocks, 0, blocks]
+    for version, completion in ((0, before), (5, after[0]), (5, after[1])):
+        plain = tiny.plain_logprobs(model, weights[version], second + completion.tokens)
+        assert completion.logprobs == pytest.approx(plain[len(second) - 1 :], abs=1e-4)
+        assert set(completion.versions) == {version}
 
 
-def test_nobody_shares_the_blocks_of_a_response_that_keep_kv_interrupted(
+async def test_nobody_shares_the_blocks_of_a_response_that_keep_kv_interrupted(
     model: Qwen3ForCausalLM, model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its first block is half of old weights: a prompt that begins with the same tokens must not find it."""
 
-    async def body() -> None:
-        weights, question = tiny.weights_after(model, 1), [3 + i % 50 for i in range(20)]
-        async with engine_with_hits(model_dir, monkeypatch) as (engine, found):
-            brake = Brake(engine, {0: 5})
-            running = asyncio.create_task(engine.generate("e", question, sampling(100), seed=1))
-            async with brake.stopped(until="keep-kv"):
-                await engine.load(weights, 5, "keep-kv")
-            mixed = await running
-            assert len(set(mixed.versions)) == 2
-            same = (question + mixed.tokens)[:60]
-            completion = await engine.generate("f", same, sampling(8), seed=2)
-        assert found == [0]
-        plain = tiny.plain_logprobs(model, weights, same + completion.tokens)
-        assert completion.logprobs == pytest.approx(plain[len(same) - 1 :], abs=1e-4)
-
-    run(body)
+    weights, question = tiny.weights_after(model, 1), [3 + i % 50 for i in range(20)]
+    async with engine_with_hits(model_dir, monkeypatch) as (engine, found):
+        brake = Brake(engine, {0: 5})
+        running = asyncio.create_task(engine.generate("e", question, sampling(100), seed=1))
+        async with brake.stopped(until="keep-kv"):
+            await engine.load(weights, 5, "keep-kv")
+        mixed = await running
+        assert len(set(mixed.versions)) == 2
+        same = (question + mixed.tokens)[:60]
+        completion = await engine.generate("f", same, sampling(8), seed=2)
+    assert found == [0]
+    plain = tiny.plain_logprobs(model, weights, same + completion.tokens)
+    assert completion.logprobs == pytest.approx(plain[len(same) - 1 :], abs=1e-4)
 
 
-def test_drain_lets_running_responses_end_on_their_version(model: Qwen3ForCausalLM, model_dir: Path) -> None:
-    async def body() -> None:
-        requests, completions, weights = await _in_flight_load(model, model_dir, "drain")
-        assert all(len(set(completion.versions)) == 1 for completion in completions)
-        assert {completion.versions[0] for completion in completions} == {0, 5, 6}
-        for prompt, completion in zip(requests, completions, strict=True):
-            _check_spans(model, prompt, completion, weights, {0, 5, 6}, 1e-5)
-
-    run(body)
+async def test_drain_lets_running_responses_end_on_their_version(
+    model: Qwen3ForCausalLM, model_dir: Path
+) -> None:
+    requests, completions, weights = await _in_flight_load(model, model_dir, "drain")
+    assert all(len(set(completion.versions)) == 1 for completion in completions)
+    assert {completion.versions[0] for completion in completions} == {0, 5, 6}
+    for prompt, completion in zip(requests, completions, strict=True):
+        _check_spans(model, prompt, completion, weights, {0, 5, 6}, 1e-5)
 
 
 @pytest.mark.parametrize("interrupt", ["drain", "keep-kv", "recompute-kv"])
-def test_a_failed_load_leaves_the_old_version_serving(
+async def test_a_failed_load_leaves_the_old_version_serving(
     model: Qwen3ForCausalLM, model_dir: Path, interrupt: str
 ) -> None:
-    async def body() -> None:
-        async with engine_of(model_dir) as engine:
-            bad = tiny.weights_after(model, 1)
-            bad["model.norm.weight"] = bad["model.norm.weight"][:-1]
-            del bad["lm_head.weight"]
-            bad["surprise"] = bad["model.norm.weight"]
-            brake = Brake(engine, {0: 20})
-            generating = asyncio.create_task(all_of(engine, prompts(4), sampling()))
-            async with brake.stopped():
-                with pytest.raises(
-                    ValueError, match=r"missing lm_head.weight; unknown surprise; wrong shape model.norm"
-                ):
-                    await engine.load(bad, 9, interrupt)  # type: ignore[arg-type]
-            for prompt, completion in zip(prompts(4), await generating, strict=True):
-                assert set(completion.versions) == {0}
-                expected = tiny.plain_logprobs(model, model.state_dict(), prompt + completion.tokens)
-                assert completion.logprobs == pytest.approx(expected[len(prompt) - 1 :], abs=1e-5)
-            assert engine.version == 0
-
-    run(body)
+    async with engine_of(model_dir) as engine:
+        bad = tiny.weights_after(model, 1)
+        bad["model.norm.weight"] = bad["model.norm.weight"][:-1]
+        del bad["lm_head.weight"]
+        bad["surprise"] = bad["model.norm.weight"]
+        brake = Brake(engine, {0: 20})
+        generating = asyncio.create_task(all_of(engine, prompts(4), sampling()))
+        async with brake.stopped():
+            with pytest.raises(
+                ValueError, match=r"missing lm_head.weight; unknown surprise; wrong shape model.norm"
+            ):
+                await engine.load(bad, 9, interrupt)  # type: ignore[arg-type]
+        for prompt, completion in zip(prompts(4), await generating, strict=True):
+            assert set(completion.versions) == {0}
+            expected = tiny.plain_logprobs(model, model.state_dict(), prompt + completion.tokens)
+            assert completion.logprobs == pytest.approx(expected[len(prompt) - 1 :], abs=1e-5)
+        assert engine.version == 0
 
 
 def half_way(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -466,90 +407,84 @@ def half_way(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {**weights, second: torch.empty_like(weights[second], device="meta")}
 
 
-def test_aborts_that_come_while_recompute_kv_interrupts_harm_nobody(
+async def test_aborts_that_come_while_recompute_kv_interrupts_harm_nobody(
     model: Qwen3ForCausalLM, model_dir: Path
 ) -> None:
     """The load's thread has interrupted the first response when the event loop is asked to abort the
     others."""
 
-    async def body() -> None:
-        async with engine_of(model_dir, slots=4) as engine:
-            loop, gone, asked, brake = (
-                asyncio.get_running_loop(),
-                threading.Event(),
-                [],
-                Brake(engine, {0: 20}),
-            )
-            generating = [
-                asyncio.create_task(engine.generate(f"r{i}", [5, 6, 7], sampling(128, temperature=0.1), i))
-                for i in range(4)
-            ]
-            scheduler = engine.manager.batch_processor.scheduler
-            requeue = scheduler.add_waiting_request
+    async with engine_of(model_dir, slots=4) as engine:
+        loop, gone, asked, brake = (
+            asyncio.get_running_loop(),
+            threading.Event(),
+            [],
+            Brake(engine, {0: 20}),
+        )
+        generating = [
+            asyncio.create_task(engine.generate(f"r{i}", [5, 6, 7], sampling(128, temperature=0.1), i))
+            for i in range(4)
+        ]
+        scheduler = engine.manager.batch_processor.scheduler
+        requeue = scheduler.add_waiting_request
 
-            async def abort_others() -> None:
-                for i in range(1, 4):
-                    await engine.abort(f"r{i}")
-                await asyncio.gather(*generating[1:])
-                gone.set()
+        async def abort_others() -> None:
+            for i in range(1, 4):
+                await engine.abort(f"r{i}")
+            await asyncio.gather(*generating[1:])
+            gone.set()
 
-            def requeue_slowly(request: Any) -> None:
-                requeue(request)
-                if not asked:
-                    asked.append(asyncio.run_coroutine_threadsafe(abort_others(), loop))
-                    assert gone.wait(DEADLINE_S)
+        def requeue_slowly(request: Any) -> None:
+            requeue(request)
+            if not asked:
+                asked.append(asyncio.run_coroutine_threadsafe(abort_others(), loop))
+                assert gone.wait(DEADLINE_S)
 
-            async with brake.stopped(until="recompute-kv"):
-                scheduler.add_waiting_request = requeue_slowly
-                await engine.load(tiny.weights_after(model, 1), 5, "recompute-kv")
-            kept, *aborted = await asyncio.gather(*generating)
-            assert len(asked) == 1
-            assert [completion.finish_reason for completion in aborted] == ["abort"] * 3
-            assert set(kept.versions) == {0, 5}
-            assert (await engine.generate("next", [5, 6, 7], sampling(4), 0)).tokens
-            assert (engine.running, engine.sampler.tracks) == (0, {})
-
-    run(body)
+        async with brake.stopped(until="recompute-kv"):
+            scheduler.add_waiting_request = requeue_slowly
+            await engine.load(tiny.weights_after(model, 1), 5, "recompute-kv")
+        kept, *aborted = await asyncio.gather(*generating)
+        assert len(asked) == 1
+        assert [completion.finish_reason for completion in aborted] == ["abort"] * 3
+        assert set(kept.versions) == {0, 5}
+        assert (await engine.generate("next", [5, 6, 7], sampling(4), 0)).tokens
+        assert (engine.running, engine.sampler.tracks) == (0, {})
 
 
 @pytest.mark.parametrize("interrupt", ["drain", "keep-kv", "recompute-kv"])
-def test_a_load_that_fails_half_way_ends_the_engine(
+async def test_a_load_that_fails_half_way_ends_the_engine(
     model: Qwen3ForCausalLM, model_dir: Path, interrupt: str
 ) -> None:
-    async def body() -> None:
-        async with engine_of(model_dir, slots=2) as engine:
-            endless, brake = sampling(128, temperature=0.1), Brake(engine, {0: 20})
-            async with asyncio.timeout(DEADLINE_S):
-                generating = [
-                    asyncio.create_task(engine.generate(f"r{i}", [5, 6, 7], endless, i)) for i in range(4)
-                ]
-                async with brake.stopped(until=interrupt):
-                    with pytest.raises(
-                        ExecutorFailed,
-                        match=r"loading version 9 failed half-way: NotImplementedError: .*meta",
-                    ):
-                        await engine.load(half_way(tiny.weights_after(model, 1)), 9, interrupt)  # type: ignore[arg-type]
-                ended = await asyncio.gather(*generating, return_exceptions=True)
-            failed, finished = (
-                ended[2:] if interrupt == "drain" else ended,
-                ended[:2] if interrupt == "drain" else [],
-            )
-            assert [type(end) for end in failed] == [ExecutorFailed] * len(failed)
-            # before the copy
-            assert all(isinstance(end, Completion) and set(end.versions) == {0} for end in finished)
-            sampled = engine.sampled_tokens
-            with pytest.raises(ExecutorFailed, match="half-way"):
-                await engine.generate("late", [5], endless, 0)
-            with pytest.raises(ExecutorFailed, match="half-way"):
-                await engine.load(tiny.weights_after(model, 1), 10, "keep-kv")
-            with pytest.raises(ExecutorFailed, match="half-way"):
-                await engine.score([[5, 6, 7]], 1.0)
-            assert (engine.version, engine.running, engine.sampled_tokens) == (0, 0, sampled)
-
-    run(body)
+    async with engine_of(model_dir, slots=2) as engine:
+        endless, brake = sampling(128, temperature=0.1), Brake(engine, {0: 20})
+        async with asyncio.timeout(DEADLINE_S):
+            generating = [
+                asyncio.create_task(engine.generate(f"r{i}", [5, 6, 7], endless, i)) for i in range(4)
+            ]
+            async with brake.stopped(until=interrupt):
+                with pytest.raises(
+                    ExecutorFailed,
+                    match=r"loading version 9 failed half-way: NotImplementedError: .*meta",
+                ):
+                    await engine.load(half_way(tiny.weights_after(model, 1)), 9, interrupt)  # type: ignore[arg-type]
+            ended = await asyncio.gather(*generating, return_exceptions=True)
+        failed, finished = (
+            ended[2:] if interrupt == "drain" else ended,
+            ended[:2] if interrupt == "drain" else [],
+        )
+        assert [type(end) for end in failed] == [ExecutorFailed] * len(failed)
+        # before the copy
+        assert all(isinstance(end, Completion) and set(end.versions) == {0} for end in finished)
+        sampled = engine.sampled_tokens
+        with pytest.raises(ExecutorFailed, match="half-way"):
+            await engine.generate("late", [5], endless, 0)
+        with pytest.raises(ExecutorFailed, match="half-way"):
+            await engine.load(tiny.weights_after(model, 1), 10, "keep-kv")
+        with pytest.raises(ExecutorFailed, match="half-way"):
+            await engine.score([[5, 6, 7]], 1.0)
+        assert (engine.version, engine.running, engine.sampled_tokens) == (0, 0, sampled)
 
 
-def test_without_a_second_buffer_too_only_a_started_copy_ends_the_engine(
+async def test_without_a_second_buffer_too_only_a_started_copy_ends_the_engine(
     model: Qwen3ForCausalLM, model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     buckets = pack(tiny.weights_after(model, 1), 300_000)
@@ -557,113 +492,93 @@ def test_without_a_second_buffer_too_only_a_started_copy_ends_the_engine(
     def lost() -> list[Bucket]:
         raise OSError("the bucket is lost")
 
-    async def body() -> None:
-        async with engine_of(model_dir) as engine:
-            with pytest.raises(OSError, match="the bucket is lost"):
-                await engine.load_in_place(lost, 9, "keep-kv")
-            with pytest.raises(ValueError, match="do not fit"):
-                await engine.load_in_place(lambda: buckets[:1], 9, "keep-kv")
-            completion = await engine.generate("on", [5, 6, 7], sampling(4), 0)
-            assert set(completion.versions) == {0}
-            name, own = "model.norm.weight", engine.model.state_dict
-            monkeypatch.setattr(
-                engine.model, "state_dict", lambda: {k: v for k, v in own().items() if k != name}
-            )
-            with pytest.raises(
-                ExecutorFailed, match=r"loading version 9 failed half-way: KeyError: 'model\.norm\.weight'"
-            ):
-                await engine.load_in_place(lambda: buckets, 9, "keep-kv")
-            with pytest.raises(ExecutorFailed, match="half-way"):
-                await engine.generate("late", [5, 6, 7], sampling(4), 0)
-
-    run(body)
+    async with engine_of(model_dir) as engine:
+        with pytest.raises(OSError, match="the bucket is lost"):
+            await engine.load_in_place(lost, 9, "keep-kv")
+        with pytest.raises(ValueError, match="do not fit"):
+            await engine.load_in_place(lambda: buckets[:1], 9, "keep-kv")
+        completion = await engine.generate("on", [5, 6, 7], sampling(4), 0)
+        assert set(completion.versions) == {0}
+        name, own = "model.norm.weight", engine.model.state_dict
+        monkeypatch.setattr(engine.model, "state_dict", lambda: {k: v for k, v in own().items() if k != name})
+        with pytest.raises(
+            ExecutorFailed, match=r"loading version 9 failed half-way: KeyError: 'model\.norm\.weight'"
+        ):
+            await engine.load_in_place(lambda: buckets, 9, "keep-kv")
+        with pytest.raises(ExecutorFailed, match="half-way"):
+            await engine.generate("late", [5, 6, 7], sampling(4), 0)
 
 
-def test_abort_returns_what_there_is_and_frees_the_slot(model_dir: Path) -> None:
-    async def body() -> None:
-        async with engine_of(model_dir, slots=1) as engine:
-            brake = Brake(engine, {0: 6})
-            first = asyncio.create_task(
-                engine.generate("first", [5, 6, 7], sampling(128, temperature=0.1), 0)
-            )
-            queued = asyncio.create_task(engine.generate("queued", [5, 6, 7], sampling(), 0))
-            async with brake.stopped():
-                await engine.abort("queued")
-                await engine.abort("unknown")
-                assert await queued == Completion(tokens=[], logprobs=[], versions=[], finish_reason="abort")
-                await engine.abort("first")
-                aborted = await first
-            assert aborted.finish_reason == "abort"
-            assert len(aborted.tokens) == len(aborted.logprobs) == len(aborted.versions) == 6
-            assert (await engine.generate("next", [5, 6, 7], sampling(4), 0)).tokens
-            assert engine.running == 0
-
-    run(body)
+async def test_abort_returns_what_there_is_and_frees_the_slot(model_dir: Path) -> None:
+    async with engine_of(model_dir, slots=1) as engine:
+        brake = Brake(engine, {0: 6})
+        first = asyncio.create_task(engine.generate("first", [5, 6, 7], sampling(128, temperature=0.1), 0))
+        queued = asyncio.create_task(engine.generate("queued", [5, 6, 7], sampling(), 0))
+        async with brake.stopped():
+            await engine.abort("queued")
+            await engine.abort("unknown")
+            assert await queued == Completion(tokens=[], logprobs=[], versions=[], finish_reason="abort")
+            await engine.abort("first")
+            aborted = await first
+        assert aborted.finish_reason == "abort"
+        assert len(aborted.tokens) == len(aborted.logprobs) == len(aborted.versions) == 6
+        assert (await engine.generate("next", [5, 6, 7], sampling(4), 0)).tokens
+        assert engine.running == 0
 
 
-def test_a_cancelled_generate_gives_its_slot_back(model_dir: Path) -> None:
-    async def body() -> None:
-        async with engine_of(model_dir, slots=1) as engine:
-            brake = Brake(engine, {0: 6})
-            running = asyncio.create_task(
-                engine.generate("running", [5, 6, 7], sampling(128, temperature=0.1), 0)
-            )
-            waiting = asyncio.create_task(engine.generate("waiting", [5, 6, 7], sampling(), 0))
-            async with brake.stopped():
-                for task in (waiting, running):
-                    task.cancel()
-                    with pytest.raises(asyncio.CancelledError):
-                        await task
-            assert engine.running == 0
-            assert (await engine.generate("next", [5, 6, 7], sampling(4), 0)).tokens
-
-    run(body)
+async def test_a_cancelled_generate_gives_its_slot_back(model_dir: Path) -> None:
+    async with engine_of(model_dir, slots=1) as engine:
+        brake = Brake(engine, {0: 6})
+        running = asyncio.create_task(
+            engine.generate("running", [5, 6, 7], sampling(128, temperature=0.1), 0)
+        )
+        waiting = asyncio.create_task(engine.generate("waiting", [5, 6, 7], sampling(), 0))
+        async with brake.stopped():
+            for task in (waiting, running):
+                task.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await task
+        assert engine.running == 0
+        assert (await engine.generate("next", [5, 6, 7], sampling(4), 0)).tokens
 
 
-def test_score_equals_plain_forwards_of_the_loaded_weights(model: Qwen3ForCausalLM, model_dir: Path) -> None:
-    async def body() -> None:
-        async with engine_of(model_dir) as engine:
-            generating = asyncio.create_task(all_of(engine, prompts(4), sampling()))
-            sequences = prompts(6)
-            weights = tiny.weights_after(model, 3)
-            await engine.load(weights, 3, "keep-kv")
-            scores = await engine.score(sequences, 0.7)
-            for sequence, logprobs in zip(sequences, scores.logprobs, strict=True):
-                assert logprobs == pytest.approx(tiny.plain_logprobs(model, weights, sequence, 0.7), abs=1e-5)
-            assert scores.pause_s > 0
-            await generating
-
-    run(body)
-
-
-def test_closing_fails_what_still_runs_or_waits(model_dir: Path) -> None:
-    async def body() -> None:
-        async with engine_of(model_dir, slots=1) as engine:
-            brake = Brake(engine, {0: 6})
-            running = asyncio.create_task(
-                engine.generate("running", [5, 6, 7], sampling(128, temperature=0.1), 0)
-            )
-            waiting = asyncio.create_task(engine.generate("waiting", [5, 6, 7], sampling(), 0))
-            async with brake.stopped():
-                closing = asyncio.create_task(engine.close())
-                results = await asyncio.gather(running, waiting, return_exceptions=True)
-            await closing
-            assert [type(result) for result in results] == [ExecutorFailed, ExecutorFailed]
-            with pytest.raises(ExecutorFailed, match="closed"):
-                await engine.generate("late", [5], sampling(), 0)
-
-    run(body)
+async def test_score_equals_plain_forwards_of_the_loaded_weights(
+    model: Qwen3ForCausalLM, model_dir: Path
+) -> None:
+    async with engine_of(model_dir) as engine:
+        generating = asyncio.create_task(all_of(engine, prompts(4), sampling()))
+        sequences = prompts(6)
+        weights = tiny.weights_after(model, 3)
+        await engine.load(weights, 3, "keep-kv")
+        scores = await engine.score(sequences, 0.7)
+        for sequence, logprobs in zip(sequences, scores.logprobs, strict=True):
+            assert logprobs == pytest.approx(tiny.plain_logprobs(model, weights, sequence, 0.7), abs=1e-5)
+        assert scores.pause_s > 0
+        await generating
 
 
-def test_a_request_that_cannot_be_served_is_refused(model_dir: Path) -> None:
-    async def body() -> None:
-        async with engine_of(model_dir) as engine:
-            with pytest.raises(ValueError, match="prompt of long has 65 tokens and asks for 128 more"):
-                await engine.generate("long", [5] * 65, sampling(128), 0)
-            with pytest.raises(ValueError, match="prompt of none has 0 tokens"):
-                await engine.generate("none", [], sampling(), 0)
-            with pytest.raises(ValueError, match="prompt of strange has the token 1000000"):
-                await engine.generate("strange", [5, 10**6], sampling(), 0)
-            assert (await engine.generate("next", [5], sampling(), 0)).tokens
+async def test_closing_fails_what_still_runs_or_waits(model_dir: Path) -> None:
+    async with engine_of(model_dir, slots=1) as engine:
+        brake = Brake(engine, {0: 6})
+        running = asyncio.create_task(
+            engine.generate("running", [5, 6, 7], sampling(128, temperature=0.1), 0)
+        )
+        waiting = asyncio.create_task(engine.generate("waiting", [5, 6, 7], sampling(), 0))
+        async with brake.stopped():
+            closing = asyncio.create_task(engine.close())
+            results = await asyncio.gather(running, waiting, return_exceptions=True)
+        await closing
+        assert [type(result) for result in results] == [ExecutorFailed, ExecutorFailed]
+        with pytest.raises(ExecutorFailed, match="closed"):
+            await engine.generate("late", [5], sampling(), 0)
 
-    run(body)
+
+async def test_a_request_that_cannot_be_served_is_refused(model_dir: Path) -> None:
+    async with engine_of(model_dir) as engine:
+        with pytest.raises(ValueError, match="prompt of long has 65 tokens and asks for 128 more"):
+            await engine.generate("long", [5] * 65, sampling(128), 0)
+        with pytest.raises(ValueError, match="prompt of none has 0 tokens"):
+            await engine.generate("none", [], sampling(), 0)
+        with pytest.raises(ValueError, match="prompt of strange has the token 1000000"):
+            await engine.generate("strange", [5, 10**6], sampling(), 0)
+        assert (await engine.generate("next", [5], sampling(), 0)).tokens

@@ -59,7 +59,7 @@ def test_the_names_in_vllms_source_are_those_of_its_dataclass() -> None:
 @needs_vllm
 def test_names_are_told_without_importing_vllm() -> None:
     code = (
-        "import sys; from asyncrl_cli.engines.vllm.kind import names_in_source as names; "
+        "import sys; from asyncrl_cli.engines.vllm.vllm_kind import names_in_source as names; "
         "assert 'block_size' in names(); print({'vllm', 'torch'} & set(sys.modules))"
     )
     done = subprocess.run(

@@ -29,7 +29,7 @@ pytestmark = [
 HOLD_AN_ENGINE = """
 import asyncio, sys
 from asyncrl_cli.engines.port import Sampling
-from asyncrl_cli.engines.vllm.engine import VllmEngine
+from asyncrl_cli.engines.vllm.vllm_engine import VllmEngine
 from tests.engines.made import made_for
 
 async def main():

@@ -10,7 +10,6 @@ import inspect
 import pickle
 import threading
 import time
-from collections.abc import Callable, Coroutine
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -289,196 +288,169 @@ class Direct:
         )
 
 
-def run(body: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    asyncio.run(asyncio.wait_for(body(), 2 * WAIT_S))
-
-
 @pytest.mark.parametrize("interrupt", ["drain", "keep-kv", "recompute-kv"])
 @pytest.mark.parametrize("backend", ["nccl", "ipc"])
 @pytest.mark.parametrize("tied", [False, True])
-def test_each_load_brings_all_bytes_of_its_version_within_one_pause(
+async def test_each_load_brings_all_bytes_of_its_version_within_one_pause(
     tied: bool, backend: str, interrupt: Interrupt, tmp_path: Path
 ) -> None:
     model = tiny.make_model(tied=tied)
 
-    async def body() -> None:
-        there = Direct(model, tiny.save(model, tmp_path), backend)
-        await there.connect()
-        for version in (1, 2):
-            there.llm.calls.clear()
-            report = await there.load(version, interrupt)
-            updates = there.llm.calls.count("update")
-            assert there.llm.calls == ["pause", "start", *["update"] * updates, "finish", "resume"]
-            assert updates == 1 if backend == "nccl" else updates > 2
-            assert there.holds(version)
-            assert there.llm.weight_version == str(there.engine.version) == str(version)
-            assert report.pause_s >= report.load_s > 0
-            assert there.memory.collected == (version if backend == "ipc" else 0)
-        assert (
-            there.llm.init_info == {"packed": True}
-            if backend == "ipc"
-            else there.llm.init_info["world_size"] == 2
-        )
-
-    run(body)
+    there = Direct(model, tiny.save(model, tmp_path), backend)
+    await there.connect()
+    for version in (1, 2):
+        there.llm.calls.clear()
+        report = await there.load(version, interrupt)
+        updates = there.llm.calls.count("update")
+        assert there.llm.calls == ["pause", "start", *["update"] * updates, "finish", "resume"]
+        assert updates == 1 if backend == "nccl" else updates > 2
+        assert there.holds(version)
+        assert there.llm.weight_version == str(there.engine.version) == str(version)
+        assert report.pause_s >= report.load_s > 0
+        assert there.memory.collected == (version if backend == "ipc" else 0)
+    assert (
+        there.llm.init_info == {"packed": True}
+        if backend == "ipc"
+        else there.llm.init_info["world_size"] == 2
+    )
 
 
-def test_a_colocated_engine_gives_back_its_weights_too_and_gets_cache_and_requests_only_after_the_next_load(
+async def test_a_colocated_engine_gives_back_its_weights_too_and_gets_cache_and_requests_only_after_the_next_load(
     model: Qwen3ForCausalLM, model_dir: Path
 ) -> None:
-    async def body() -> None:
-        there = Direct(model, model_dir, "ipc", device="cuda", colocate=True)
-        await there.connect()
-        await there.engine.sleep()
-        asked = asyncio.create_task(there.engine.gate.entered("a request"))
-        await there.engine.wake()
-        await asyncio.sleep(0)
-        assert not asked.done()
-        assert there.llm.calls == ["sleep 2", "wake weights"]
-        await there.load(1, "drain")
-        assert await asked
-        rest = [call for call in there.llm.calls if call != "update"]
-        assert rest == ["sleep 2", "wake weights", "pause", "start", "finish", "wake kv_cache", "resume"]
-        assert there.holds(1)
-        there.llm.calls.clear()
-        there.engine.gate.leave()
-        await there.load(2, "drain")
-        assert "wake kv_cache" not in there.llm.calls
-
-    run(body)
+    there = Direct(model, model_dir, "ipc", device="cuda", colocate=True)
+    await there.connect()
+    await there.engine.sleep()
+    asked = asyncio.create_task(there.engine.gate.entered("a request"))
+    await there.engine.wake()
+    await asyncio.sleep(0)
+    assert not asked.done()
+    assert there.llm.calls == ["sleep 2", "wake weights"]
+    await there.load(1, "drain")
+    assert await asked
+    rest = [call for call in there.llm.calls if call != "update"]
+    assert rest == ["sleep 2", "wake weights", "pause", "start", "finish", "wake kv_cache", "resume"]
+    assert there.holds(1)
+    there.llm.calls.clear()
+    there.engine.gate.leave()
+    await there.load(2, "drain")
+    assert "wake kv_cache" not in there.llm.calls
 
 
 @pytest.mark.parametrize(
     ("interrupt", "is_drained"), [("keep-kv", False), ("recompute-kv", False), ("drain", True)]
 )
-def test_generation_goes_on_while_rank_zero_sends_to_another_worker(
+async def test_generation_goes_on_while_rank_zero_sends_to_another_worker(
     interrupt: Interrupt, is_drained: bool, model: Qwen3ForCausalLM, model_dir: Path
 ) -> None:
     """A drained worker has nothing left to go on with, and its vLLM waits for no bytes meanwhile."""
 
-    async def body() -> None:
-        there = Direct(model, model_dir, "nccl")
-        await there.connect()
-        other = InProcessLlm(there.exchange)
-        rank_zero = InProcessRankZero(there.end, there.exchange, "rollout-1")
-        await Nccl(rank_zero, WeightsSection(timeout_s=WAIT_S)).join(other)  # type: ignore[arg-type]
-        await rank_zero.turn()
-        asks, turn = threading.Event(), there.end.turn
-        there.end.turn = lambda worker: (asks.set(), turn(worker))
-        loading = asyncio.create_task(there.load(1, interrupt))
-        await asyncio.to_thread(asks.wait, WAIT_S)
-        asked_s = time.perf_counter()
-        await asyncio.wait([loading], timeout=0.2)
-        assert there.llm.calls == []
-        assert there.engine.gate.is_open != is_drained
-        waited_s = time.perf_counter() - asked_s
-        await rank_zero.leave()
-        report = await loading
-        assert there.holds(1)
-        if is_drained:
-            assert report.pause_s > waited_s + report.load_s  # the wait is a part of the stop
-
-    run(body)
+    there = Direct(model, model_dir, "nccl")
+    await there.connect()
+    other = InProcessLlm(there.exchange)
+    rank_zero = InProcessRankZero(there.end, there.exchange, "rollout-1")
+    await Nccl(rank_zero, WeightsSection(timeout_s=WAIT_S)).join(other)  # type: ignore[arg-type]
+    await rank_zero.turn()
+    asks, turn = threading.Event(), there.end.turn
+    there.end.turn = lambda worker: (asks.set(), turn(worker))
+    loading = asyncio.create_task(there.load(1, interrupt))
+    await asyncio.to_thread(asks.wait, WAIT_S)
+    asked_s = time.perf_counter()
+    await asyncio.wait([loading], timeout=0.2)
+    assert there.llm.calls == []
+    assert there.engine.gate.is_open != is_drained
+    waited_s = time.perf_counter() - asked_s
+    await rank_zero.leave()
+    report = await loading
+    assert there.holds(1)
+    if is_drained:
+        assert report.pause_s > waited_s + report.load_s  # the wait is a part of the stop
 
 
-def test_weights_that_do_not_fit_are_refused_before_the_engine_is_paused(
+async def test_weights_that_do_not_fit_are_refused_before_the_engine_is_paused(
     model: Qwen3ForCausalLM, model_dir: Path
 ) -> None:
-    async def body() -> None:
-        there = Direct(model, model_dir, "nccl")
-        await there.connect()
-        wrong = dict(there.weights[1])
-        wrong["model.norm.weight"] = wrong["model.norm.weight"][:-1]
-        there.layouts[1] = layouts_of(there.held, 1, wrong)
-        with pytest.raises(
-            ValueError, match=r"do not fit the engine's model: wrong shape model\.norm\.weight"
-        ):
-            await there.load(1)
-        assert there.llm.calls == []
-        await there.load(2)
-        assert there.holds(2)
-
-    run(body)
+    there = Direct(model, model_dir, "nccl")
+    await there.connect()
+    wrong = dict(there.weights[1])
+    wrong["model.norm.weight"] = wrong["model.norm.weight"][:-1]
+    there.layouts[1] = layouts_of(there.held, 1, wrong)
+    with pytest.raises(ValueError, match=r"do not fit the engine's model: wrong shape model\.norm\.weight"):
+        await there.load(1)
+    assert there.llm.calls == []
+    await there.load(2)
+    assert there.holds(2)
 
 
 @pytest.mark.parametrize("backend", ["nccl", "ipc"])
-def test_a_version_that_rank_zero_does_not_hold_ends_the_engine_by_name(
+async def test_a_version_that_rank_zero_does_not_hold_ends_the_engine_by_name(
     backend: str, model: Qwen3ForCausalLM, model_dir: Path
 ) -> None:
-    async def body() -> None:
-        there = Direct(model, model_dir, backend)
-        await there.connect()
-        there.held.keep([2])
-        began_s = time.monotonic()
-        with pytest.raises(
-            ExecutorFailed,
-            match=r"the transfer of version 1 by .* failed: .*0 of 36 requested tensors of version 1",
-        ) as caught:
-            await there.load(1)
-        # vLLM's processes, which waited for bytes, are gone: nobody waits for them
-        assert time.monotonic() - began_s < WAIT_S
-        assert there.llm.killed.is_set()
-        assert "resume" not in there.llm.calls
-        with pytest.raises(ExecutorFailed) as later:
-            await there.load(2)
-        assert str(later.value) == str(caught.value)
-
-    run(body)
+    there = Direct(model, model_dir, backend)
+    await there.connect()
+    there.held.keep([2])
+    began_s = time.monotonic()
+    with pytest.raises(
+        ExecutorFailed,
+        match=r"the transfer of version 1 by .* failed: .*0 of 36 requested tensors of version 1",
+    ) as caught:
+        await there.load(1)
+    # vLLM's processes, which waited for bytes, are gone: nobody waits for them
+    assert time.monotonic() - began_s < WAIT_S
+    assert there.llm.killed.is_set()
+    assert "resume" not in there.llm.calls
+    with pytest.raises(ExecutorFailed) as later:
+        await there.load(2)
+    assert str(later.value) == str(caught.value)
 
 
-def test_processes_that_stop_receiving_half_way_end_both_sides_in_bounded_time(
+async def test_processes_that_stop_receiving_half_way_end_both_sides_in_bounded_time(
     model: Qwen3ForCausalLM, model_dir: Path
 ) -> None:
-    async def body() -> None:
-        there = Direct(model, model_dir, "nccl", breaks_after=5)
-        await there.connect()
-        there.end.timeout_s = 0.5
-        began_s = time.monotonic()
-        with pytest.raises(ExecutorFailed) as caught:
-            await there.load(1)
-        assert str(caught.value) == (
-            "loading version 1 into vLLM failed half-way: the transfer of version 1 by NCCL failed: "
-            "rank 0 waited for rollout-0's vLLM processes to take version 1: longer than weights.timeout_s = "
-            "0.5 s"
-        )
-        assert time.monotonic() - began_s < WAIT_S
-        assert there.llm.killed.is_set()
-        assert there.engine.version == 0
-        group = there.exchange.pipe(there.llm.init_info["master_port"])
-        assert await asyncio.to_thread(group.destroyed.wait, WAIT_S)
+    there = Direct(model, model_dir, "nccl", breaks_after=5)
+    await there.connect()
+    there.end.timeout_s = 0.5
+    began_s = time.monotonic()
+    with pytest.raises(ExecutorFailed) as caught:
+        await there.load(1)
+    assert str(caught.value) == (
+        "loading version 1 into vLLM failed half-way: the transfer of version 1 by NCCL failed: "
+        "rank 0 waited for rollout-0's vLLM processes to take version 1: longer than weights.timeout_s = "
+        "0.5 s"
+    )
+    assert time.monotonic() - began_s < WAIT_S
+    assert there.llm.killed.is_set()
+    assert there.engine.version == 0
+    group = there.exchange.pipe(there.llm.init_info["master_port"])
+    assert await asyncio.to_thread(group.destroyed.wait, WAIT_S)
 
-        there.end.timeout_s = WAIT_S
-        there.restarted()
-        await there.connect()
-        await there.load(2)
-        assert there.holds(2)
-
-    run(body)
+    there.end.timeout_s = WAIT_S
+    there.restarted()
+    await there.connect()
+    await there.load(2)
+    assert there.holds(2)
 
 
 @pytest.mark.parametrize("backend", ["nccl", "ipc"])
-def test_a_killed_engine_ends_the_load_and_its_successor_gets_the_newest_version(
+async def test_a_killed_engine_ends_the_load_and_its_successor_gets_the_newest_version(
     backend: str, model: Qwen3ForCausalLM, model_dir: Path
 ) -> None:
-    async def body() -> None:
-        there = Direct(model, model_dir, backend, breaks_after=3)
-        await there.connect()
-        if backend == "ipc":
-            there.memory.read = lambda info: there.llm.killed.set() or {}  # type: ignore[method-assign, func-returns-value]
-        else:
-            killing = asyncio.create_task(killed_after(there.llm, 3))
-        with pytest.raises(ExecutorFailed, match=r"the transfer of version 2 by .* failed"):
-            await there.load(2)
-        if backend == "nccl":
-            await killing
-        there.memory.__dict__.pop("read", None)
-
-        there.restarted()
-        await there.connect()
+    there = Direct(model, model_dir, backend, breaks_after=3)
+    await there.connect()
+    if backend == "ipc":
+        there.memory.read = lambda info: there.llm.killed.set() or {}  # type: ignore[method-assign, func-returns-value]
+    else:
+        killing = asyncio.create_task(killed_after(there.llm, 3))
+    with pytest.raises(ExecutorFailed, match=r"the transfer of version 2 by .* failed"):
         await there.load(2)
-        assert there.holds(2)
+    if backend == "nccl":
+        await killing
+    there.memory.__dict__.pop("read", None)
 
-    run(body)
+    there.restarted()
+    await there.connect()
+    await there.load(2)
+    assert there.holds(2)
 
 
 async def killed_after(llm: InProcessLlm, tensors: int) -> None:
@@ -486,21 +458,18 @@ async def killed_after(llm: InProcessLlm, tensors: int) -> None:
     llm.killed.set()
 
 
-def test_a_cancelled_load_ends_both_sides(model: Qwen3ForCausalLM, model_dir: Path) -> None:
-    async def body() -> None:
-        there = Direct(model, model_dir, "nccl", breaks_after=5)
-        await there.connect()
-        loading = asyncio.create_task(there.load(1))
-        while "update" not in there.llm.calls:  # noqa: ASYNC110  (the other end counts its calls)
-            await asyncio.sleep(0.01)
-        loading.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await asyncio.wait_for(asyncio.shield(asyncio.gather(loading)), WAIT_S)
-        assert there.llm.killed.is_set()
-        pipe = there.exchange.pipe(there.llm.init_info["master_port"])
-        assert await asyncio.to_thread(pipe.destroyed.wait, WAIT_S)
-
-    run(body)
+async def test_a_cancelled_load_ends_both_sides(model: Qwen3ForCausalLM, model_dir: Path) -> None:
+    there = Direct(model, model_dir, "nccl", breaks_after=5)
+    await there.connect()
+    loading = asyncio.create_task(there.load(1))
+    while "update" not in there.llm.calls:  # noqa: ASYNC110  (the other end counts its calls)
+        await asyncio.sleep(0.01)
+    loading.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asyncio.wait_for(asyncio.shield(asyncio.gather(loading)), WAIT_S)
+    assert there.llm.killed.is_set()
+    pipe = there.exchange.pipe(there.llm.init_info["master_port"])
+    assert await asyncio.to_thread(pipe.destroyed.wait, WAIT_S)
 
 
 async def never(*args: Any) -> None:
@@ -511,30 +480,27 @@ async def at_once(*args: Any) -> None:
     pass
 
 
-def test_a_meeting_to_which_vllm_does_not_come_is_told_in_rank_zeros_words(
+async def test_a_meeting_to_which_vllm_does_not_come_is_told_in_rank_zeros_words(
     model: Qwen3ForCausalLM, model_dir: Path
 ) -> None:
-    async def body() -> None:
-        there = Direct(model, model_dir, "nccl")
-        there.end.timeout_s = 0.5
-        there.llm.init_weight_transfer_engine = never  # type: ignore[method-assign]
-        with pytest.raises(ExecutorFailed) as caught:
-            await there.connect()
-        assert str(caught.value) == (
-            "the meeting by NCCL at in-process:1 failed: "
-            "rank 0 waited for rollout-0's vLLM processes to meet it by NCCL: longer than weights.timeout_s "
-            "= 0.5 s"
-        )
-        assert there.llm.killed.is_set()
-
-    run(body)
+    there = Direct(model, model_dir, "nccl")
+    there.end.timeout_s = 0.5
+    there.llm.init_weight_transfer_engine = never  # type: ignore[method-assign]
+    with pytest.raises(ExecutorFailed) as caught:
+        await there.connect()
+    assert str(caught.value) == (
+        "the meeting by NCCL at in-process:1 failed: "
+        "rank 0 waited for rollout-0's vLLM processes to meet it by NCCL: longer than weights.timeout_s "
+        "= 0.5 s"
+    )
+    assert there.llm.killed.is_set()
 
 
 @pytest.mark.parametrize(
     ("rank_zero", "vllm", "missing"),
     [(never, never, "rank 0"), (never, at_once, "rank 0"), (at_once, never, "vLLM's processes")],
 )
-def test_a_meeting_that_rank_zero_says_nothing_of_names_who_is_missing(
+async def test_a_meeting_that_rank_zero_says_nothing_of_names_who_is_missing(
     rank_zero: Any,
     vllm: Any,
     missing: str,
@@ -546,25 +512,22 @@ def test_a_meeting_that_rank_zero_says_nothing_of_names_who_is_missing(
     monkeypatch.setattr(worker_transports, "WORKER_MARGIN_S", 0.0)
     monkeypatch.setattr(InProcessRankZero, "join", rank_zero)
 
-    async def body() -> None:
-        there = Direct(model, model_dir, "nccl", timeout_s=0.5)
-        there.llm.init_weight_transfer_engine = vllm  # type: ignore[method-assign]
-        with pytest.raises(ExecutorFailed) as caught:
-            await there.connect()
-        why = (
-            "the meeting by NCCL at in-process:1 took longer than weights.timeout_s = 0.5 s: still "
-            f"waiting for {missing}"
-        )
-        assert str(caught.value) == why
-        assert there.llm.killed.is_set()
-
-    run(body)
+    there = Direct(model, model_dir, "nccl", timeout_s=0.5)
+    there.llm.init_weight_transfer_engine = vllm  # type: ignore[method-assign]
+    with pytest.raises(ExecutorFailed) as caught:
+        await there.connect()
+    why = (
+        "the meeting by NCCL at in-process:1 took longer than weights.timeout_s = 0.5 s: still "
+        f"waiting for {missing}"
+    )
+    assert str(caught.value) == why
+    assert there.llm.killed.is_set()
 
 
 @pytest.mark.parametrize(
     ("export", "update", "missing"), [(never, at_once, "rank 0"), (None, never, "vLLM's processes")]
 )
-def test_a_part_that_does_not_come_through_names_who_is_missing(
+async def test_a_part_that_does_not_come_through_names_who_is_missing(
     export: Any,
     update: Any,
     missing: str,
@@ -577,22 +540,19 @@ def test_a_part_that_does_not_come_through_names_who_is_missing(
 
     monkeypatch.setattr(InProcessRankZero, "export", export or a_part)
 
-    async def body() -> None:
-        there = Direct(model, model_dir, "ipc", timeout_s=0.5)
-        there.llm.update_weights = update  # type: ignore[method-assign]
-        await there.connect()
-        with pytest.raises(ExecutorFailed) as caught:
-            await there.load(1)
-        assert str(caught.value) == (
-            "loading version 1 into vLLM failed half-way: "
-            "the transfer of version 1 by CUDA IPC took longer than weights.timeout_s = 0.5 s: still "
-            f"waiting for {missing}"
-        )
-
-    run(body)
+    there = Direct(model, model_dir, "ipc", timeout_s=0.5)
+    there.llm.update_weights = update  # type: ignore[method-assign]
+    await there.connect()
+    with pytest.raises(ExecutorFailed) as caught:
+        await there.load(1)
+    assert str(caught.value) == (
+        "loading version 1 into vLLM failed half-way: "
+        "the transfer of version 1 by CUDA IPC took longer than weights.timeout_s = 0.5 s: still "
+        f"waiting for {missing}"
+    )
 
 
-def test_a_load_that_has_ended_well_stays_so_when_rank_zero_answers_late(
+async def test_a_load_that_has_ended_well_stays_so_when_rank_zero_answers_late(
     model: Qwen3ForCausalLM,
     model_dir: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -603,40 +563,34 @@ def test_a_load_that_has_ended_well_stays_so_when_rank_zero_answers_late(
 
     monkeypatch.setattr(InProcessRankZero, "leave", late)
 
-    async def body() -> None:
-        there = Direct(model, model_dir, "ipc")
-        await there.connect()
-        for version in (1, 2):
-            await there.load(version)
-            assert there.holds(version)
-        assert not there.llm.killed.is_set()
-
-    run(body)
+    there = Direct(model, model_dir, "ipc")
+    await there.connect()
+    for version in (1, 2):
+        await there.load(version)
+        assert there.holds(version)
+    assert not there.llm.killed.is_set()
     assert caplog.text.count("the leave of rollout-0 took longer than 10 s") == 2
 
 
-def test_a_turn_that_does_not_come_fails_the_load_and_the_old_version_goes_on(
+async def test_a_turn_that_does_not_come_fails_the_load_and_the_old_version_goes_on(
     model: Qwen3ForCausalLM, model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def refused(self: Any) -> None:
         raise AsyncrlError("trainer-0: rank 0 has no NCCL group with rollout-0")
 
-    async def body() -> None:
-        there = Direct(model, model_dir, "nccl")
-        await there.connect()
-        with monkeypatch.context() as patch:
-            patch.setattr(InProcessRankZero, "turn", refused)
-            with pytest.raises(
-                ExecutorFailed,
-                match="the wait until rank 0 sends to this worker failed: trainer-0: rank 0 has no",
-            ):
-                await there.load(1)
-        assert there.llm.calls == []
-        assert there.engine.gate.is_open
-        await there.load(2)
-        assert there.holds(2)
-
-    run(body)
+    there = Direct(model, model_dir, "nccl")
+    await there.connect()
+    with monkeypatch.context() as patch:
+        patch.setattr(InProcessRankZero, "turn", refused)
+        with pytest.raises(
+            ExecutorFailed,
+            match="the wait until rank 0 sends to this worker failed: trainer-0: rank 0 has no",
+        ):
+            await there.load(1)
+    assert there.llm.calls == []
+    assert there.engine.gate.is_open
+    await there.load(2)
+    assert there.holds(2)
 
 
 def test_real_processes_of_vllm_are_ended_when_the_bytes_do_not_come(

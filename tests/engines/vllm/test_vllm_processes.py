@@ -96,7 +96,7 @@ def test_an_engine_that_has_failed_in_a_pause_is_not_asked_to_resume() -> None:
     assert llm.asked == ["pause keep False"]
 
 
-def test_a_pause_that_is_cancelled_before_it_begins_lets_generation_go_on() -> None:
+async def test_a_pause_that_is_cancelled_before_it_begins_lets_generation_go_on() -> None:
     llm = Llm()
 
     async def never() -> None:
@@ -106,25 +106,19 @@ def test_a_pause_that_is_cancelled_before_it_begins_lets_generation_go_on() -> N
         async with paused(llm, "drain"):  # type: ignore[arg-type]
             raise AssertionError("it is not paused")
 
-    async def body() -> None:
-        llm.pausing = never
-        loading = asyncio.create_task(load())
-        while not llm.asked:  # noqa: ASYNC110  (it asks in its first turns)
-            await asyncio.sleep(0)
-        loading.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await loading
-
-    asyncio.run(body())
+    llm.pausing = never
+    loading = asyncio.create_task(load())
+    while not llm.asked:  # noqa: ASYNC110  (it asks in its first turns)
+        await asyncio.sleep(0)
+    loading.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await loading
     assert llm.asked == ["pause wait True", "resume"]
 
 
-def test_a_pause_ends_with_a_resume() -> None:
+async def test_a_pause_ends_with_a_resume() -> None:
     llm = Llm()
 
-    async def body() -> None:
-        async with paused(llm, "recompute-kv"):  # type: ignore[arg-type]
-            llm.asked.append("load")
-
-    asyncio.run(body())
+    async with paused(llm, "recompute-kv"):  # type: ignore[arg-type]
+        llm.asked.append("load")
     assert llm.asked == ["pause keep True", "load", "resume"]

@@ -142,33 +142,27 @@ def test_the_probes_tell_of_a_head_that_was_left_behind(tied: World) -> None:
     tied.run(lambda: check_that_the_probes_tell_of_a_head_left_behind(tied))
 
 
-def test_loads_in_a_row_hold_one_versions_layers_and_leave_the_collector_nothing_to_do(tied: World) -> None:
-    async def body() -> None:
-        async with at_the_end_one_version_is_held(tied):
+async def test_loads_in_a_row_hold_one_versions_layers_and_leave_the_collector_nothing_to_do(
+    tied: World,
+) -> None:
+    async with at_the_end_one_version_is_held(tied):
+        await load_newer(tied)
+        for _ in range(3):
             await load_newer(tied)
-            for _ in range(3):
-                await load_newer(tied)
-
-    tied.run(body)
 
 
-def test_a_load_that_fails_half_way_ends_the_engine_rather_than_mix_versions(tied: World) -> None:
+async def test_a_load_that_fails_half_way_ends_the_engine_rather_than_mix_versions(tied: World) -> None:
     """At the end of the file: a test after it would need another engine."""
 
-    async def body() -> None:
-        before = tied.engine.version
-        running = asyncio.create_task(
-            tied.generate([5, 6, 7], sampling(MAX_RESPONSE_TOKENS, temperature=0.1))
-        )
-        await tied.sampled(5)
-        await tied.in_engine(replace, "pack_tied_layers", "fails")
-        with pytest.raises(ExecutorFailed, match=r"half-way.*no memory for packing"):
-            await load_newer(tied)
-        with pytest.raises(ExecutorFailed, match="half-way"):
-            await running
-        with pytest.raises(ExecutorFailed, match="half-way"):
-            await tied.generate([5], sampling())
-        assert tied.engine.version == before
-        assert tied.engine.running == 0
-
-    tied.run(body)
+    before = tied.engine.version
+    running = asyncio.create_task(tied.generate([5, 6, 7], sampling(MAX_RESPONSE_TOKENS, temperature=0.1)))
+    await tied.sampled(5)
+    await tied.in_engine(replace, "pack_tied_layers", "fails")
+    with pytest.raises(ExecutorFailed, match=r"half-way.*no memory for packing"):
+        await load_newer(tied)
+    with pytest.raises(ExecutorFailed, match="half-way"):
+        await running
+    with pytest.raises(ExecutorFailed, match="half-way"):
+        await tied.generate([5], sampling())
+    assert tied.engine.version == before
+    assert tied.engine.running == 0
