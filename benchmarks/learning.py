@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 from benchmarks.training import shared_session, train_here
 
 from asyncrl_cli.base.errors import Interrupted
-from asyncrl_cli.observe.lines import read_metrics
+from asyncrl_cli.observe.recorded import read_metrics
 from asyncrl_cli.profile.loaded import load
 from asyncrl_cli.profile.schema import Profile
 

@@ -205,7 +205,7 @@ def kill_a_worker(process: subprocess.Popen[str], run: Path) -> None:
 
 def figures(run: Path) -> Row:
     from asyncrl_cli.bench.figures import stretch_of
-    from asyncrl_cli.observe.lines import read_metrics
+    from asyncrl_cli.observe.recorded import read_metrics
 
     lines = read_metrics(run / "metrics.jsonl")
     stretch = stretch_of(lines)

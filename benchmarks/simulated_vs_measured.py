@@ -24,7 +24,7 @@ from typing import Any
 
 from asyncrl_cli.base.errors import ConfigError
 from asyncrl_cli.bench.figures import Edges, common_edges, figures_of, stretch_of
-from asyncrl_cli.observe.lines import read_metrics
+from asyncrl_cli.observe.recorded import read_metrics
 from asyncrl_cli.profile.arithmetic import Schedule
 from asyncrl_cli.simulate.calibration import calibrate
 from asyncrl_cli.simulate.workload import Workload

@@ -38,7 +38,7 @@ import psutil
 from benchmarks.training import LIMIT_S, train
 
 from asyncrl_cli.models.model_directory import resolve_model
-from asyncrl_cli.observe.lines import read_metrics
+from asyncrl_cli.observe.recorded import read_metrics
 from asyncrl_cli.profile.loaded import load
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.tasks.scoring import build_scorer

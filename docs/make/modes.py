@@ -16,8 +16,7 @@ from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 
-from asyncrl_cli.observe.lines import add_span
-from asyncrl_cli.observe.recorded import Recorded
+from asyncrl_cli.observe.recorded import Recorded, add_span
 
 DOCS = Path(__file__).resolve().parents[1]
 MODES = (

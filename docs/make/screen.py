@@ -18,7 +18,7 @@ from rich.terminal_theme import MONOKAI
 
 from asyncrl_cli.base.errors import AsyncrlError
 from asyncrl_cli.observe.render import render
-from asyncrl_cli.observe.status import read_status
+from asyncrl_cli.observe.run_status import read_status
 
 PICTURE = Path(__file__).resolve().parents[1] / "pictures" / "screen.svg"
 WIDTH, HEIGHT = 104, 40

@@ -23,8 +23,9 @@ from asyncrl_cli.contracts.trajectories import GroupPayload, Segment, Trajectory
 from asyncrl_cli.job.driving import PromptFeed
 from asyncrl_cli.loop.pipeline import Pipeline
 from asyncrl_cli.loop.run_state import World
-from asyncrl_cli.observe.live_status import RunFacts
-from asyncrl_cli.observe.observers import EventsFile, MetricsFile, Observers, StatusFile, TimelineFile
+from asyncrl_cli.observe.file_sinks import EventsFile, MetricsFile, StatusFile, TimelineFile
+from asyncrl_cli.observe.live_status import facts_of
+from asyncrl_cli.observe.observers import Observers
 from asyncrl_cli.profile.arithmetic import LoopSettings
 from asyncrl_cli.profile.loaded import Loaded, load, to_document, to_toml
 from asyncrl_cli.simulate.simulated_trainer import SimulatedTrainer, TrainerTimes
@@ -123,7 +124,7 @@ def _train(place: Place, loaded: Loaded) -> list[Any]:
             TimelineFile(place.run / "timeline.jsonl"),
             StatusFile(place.run / "status.json"),
         ]
-        observers = Observers(RunFacts.of(profile, place.run, 1), sinks)
+        observers = Observers(facts_of(profile, place.run, 1), sinks)
         world = World(
             feed=PromptFeed(task.train, seed=0, eval_sets={"": task.eval}),
             trainer=SimulatedTrainer(TrainerTimes(train_s=lambda batch: 0.7, gather_s=0.1, publish_s=0.05)),

@@ -23,7 +23,7 @@ from asyncrl_cli.job.preparing import refuse_other_prompts
 from asyncrl_cli.job.run import Run
 from asyncrl_cli.loop.pipeline import Pipeline
 from asyncrl_cli.loop.run_state import ResumeFrom, World
-from asyncrl_cli.observe.live_status import RunFacts
+from asyncrl_cli.observe.live_status import facts_of
 from asyncrl_cli.observe.observers import Observers
 from asyncrl_cli.profile.arithmetic import LoopSettings
 from asyncrl_cli.simulate.simulated_trainer import SimulatedTrainer, TrainerTimes
@@ -99,7 +99,7 @@ def resume_and_go_on(place: Place) -> None:
             trainer=SimulatedTrainer(TrainerTimes(train_s=lambda batch: 0.7)),
             workers=[SimulatedWorker(f"rollout-{i}", 8, worker_times(), 0, None) for i in range(2)],
             eval_sets={"": task.eval},
-            observers=[Observers(RunFacts.of(profile, place.run, 2), [])],
+            observers=[Observers(facts_of(profile, place.run, 2), [])],
             resume_from=ResumeFrom(loop_state=resumed.checkpoint.loop_state, payloads=payloads),
         )
         await Pipeline(LoopSettings.of(profile), world).run()

@@ -133,7 +133,7 @@ def ask(command: str, place: Place, capsys: pytest.CaptureFixture[str]) -> str:
     limits."""
     name, *options = command.split()
     runs = [NAME, NAME] if name == "compare" else [NAME]
-    out = ["--out", str(place.root / f"{name}.out")] if name in ("report", "trace") else []
+    out = ["--out", str(place.root / f"{name}.out")] if name in ("report", "compare", "trace") else []
     began_s = time.process_time()
     code = run([name, *runs, *options, *out, "--runs-dir", str(place.runs)])
     spent_s = time.process_time() - began_s

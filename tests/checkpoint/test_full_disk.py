@@ -20,7 +20,7 @@ from asyncrl_cli.checkpoint.sealed import load_checkpoint
 from asyncrl_cli.checkpoint.store import CheckpointStore
 from asyncrl_cli.cli.app import run
 from asyncrl_cli.contracts.ports import Cut
-from asyncrl_cli.observe.observers import LineFile
+from asyncrl_cli.observe.file_sinks import LineFile
 
 MIB = 2**20
 

@@ -17,7 +17,7 @@ from asyncrl_cli.cli.status import _follow
 from asyncrl_cli.job import detaching
 from asyncrl_cli.job.detaching import Detached
 from asyncrl_cli.observe.terminal import key_presses
-from tests.cli.statuses import say_status
+from tests.statuses import write_status
 
 BRIEF = ("train", "--profile", "partial-rollout", "--name", "first")
 
@@ -66,11 +66,11 @@ def test_resume_auto_begins_what_has_not_begun_and_leaves_alone_what_is_done(
     assert run(again) == 0
     assert len(started) == 1
     directory = RunDirectory.create(tmp_path, "first", profile_toml="", resolved={})
-    say_status(directory, phase="stopped")
+    write_status(directory.path, phase="stopped")
     directory.close()
     assert run(again) == 0
     assert run(again[:-3]) == 4  # without it, the name is taken
-    say_status(directory, phase="done")
+    write_status(directory.path, phase="done")
     capsys.readouterr()
     assert run(again) == 0
     assert len(started) == 2
@@ -83,7 +83,7 @@ def test_resume_auto_begins_anew_what_was_killed_before_its_first_checkpoint(
     directory = RunDirectory.create(tmp_path, "first", profile_toml="", resolved={})
     (directory.start_attempt() / "driver.log").write_text("killed\n", encoding="utf-8")
     directory.metrics.touch()
-    say_status(directory, phase="running")
+    write_status(directory.path, phase="running")
     again = [*BRIEF, "--runs-dir", str(tmp_path), "--resume", "auto", "--detach"]
     assert run(again) == 0
     assert directory.path.exists(), "its driver is alive"
@@ -148,7 +148,7 @@ def test_watching_as_json_is_a_line_per_look_until_the_end(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     directory = RunDirectory.create(tmp_path, "first", profile_toml="", resolved={})
-    say_status(directory, phase="done")
+    write_status(directory.path, phase="done")
     directory.close()
     assert run(["watch", "first", "--runs-dir", str(tmp_path), "--json"]) == 0
     (line,) = capsys.readouterr().out.splitlines()
@@ -162,7 +162,7 @@ def test_the_newest_run_is_watched_until_it_ends_and_leaves_its_totals(
     assert "there are no runs" in capsys.readouterr().err
     for name in ("older", "newer"):
         directory = RunDirectory.create(tmp_path, name, profile_toml="", resolved={})
-        say_status(directory, phase="done")
+        write_status(directory.path, phase="done")
         directory.close()
     os.utime(tmp_path / "older", (1, 1))
     assert run(["watch", "--runs-dir", str(tmp_path), "--json"]) == 0

@@ -12,7 +12,7 @@ import pytest
 from asyncrl_cli.checkpoint.run_directory import RunDirectory
 from asyncrl_cli.cli.app import run
 from asyncrl_cli.cli.logs import follow_lines
-from tests.cli.statuses import say_status
+from tests.statuses import write_status
 
 
 @pytest.fixture
@@ -29,7 +29,7 @@ def directory(tmp_path: Path) -> Iterator[RunDirectory]:
 def test_stop_writes_a_request_that_the_driver_reads(
     directory: RunDirectory, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    say_status(directory, phase="running")
+    write_status(directory.path, phase="running")
     for requests, said in ((1, "finish its step"), (2, "end at once")):
         assert run(["stop", "first", "--runs-dir", str(tmp_path)]) == 0
         assert directory.stop_requests() == requests
@@ -39,7 +39,7 @@ def test_stop_writes_a_request_that_the_driver_reads(
 def test_a_run_that_is_starting_is_not_promised_a_checkpoint(
     directory: RunDirectory, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    say_status(directory, phase="starting", doing="loading the task")
+    write_status(directory.path, phase="starting", doing="loading the task")
     assert run(["stop", "first", "--runs-dir", str(tmp_path)]) == 0
     assert "nothing new to checkpoint" in capsys.readouterr().err
     assert directory.stop_requests() == 1
@@ -48,7 +48,7 @@ def test_a_run_that_is_starting_is_not_promised_a_checkpoint(
 def test_a_run_that_has_ended_cannot_be_stopped(
     directory: RunDirectory, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    say_status(directory, phase="done")
+    write_status(directory.path, phase="done")
     directory.close()
     assert run(["stop", "first", "--runs-dir", str(tmp_path)]) == 4
     assert "is not running" in capsys.readouterr().err
@@ -58,7 +58,7 @@ def test_a_run_that_has_ended_cannot_be_stopped(
 def test_a_resumed_run_that_is_still_starting_can_be_stopped(
     directory: RunDirectory, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    say_status(directory, phase="stopped")
+    write_status(directory.path, phase="stopped")
     assert run(["stop", "first", "--runs-dir", str(tmp_path)]) == 0
     assert "finish its step" in capsys.readouterr().err
     assert directory.stop_requests() == 1
@@ -67,7 +67,7 @@ def test_a_resumed_run_that_is_still_starting_can_be_stopped(
 def test_status_as_json_is_what_the_driver_wrote_and_whether_it_lives(
     directory: RunDirectory, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    say_status(directory, phase="running")
+    write_status(directory.path, phase="running")
     assert run(["status", "first", "--runs-dir", str(tmp_path), "--json"]) == 0
     status = json.loads(capsys.readouterr().out)
     assert (status["phase"], status["liveness"]) == ("running", "live")

@@ -17,9 +17,9 @@ from asyncrl_cli.cli.app import run
 from asyncrl_cli.cli.console import run_to_its_end
 from asyncrl_cli.job.driving import RunResult
 from asyncrl_cli.job.run import Run
-from asyncrl_cli.observe.overview import next_command
+from asyncrl_cli.observe.run_status import next_command
 from asyncrl_cli.profile.schema import Profile
-from tests.cli.statuses import say_status
+from tests.statuses import write_status
 
 LOG = """2026-11-23 04:00:00,100 INFO asyncrl: importing
 2026-11-23 04:00:07,100 ERROR asyncrl: rollout-0 gave no answer for 600 s
@@ -33,9 +33,9 @@ def runs_dir(tmp_path: Path) -> Iterator[Path]:
     """Six runs, each older than the one before."""
     made = {name: RunDirectory.create(tmp_path, name, profile_toml="", resolved={}) for name in NAMES}
     for name in ("running", "done", "stopped"):
-        say_status(made[name], phase=name)
-    say_status(made["failed"], phase="failed", error="rollout-0 failed: out of memory\n  File x")
-    say_status(made["killed"], phase="running", updated_at=0.0, pid=2**22 + 1)
+        write_status(made[name].path, phase=name)
+    write_status(made["failed"].path, phase="failed", error="rollout-0 failed: out of memory\n  File x")
+    write_status(made["killed"].path, phase="running", updated_at=0.0, pid=2**22 + 1)
     (made["killed"].start_attempt() / "driver.log").write_text(LOG, encoding="utf-8")
     (made["damaged"].status).write_text('{"schema_version": 2, ', encoding="utf-8")
     for name in ("stopped", "killed"):

@@ -17,7 +17,7 @@ from asyncrl_cli.checkpoint.run_directory import RunDirectory
 from asyncrl_cli.cli.app import run
 from asyncrl_cli.job import job_server
 from asyncrl_cli.job.job_server import Job, JobServer
-from tests.cli.statuses import say_status
+from tests.statuses import write_status
 
 ADDRESS = ("--address", "http://head:8265")
 
@@ -70,7 +70,7 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> type[Here]:
 def held(tmp_path: Path) -> Iterator[RunDirectory]:
     directory = RunDirectory.create(tmp_path, "first", profile_toml="", resolved={})
     (directory.start_attempt() / "driver.log").write_text("one\n", encoding="utf-8")
-    say_status(directory, phase="running")
+    write_status(directory.path, phase="running")
     yield directory
     directory.close()
 
@@ -124,7 +124,7 @@ def test_a_run_there_is_shown_logged_and_stopped_where_its_files_are(
     assert capsys.readouterr().out == "one\n"
     assert run(["stop", "first", *ADDRESS]) == 0
     assert held.stop_requests() == 1
-    say_status(held, phase="done")
+    write_status(held.path, phase="done")
     held.close()
     assert run(["watch", *ADDRESS]) == 0
     assert "(partial-rollout): done" in capsys.readouterr().out

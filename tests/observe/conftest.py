@@ -9,10 +9,11 @@ import pytest
 
 from asyncrl_cli.contracts.events import EvalSummary, Snapshot, StepRecord
 from asyncrl_cli.contracts.prompt_group import AttemptKey, GroupResult, TrajectoryMeta
+from asyncrl_cli.contracts.status import RunFacts, Status
 from asyncrl_cli.contracts.train_step import TrainReport
 from asyncrl_cli.measure.states import ExecutorReport, Span, State
 from asyncrl_cli.measure.values import Max, Ratio
-from asyncrl_cli.observe.live_status import RunFacts
+from tests.statuses import FACTS, status_of
 
 PARTS = ("wait_data", "old_logprob", "train", "gather", "checkpoint", "eval", "other")
 
@@ -97,17 +98,7 @@ def record(
 
 @pytest.fixture(scope="session")
 def facts() -> RunFacts:
-    return RunFacts(
-        name="brave-otter",
-        profile="partial-rollout",
-        mode="partial-rollout",
-        run_dir="runs/brave-otter",
-        train_steps=300,
-        step_groups=16,
-        window_groups=16,
-        trigger_parameter_sync_step=1,
-        max_staleness=1,
-    )
+    return FACTS
 
 
 def full_record(step: int) -> StepRecord:
@@ -239,6 +230,12 @@ def full_snapshot(made: StepRecord) -> Snapshot:
         eval_running="",
         checkpoint="step-000100",
     )
+
+
+@pytest.fixture(scope="session")
+def done() -> Status:
+    """The status of a run that is done."""
+    return status_of(phase="done")
 
 
 @pytest.fixture(scope="session")

@@ -14,15 +14,17 @@ import pytest
 from asyncrl_cli.base.errors import Interrupted
 from asyncrl_cli.loop.pipeline import Pipeline
 from asyncrl_cli.loop.run_state import World
+from asyncrl_cli.observe.file_sinks import to_json
 from asyncrl_cli.observe.format import summary_rows
-from asyncrl_cli.observe.observers import Observers, Sink, to_json
+from asyncrl_cli.observe.observers import Observers
 from asyncrl_cli.observe.render import render
-from asyncrl_cli.observe.status import parse_status
+from asyncrl_cli.observe.sinks import Sink
 from asyncrl_cli.simulate.simulated_trainer import SimulatedTrainer, TrainerTimes
 from asyncrl_cli.simulate.world import NumberedFeed, run_virtual
 from tests.loop.proof.faults import Fault, FaultKind, Faults, FaultyWorker
 from tests.loop.proof.memory import MemoryCheckpoints, resume_from
 from tests.loop.worlds import MODES, settings, worker_times
+from tests.statuses import status_of
 
 SHARES = ("trainer/idle_ratio", "rollouter/idle_ratio", "rollouter/slot_utilization")
 RATES = ("rollouter/tokens_per_s", "trainer/tokens_per_s")
@@ -40,7 +42,7 @@ class Kept(Sink):
         self.lines.append(dict(line))
 
     def status(self, status) -> None:
-        self.statuses.append(json.loads(json.dumps(status)))
+        self.statuses.append(json.loads(to_json(status.to_json())))
 
     close = status
 
@@ -246,11 +248,12 @@ def test_after_a_resume_recent_figures_are_of_this_attempt_and_the_end_is_of_the
 
 def test_the_screen_and_the_summary_of_an_ended_run_say_the_same_of_the_same_time(facts):
     ended = usual_run(facts, "partial-rollout").statuses[-1]
-    picture, use = render(ended, width=100, height=40).plain, ended["utilization"]
+    status = status_of(**ended)
+    picture, use = render(status, width=100, height=40).plain, ended["utilization"]
     idle, slots = f"{use['trainer_idle_ratio']:.0%}", f"{use['rollouter_slot_utilization']:.0%}"
     assert re.search(rf"^trainer +idle +{idle} ", picture, re.MULTILINE)
     assert re.search(rf"^slots used +{slots} ", picture, re.MULTILINE)
-    whole_run = dict(summary_rows(ended))["whole run"]
+    whole_run = dict(summary_rows(status))["whole run"]
     assert whole_run.startswith(f"slots used {slots}, ")
     assert f"trainer idle {idle}, " in whole_run
     assert picture.count(ended["periods"]["steps"]["words"]) == 2
@@ -269,10 +272,10 @@ def test_the_time_left_has_room_for_the_final_eval(facts):
 
 
 def test_what_was_not_measured_is_left_out_or_a_dash_and_never_a_zero(facts):
-    fresh = Observers(facts, [], clock=lambda: 0.0).live.picture()
+    fresh = Observers(facts, [], clock=lambda: 0.0).live.picture().to_json()
     assert fresh["tokens_discarded"] is None
     assert not fresh["utilization"].keys() - {"slot_history"}
-    assert len(render({**fresh, "doing": "warm start"}, width=100, height=40).plain.splitlines()) == 3
+    assert len(render(status_of(doing="warm start"), width=100, height=40).plain.splitlines()) == 3
     trainer = {
         "name": "trainer",
         "role": "trainer",
@@ -281,7 +284,7 @@ def test_what_was_not_measured_is_left_out_or_a_dash_and_never_a_zero(facts):
         "state_s": {},
         "gauges": {},
     }
-    text = render({**fresh, "executors": [trainer]}, width=100, height=40).plain
+    text = render(status_of(executors=[trainer]), width=100, height=40).plain
     for row in ("slots used    - ", "rollouter  idle    -        - tokens/s", "trainer    idle    -"):
         assert row in text
     assert not re.search("^(staleness|reward|eval|mean step)", text, re.MULTILINE)
@@ -293,9 +296,9 @@ def test_figures_that_are_not_finite_are_shown_by_name(facts, make):
     made = make["full_record"](1)
     observers.step(replace(made, sync={**made.sync, "logprob_abs_diff": float("nan")}))
     observers.tick(make["full_snapshot"](made))
-    status = observers.live.picture()
-    status["reward"] |= {"mean": "nan", "history": ["nan", 0.5, float("inf")]}  # as JSON has them
-    text = render(status, width=100, height=40).plain
+    status = observers.live.picture().to_json()
+    reward = status["reward"] | {"mean": float("nan"), "history": [float("nan"), 0.5, float("inf")]}
+    text = render(status_of(**status | {"reward": reward}), width=100, height=40).plain
     assert "|logprob diff| nan" in text
     assert "reward     nan last step ▄" in text
 
@@ -309,7 +312,7 @@ def test_every_status_that_is_written_can_be_read_back(facts):
     assert any(status["restarting"] == {"rollout-1": "1 of 1"} for status in statuses)
     assert statuses[0]["tokens_discarded"] is None
     for status in statuses:
-        assert parse_status(to_json(status))["periods"] == status["periods"]
+        assert to_json(status_of(**status).to_json()) == to_json(status)
 
 
 def test_a_period_begins_where_the_line_before_it_ends(facts, make):

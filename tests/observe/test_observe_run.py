@@ -10,12 +10,14 @@ import pytest
 
 from asyncrl_cli.loop.pipeline import Pipeline
 from asyncrl_cli.loop.run_state import World
-from asyncrl_cli.observe.observers import EventsFile, MetricsFile, Observers, StatusFile
+from asyncrl_cli.observe.file_sinks import EventsFile, MetricsFile, StatusFile
+from asyncrl_cli.observe.observers import Observers
 from asyncrl_cli.observe.render import render
 from asyncrl_cli.simulate.simulated_trainer import SimulatedTrainer, TrainerTimes
 from asyncrl_cli.simulate.simulated_worker import SimulatedWorker
 from asyncrl_cli.simulate.world import NumberedFeed, run_virtual
 from tests.loop.worlds import MODES, settings, worker_times
+from tests.statuses import status_of
 
 GATHER_S = 0.1
 
@@ -91,7 +93,7 @@ def test_the_files_of_a_run_agree_with_one_another(mode, facts, tmp_path):
     assert next(event["version"] for event in events if event["event"] == "eval") == 0
     assert status["phase"] == "done"
     assert status["totals"]["staleness/max"] <= status["max_staleness"]
-    assert "12/12" in render(status, width=100, height=30).plain
+    assert "12/12" in render(status_of(**status), width=100, height=30).plain
 
 
 @pytest.mark.slow

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import re
 import time
 from dataclasses import replace
@@ -13,12 +12,14 @@ import pytest
 from rich.console import Console
 
 from asyncrl_cli.contracts.events import Event
+from asyncrl_cli.contracts.status import Note, parse_status
 from asyncrl_cli.observe import screen as screens
+from asyncrl_cli.observe.file_sinks import to_json
 from asyncrl_cli.observe.format import clock, duration, sparkline, summary_rows
 from asyncrl_cli.observe.observers import Observers
 from asyncrl_cli.observe.render import render
+from asyncrl_cli.observe.run_status import RunStatus
 from asyncrl_cli.observe.screen import Plain, Screen, can_show, make_ui, print_status
-from asyncrl_cli.observe.status import RunStatus
 
 
 @pytest.fixture(scope="module")
@@ -35,12 +36,12 @@ def drawn(facts, make):
             fields = {"reward_mean": 0.3 + step / 400, "num_prompts": 512}
             observers.event(Event(time_s=float(step), name="eval", version=step, step=step, fields=fields))
     observers.event(Event(time_s=117.0, name="warning", fields={"message": "a reward took longer than 10 s"}))
-    return json.dumps(observers.live.picture())
+    return to_json(observers.live.picture().to_json())
 
 
 @pytest.fixture
 def status(drawn):
-    return json.loads(drawn)
+    return parse_status(drawn)
 
 
 @pytest.mark.parametrize(("width", "height"), [(100, 30), (80, 24), (140, 50), (60, 40), (40, 30), (20, 10)])
@@ -92,12 +93,10 @@ def test_a_hundred_columns_show_everything(status):
 @pytest.mark.parametrize(("width", "height"), [(80, 24), (60, 20), (100, 18)])
 @pytest.mark.parametrize("num_rollouts", [1, 2, 40])
 def test_trainer_and_rollout_are_the_last_rows_to_be_dropped(status, width, height, num_rollouts):
-    by_name = {executor["name"]: executor for executor in status["executors"]}
-    rollouts = [by_name["rollout-0"] | {"name": f"rollout-{number}"} for number in range(num_rollouts)]
-    rewards = [
-        by_name["feed"] | {"name": f"reward-{number}", "role": "reward"} for number in range(num_rollouts)
-    ]
-    crowded = status | {"executors": [by_name["feed"], *rollouts, *rewards, by_name["trainer"]]}
+    feed, rollout, _, trainer = status.executors
+    rollouts = [replace(rollout, name=f"rollout-{number}") for number in range(num_rollouts)]
+    rewards = [replace(feed, name=f"reward-{number}", role="reward") for number in range(num_rollouts)]
+    crowded = replace(status, executors=[feed, *rollouts, *rewards, trainer])
     text = render(crowded, width=width, height=height - 1).plain
     assert "\ntrainer    starved" in text
     assert "\nrollout-0" in text
@@ -109,19 +108,18 @@ def test_trainer_and_rollout_are_the_last_rows_to_be_dropped(status, width, heig
 def restarting(status):
     """rollout-0 has no process, and its reward process is gone with it."""
     lost = {"state": "failed", "waiting_for": "a restart"}
-    executors = [
-        executor | lost if executor["name"] == "rollout-0" else executor for executor in status["executors"]
-    ]
-    reward = executors[1] | lost | {"name": "reward-0", "role": "reward", "gauges": {}}
-    versions = {name: held for name, held in status["versions"].items() if name != "rollout-0"}
-    changed = {"executors": [*executors, reward], "versions": versions, "restarting": {"rollout-0": "2 of 3"}}
-    return (
-        status
-        | changed
-        | {
-            "admission": status["admission"]
-            | {"closed_by": "restart", "cause": "rollout-0 is being restarted"}
-        }
+    feed, rollout, *others = status.executors
+    return replace(
+        status,
+        executors=[
+            feed,
+            replace(rollout, **lost),
+            *others,
+            replace(rollout, **lost, name="reward-0", role="reward", gauges={}),
+        ],
+        versions={"rollout-1": status.versions["rollout-1"]},
+        restarting={"rollout-0": "2 of 3"},
+        admission=replace(status.admission, closed_by="restart", cause="rollout-0 is being restarted"),
     )
 
 
@@ -147,7 +145,7 @@ def test_turns_tools_and_failures_have_a_line_where_there_are_any(status):
         "failed/tool-timeout": 3,
         "failed/reward": 1,
     }
-    text = render(status | {"env": env}, width=120, height=40).plain
+    text = render(replace(status, env=env), width=120, height=40).plain
     line = next(line for line in text.splitlines() if line.startswith("turns"))
     assert line.split("  ")[-6:] == [
         "mean 3.2",
@@ -158,19 +156,14 @@ def test_turns_tools_and_failures_have_a_line_where_there_are_any(status):
         "1 failed (reward)",
     ]
     for_what = "search of p1@0.0/3 (4 s so far)"
-    waits = {
-        **status["executors"][1],
-        "role": "rollout",
-        "state": "waiting for tools",
-        "waiting_for": for_what,
-    }
-    text = render(status | {"executors": [waits]}, width=120, height=40).plain
+    waits = replace(status.executors[1], state="waiting for tools", waiting_for=for_what)
+    text = render(replace(status, executors=[waits]), width=120, height=40).plain
     assert f"waiting for tools  waits for {for_what}" in text
 
 
 def test_dynamic_sampling_has_a_line(status):
     assert "equal rewards" not in render(status, width=100, height=40).plain
-    filtering = status | {"filtered_ratio": 0.375, "reward": status["reward"] | {"unfiltered_mean": 0.25}}
+    filtering = replace(status, filtered_ratio=0.375, reward={**status.reward, "unfiltered_mean": 0.25})
     assert ("filtered   38% of groups had equal rewards  reward with them 0.250") in render(
         filtering, width=100, height=40
     ).plain
@@ -180,7 +173,7 @@ def test_workers_without_weights_have_no_version(facts, make):
     made = make["full_record"](3)
     observers = Observers(facts, [], clock=lambda: 3.0)
     observers.tick(replace(make["full_snapshot"](made), worker_versions={"rollout-0": -1, "rollout-1": 2}))
-    assert observers.live.picture()["versions"] == {"rollout-1": 2}
+    assert observers.live.picture().versions == {"rollout-1": 2}
 
 
 def test_a_step_that_takes_long_does_not_bring_the_end_nearer(facts, make):
@@ -192,20 +185,16 @@ def test_a_step_that_takes_long_does_not_bring_the_end_nearer(facts, make):
     snapshot = make["full_snapshot"](make["full_record"](2))
     for waited_s, left_s in ((0.5, 297.5), (1.0, 297.0), (500.0, 297.0)):  # 298 steps of 1 s
         observers.tick(replace(snapshot, time_s=2.0 + waited_s))
-        assert observers.live.picture()["progress"]["eta_s"] == pytest.approx(left_s)
+        assert observers.live.picture().progress.eta_s == pytest.approx(left_s)
 
 
 @pytest.mark.parametrize(
     ("waiting", "shown"), [(0, "57/64 seqs  kv 37%"), (3, "57/64 seqs  kv 37%  waiting 3")]
 )
 def test_what_an_engine_tells_of_its_cache_fits_into_a_hundred_columns(status, waiting, shown):
-    for executor in status["executors"]:
-        if executor["role"] == "rollout":
-            executor["gauges"] |= {
-                "kv_cache_usage": 0.374,
-                "engine_waiting": waiting,
-                "engine_running": 57 - waiting,
-            }
+    for executor in status.executors:
+        if executor.role == "rollout":
+            executor.gauges.update(kv_cache_usage=0.374, engine_waiting=waiting, engine_running=57 - waiting)
     lines = render(status, width=100, height=29).plain.splitlines()
     rows = [line for line in lines if line.startswith("rollout-")]
     assert len(rows) == 2
@@ -215,7 +204,7 @@ def test_what_an_engine_tells_of_its_cache_fits_into_a_hundred_columns(status, w
 def test_an_error_is_said_when_the_stop_begins_and_then_left_to_the_command(status):
     stream = io.StringIO()
     plain = Plain(stream)
-    failed = status | {"phase": "failed", "error": "rollout-0 failed: out of memory"}
+    failed = replace(status, phase="failed", error="rollout-0 failed: out of memory")
     plain.event({"time_s": 1.0, "event": "failed", "error": "rollout-0 failed: out of memory"})
     plain.status(failed)
     plain.close(failed)
@@ -246,8 +235,8 @@ def test_the_screen_draws_the_newest_status_and_leaves_the_totals(status, monkey
     console = Console(width=100, height=30, file=io.StringIO(), force_terminal=True)
     screen = Screen(console)
     for step in range(99, 119):
-        screen.status(status | {"progress": status["progress"] | {"step": step}})
-    screen.close(status | {"phase": "done"})
+        screen.status(replace(status, progress=replace(status.progress, step=step)))
+    screen.close(replace(status, phase="done"))
     written = console.file.getvalue()
     assert re.findall(r"step (\d+)/300", written) == ["118"]
     assert "admitted 1,912 = running 17" in written
@@ -284,14 +273,14 @@ def test_the_last_steps_and_their_eval_are_in_the_time_left(facts, make):
         now_s[0] = float(step)
         observers.step(made := make["full_record"](step))
         observers.tick(make["full_snapshot"](made))
-        left_s.append(observers.live.picture()["progress"]["eta_s"])
+        left_s.append(observers.live.picture().progress.eta_s)
     observers.tick(replace(make["full_snapshot"](made), time_s=8.0))
-    assert [*left_s, observers.live.picture()["progress"]["eta_s"]] == pytest.approx([10.0, 9.0, 8.0, 3.0])
+    assert [*left_s, observers.live.picture().progress.eta_s] == pytest.approx([10.0, 9.0, 8.0, 3.0])
 
 
 def test_the_end_says_which_warnings_there_were(status):
-    warnings = [{"time_s": 60.0 * number, "text": f"no {number}"} for number in range(1, 6)]
-    rows = dict(summary_rows(status | {"warnings": warnings, "num_warnings": 7}))
+    warnings = [Note(time_s=60.0 * number, text=f"no {number}") for number in range(1, 6)]
+    rows = dict(summary_rows(replace(status, warnings=warnings, num_warnings=7)))
     assert rows["warnings"] == "7: 0:03:00 no 3; 0:04:00 no 4; 0:05:00 no 5; 4 more, in the log"
     assert dict(summary_rows(status))["warnings"] == "1: 0:01:57 a reward took longer than 10 s"
 
@@ -309,13 +298,13 @@ def test_plain_lines_are_few_and_close_with_the_totals(status):
     now_s, stream = [0.0], io.StringIO()
     plain = Plain(stream, now=lambda: now_s[0])
     for step in range(1, 21):
-        plain.status(status | {"progress": status["progress"] | {"step": step, "time_s": float(step)}})
+        plain.status(replace(status, progress=replace(status.progress, step=step, time_s=float(step))))
         now_s[0] += 1.0
     plain.event({"time_s": 21.0, "event": "running"})
     plain.event({"time_s": 21.0, "event": "eval", "version": 20, "reward_mean": 0.61})
     plain.event({"time_s": 22.0, "event": "lost", "worker": "rollout-1", "error": "its warning says it"})
     plain.event({"time_s": 23.0, "event": "restarted", "worker": "rollout-1", "restart_s": 12.3})
-    plain.close(status | {"progress": status["progress"] | {"step": 20}})
+    plain.close(replace(status, progress=replace(status.progress, step=20)))
     lines = stream.getvalue().splitlines()
     steps = [line.split("step ")[1].split("/")[0] for line in lines if "  step " in line]
     assert steps == ["1", "6", "11", "16", "20"]
@@ -338,7 +327,8 @@ def test_without_a_terminal_there_are_plain_lines():
 def test_the_status_of_an_ended_run_closes_with_its_totals(status, tmp_path):
     console = Console(width=100, file=io.StringIO())
     print_status(
-        RunStatus(directory=tmp_path, status=status | {"phase": "done"}, liveness="ended", age_s=3), console
+        RunStatus(directory=tmp_path, status=replace(status, phase="done"), liveness="ended", age_s=3),
+        console,
     )
     assert "whole run  slots used 81%, " in console.file.getvalue()
 

@@ -14,7 +14,9 @@ import pytest
 from asyncrl_cli.base.errors import RefusedError
 from asyncrl_cli.contracts.events import Event
 from asyncrl_cli.contracts.prompt_group import AttemptKey
-from asyncrl_cli.observe.observers import EventsFile, MetricsFile, Observers, Sink, StatusFile
+from asyncrl_cli.observe.file_sinks import EventsFile, MetricsFile, StatusFile
+from asyncrl_cli.observe.observers import Observers
+from asyncrl_cli.observe.sinks import Sink
 
 
 def lines_of(path):
@@ -29,19 +31,19 @@ class Clock:
         return self.now_s
 
 
-def test_a_half_last_line_is_cut_off_when_the_file_is_opened_again(tmp_path):
+def test_a_half_last_line_is_cut_off_when_the_file_is_opened_again(tmp_path, done):
     path = tmp_path / "events.jsonl"
     path.write_text('{"event": "running"}\n{"event": "finished"}\n{"event": "tra')
     events = EventsFile(path)
     events.event({"event": "resumed"})
-    events.close({})
+    events.close(done)
     assert [line["event"] for line in lines_of(path)] == ["running", "finished", "resumed"]
 
 
-def test_a_file_that_is_only_a_half_line_becomes_empty(tmp_path):
+def test_a_file_that_is_only_a_half_line_becomes_empty(tmp_path, done):
     path = tmp_path / "events.jsonl"
     path.write_text('{"event": "run')
-    EventsFile(path).close({})
+    EventsFile(path).close(done)
     assert path.read_text() == ""
 
 
@@ -55,7 +57,7 @@ def test_a_pipe_in_place_of_a_file_is_refused_without_waiting_for_it(tmp_path):
 def test_a_killed_writer_has_handed_over_every_line(tmp_path):
     path = tmp_path / "events.jsonl"
     program = (
-        "import os, signal, sys\nfrom pathlib import Path\nfrom asyncrl_cli.observe.observers import "
+        "import os, signal, sys\nfrom pathlib import Path\nfrom asyncrl_cli.observe.file_sinks import "
         "EventsFile\n"
         "events = EventsFile(Path(sys.argv[1]))\n"
         "for i in range(50): events.event({'event': 'running', 'i': i})\n"
@@ -66,21 +68,21 @@ def test_a_killed_writer_has_handed_over_every_line(tmp_path):
     assert [line["i"] for line in lines_of(path)] == list(range(50))
 
 
-def test_a_resume_takes_back_the_lines_of_steps_that_happen_again(tmp_path):
+def test_a_resume_takes_back_the_lines_of_steps_that_happen_again(tmp_path, done):
     path = tmp_path / "metrics.jsonl"
     path.write_text("".join(f'{{"step": {step}}}\n' for step in range(1, 8)) + '{"st')
     metrics = MetricsFile(path)
     metrics.event({"event": "resumed", "from_step": 4})
     metrics.line({"step": 5, "again": True})
-    metrics.close({})
+    metrics.close(done)
     assert [line["step"] for line in lines_of(path)] == [1, 2, 3, 4, 5]
     assert lines_of(path)[-1]["again"] is True
 
 
-def test_figures_that_are_not_finite_are_strict_json_and_stay_visible(tmp_path):
+def test_figures_that_are_not_finite_are_strict_json_and_stay_visible(tmp_path, done):
     metrics = MetricsFile(tmp_path / "metrics.jsonl")
     metrics.line({"step": 1, "train/grad_norm": float("nan"), "staleness/histogram": [1, 2]})
-    metrics.close({})
+    metrics.close(done)
     assert lines_of(tmp_path / "metrics.jsonl") == [
         {"step": 1, "train/grad_norm": "nan", "staleness/histogram": [1, 2]}
     ]
@@ -140,8 +142,8 @@ def test_histories_survive_a_resume(facts, make):
     second = Observers(facts, [], clock=Clock())
     second.restore(state)
     status = second.live.picture()
-    assert len(status["reward"]["history"]) == 1
-    assert status["eval"]["history"] == [{"version": 0, "reward_mean": 0.3, "num_prompts": 8}]
+    assert len(status.reward["history"]) == 1
+    assert status.eval.history == [{"version": 0, "reward_mean": 0.3, "num_prompts": 8}]
 
 
 def test_a_sink_that_fails_is_left_out_with_a_warning_and_the_others_go_on(tmp_path, facts, make):
@@ -167,9 +169,9 @@ def test_the_remaining_time_follows_the_pace_of_the_last_steps(facts, make):
     for step in (1, 2, 3):
         clock.now_s = 2.0 * step
         observers.step(make["record"](step, step, [], ended_s=2.0 * step))
-    progress = observers.live.picture()["progress"]
-    assert progress["eta_s"] == pytest.approx((300 - 3) * 2.0)
-    assert progress["fraction"] == pytest.approx(0.01)
+    progress = observers.live.picture().progress
+    assert progress.eta_s == pytest.approx((300 - 3) * 2.0)
+    assert progress.fraction == pytest.approx(0.01)
 
 
 def test_a_sink_on_a_full_disk_gets_the_last_word_when_there_is_room_again(facts):

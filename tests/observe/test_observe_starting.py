@@ -8,7 +8,7 @@ import re
 import pytest
 from rich.console import Console
 
-from asyncrl_cli.observe.starting import Starting
+from asyncrl_cli.observe.startup import ProgressLine
 
 
 class Clock:
@@ -22,12 +22,12 @@ def said(steps_s: list[float], total: int = 300, *, width: int | None = None) ->
     """Lines of a warm start whose steps take so long; on a terminal of that width the last frame."""
     stream, clock = io.StringIO(), Clock()
     console = Console(file=stream, force_terminal=width is not None, width=width or 80)
-    with Starting("auto", console, now=clock) as say:
+    with ProgressLine("auto", console, now=clock) as say:
         say("loading the model")
         for step, step_s in enumerate(steps_s, start=1):
             clock.now_s += step_s
             say("warm start", step, total, f"loss {1 / step:.2f}")
-        say._progress.refresh()
+        say.bar.refresh()
     text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", stream.getvalue()).replace("\r", "\n")
     return [line for line in text.split("\n") if line.strip()]
 
@@ -75,12 +75,12 @@ def test_on_a_terminal_the_line_has_the_same_figures_and_the_bar_what_is_left_of
 @pytest.mark.parametrize("width", [30, 40, 60, 80])
 def test_a_long_text_is_cut_and_neither_spinner_nor_clock(width):
     stream, clock = io.StringIO(), Clock()
-    with Starting("live", Console(file=stream, force_terminal=True, width=width), now=clock) as say:
+    with ProgressLine("live", Console(file=stream, force_terminal=True, width=width), now=clock) as say:
         text = "the best play of builtin:calculator earns 0.930 per episode on average, by exhaustive search"
         for step in (1, 120):
             clock.now_s += 20.0
             say(text, step, 300, "loss 0.01")
-        say._progress.refresh()
+        say.bar.refresh()
     text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", stream.getvalue()).replace("\r", "\n")
     last = [line for line in text.split("\n") if line.strip()][-1]
     assert "\u2800" < last[0] < "\u28ff"  # a Braille pattern
@@ -91,13 +91,13 @@ def test_a_long_text_is_cut_and_neither_spinner_nor_clock(width):
 
 def test_a_path_is_shown_as_it_is():
     stream = io.StringIO()
-    with Starting("live", Console(file=stream, force_terminal=True, width=80)) as say:
+    with ProgressLine("live", Console(file=stream, force_terminal=True, width=80)) as say:
         say("cached model /home/[bold]/tiny")
     assert "/home/[bold]/tiny" in stream.getvalue()
 
 
 def test_nothing_is_said_where_nothing_is_wanted():
     stream = io.StringIO()
-    with Starting("none", Console(file=stream)) as say:
+    with ProgressLine("none", Console(file=stream)) as say:
         say("warm start", 1, 2, "loss 1.00")
     assert stream.getvalue() == ""

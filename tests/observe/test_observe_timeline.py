@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
 from asyncrl_cli.base.errors import ConfigError
 from asyncrl_cli.measure.states import Span, State
-from asyncrl_cli.observe.lines import joined_timeline
-from asyncrl_cli.observe.observers import Observers, TimelineFile
-from asyncrl_cli.observe.recorded import Recorded
-from tests.observe.conftest import record
+from asyncrl_cli.observe.file_sinks import TimelineFile
+from asyncrl_cli.observe.observers import Observers
+from asyncrl_cli.observe.recorded import Recorded, joined_timeline
+from tests.observe.conftest import full_record, full_snapshot, record
 
 
 def test_spans_are_written_on_the_runs_time_and_read_back_joined(tmp_path, facts):
@@ -28,27 +29,13 @@ def test_spans_are_written_on_the_runs_time_and_read_back_joined(tmp_path, facts
     assert running == {}
 
 
-def test_running_sequences_are_counted_with_every_status(tmp_path):
-    path = tmp_path / "timeline.jsonl"
-    timeline = TimelineFile(path)
-    executors = [
-        {"name": "rollout-0", "role": "rollout", "gauges": {"running_sequences": 7}},
-        {"name": "trainer", "role": "trainer", "gauges": {}},
-    ]
-    timeline.status({"executors": executors, "progress": {"time_s": 3.25}})
-    timeline.spans({"step": 1, "spans": {}})
-    timeline.close({})
-    assert joined_timeline(Recorded(tmp_path).timeline())[1] == {"rollout-0": [(3.25, 7)]}
-
-
-def test_a_resume_takes_back_the_lines_of_steps_that_happen_again(tmp_path):
-    path = tmp_path / "timeline.jsonl"
-    path.write_text("".join(f'{{"step": {step}, "spans": {{}}}}\n' for step in range(1, 6)))
-    timeline = TimelineFile(path)
-    timeline.event({"event": "resumed", "from_step": 3})
-    timeline.spans({"step": 4, "spans": {}})
-    timeline.close({})
-    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2, 3, 4]
+def test_running_sequences_are_counted_with_every_status(tmp_path, facts):
+    observers = Observers(facts, [TimelineFile(tmp_path / "timeline.jsonl")], clock=lambda: 3.25)
+    observers.tick(full_snapshot(replace(full_record(1), ended_s=3.25)))
+    observers.step(record(1, 0, []))
+    observers.close("done")
+    running = joined_timeline(Recorded(tmp_path).timeline())[1]
+    assert running == {"rollout-0": [(3.25, 57)], "rollout-1": [(3.25, 57)]}
 
 
 GOOD = b'{"step": 1, "spans": {"trainer": [["busy", 0.0, 1.0]]}, "running": {"rollout-0": [[0.5, 3]]}}\n'

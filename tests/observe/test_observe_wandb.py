@@ -7,10 +7,14 @@ import struct
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 
 import pytest
 
-from asyncrl_cli.observe import background, wandb_sink
+from asyncrl_cli.observe import service_sinks, wandb_sink
+from asyncrl_cli.observe.file_sinks import to_json
+from asyncrl_cli.observe.service_sinks import tags_of
+from asyncrl_cli.profile.loaded import load
 
 SAMPLE = {
     "step": 10,
@@ -29,37 +33,45 @@ BLOCK_BYTES = 32768
 """The file is a LevelDB log: 7 bytes of its own, then blocks of records (checksum 4, length 2, type 1,
 data)."""
 
-PROGRAM = """
-import json, sys, threading
+SETTINGS = ["logging.wandb=offline", "logging.wandb_project=asyncrl-test"]
+START = """
+import json, logging, sys, threading, time
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
+from asyncrl_cli.contracts.status import parse_status
 from asyncrl_cli.observe.wandb_sink import Wandb
+from asyncrl_cli.profile.loaded import load
+directory, done = Path(sys.argv[1]), parse_status(sys.argv[2])
+profile = load("partial-rollout", sys.argv[3:5], environ={}).profile
+"""
+PROGRAM = (
+    START
+    + """
 has_room, write = threading.Event(), Wandb.write
 Wandb.write = lambda sink, line: has_room.wait(30) and write(sink, line)
-directory = Path(sys.argv[1])
-settings = dict(mode="offline", project="asyncrl-test", name="brave-otter", config={"seed": 7}, tags=["partial-rollout"])
-sink = Wandb(directory, **settings)
+sink = Wandb(profile, directory)
 (directory / "samples").mkdir()
-(directory / "samples" / "step-000010.jsonl").write_text(sys.argv[2])
+(directory / "samples" / "step-000010.jsonl").write_text(sys.argv[5])
 for step in range(1, 101):
     sink.line({"step": step, "reward/mean": step / 100, "staleness/histogram": [3, 1], "trainer/idle_ratio": 1.0})
 has_room.set()
-sink.end({"phase": "done", "totals": {"trainer/idle_ratio": 0.25, "reward/mean": 0.5}})
-sink.close({"phase": "done", "totals": {"trainer/idle_ratio": 0.25, "reward/mean": 0.5}})
+whole_run = replace(done, totals={"trainer/idle_ratio": 0.25, "reward/mean": 0.5})
+sink.end(whole_run)
+sink.close(whole_run)
 wandb_threads = [thread.name for thread in threading.enumerate() if thread.name == "W&B"]
-again = Wandb(directory, **settings)
-again.end({"phase": "done", "totals": {}})
-again.close({"phase": "done", "totals": {}})
+again = Wandb(profile, directory)
+again.end(done)
+again.close(done)
 print(json.dumps({"threads": wandb_threads}))
 """
-
-KILLED = """
-import logging, sys, time
-from contextlib import suppress
-from pathlib import Path
+)
+KILLED = (
+    START
+    + """
 import psutil
-from asyncrl_cli.observe.wandb_sink import Wandb
 logging.getLogger().addHandler(logging.NullHandler())  # a run's is its log file
-sink = Wandb(Path(sys.argv[1]), mode="offline", project="p", name="n", config={})
+sink = Wandb(profile, directory)
 for process in psutil.Process().children(recursive=True):
     with suppress(psutil.NoSuchProcess):  # it ends with its parent
         process.kill()
@@ -67,9 +79,10 @@ for process in psutil.Process().children(recursive=True):
 for step in range(1, 4):
     sink.line({"step": step, "reward/mean": 0.5})
     time.sleep(0.2)
-sink.end({"phase": "done", "totals": {}})
-sink.close({"phase": "done", "totals": {}})
+sink.end(done)
+sink.close(done)
 """
+)
 
 
 def records(path):
@@ -88,58 +101,55 @@ def records(path):
             parts = b""
 
 
-def history(path):
-    """The rows that W&B would draw."""
+def contents(path, kind):
+    """W&B's records of this kind, in order."""
     from wandb.proto import wandb_internal_pb2
 
     for data in records(path):
         record = wandb_internal_pb2.Record()
         record.ParseFromString(data)
-        if record.WhichOneof("record_type") == "history":
-            yield {
-                (item.key or ".".join(item.nested_key)): json.loads(item.value_json)
-                for item in record.history.item
-            }
+        if record.WhichOneof("record_type") == kind:
+            yield getattr(record, kind)
+
+
+def figures(items):
+    return {(item.key or ".".join(item.nested_key)): json.loads(item.value_json) for item in items}
+
+
+def history(path):
+    """The rows that W&B would draw."""
+    return [figures(row.item) for row in contents(path, "history")]
 
 
 def tags(path):
-    from wandb.proto import wandb_internal_pb2
-
-    for data in records(path):
-        record = wandb_internal_pb2.Record()
-        record.ParseFromString(data)
-        if record.WhichOneof("record_type") == "run":
-            return list(record.run.tags)
-    return None
+    return next(list(run.tags) for run in contents(path, "run"))
 
 
 def summary(path):
     """What W&B shows of the run as a whole: the last of what was said."""
-    from wandb.proto import wandb_internal_pb2
-
-    found = {}
-    for data in records(path):
-        record = wandb_internal_pb2.Record()
-        record.ParseFromString(data)
-        if record.WhichOneof("record_type") == "summary":
-            found |= {
-                (item.key or ".".join(item.nested_key)): json.loads(item.value_json)
-                for item in record.summary.update
-            }
-    return found
+    return {key: value for part in contents(path, "summary") for key, value in figures(part.update).items()}
 
 
 @pytest.mark.slow
-def test_an_offline_run_holds_every_line_and_the_loop_never_waited(tmp_path):
+def test_an_offline_run_holds_every_line_and_the_loop_never_waited(tmp_path, done):
     """All lines are handed over while W&B takes none yet: a loop that waited for one would lose it."""
-    arguments = [sys.executable, "-c", PROGRAM, str(tmp_path), json.dumps(SAMPLE)]
+    arguments = [
+        sys.executable,
+        "-c",
+        PROGRAM,
+        str(tmp_path),
+        to_json(done.to_json()),
+        *SETTINGS,
+        json.dumps(SAMPLE),
+    ]
     ended = subprocess.run(arguments, capture_output=True, text=True, timeout=120, check=False)
     assert ended.returncode == 0, ended.stderr
+    profile = load("partial-rollout", SETTINGS, environ={}).profile
     found = json.loads(ended.stdout.splitlines()[-1])
     run_id = (tmp_path / "wandb-run-id").read_text()
     path, resumed = sorted(tmp_path.glob(f"wandb/offline-run-*/run-{run_id}.wandb"))
-    assert (tags(path), list(history(resumed))) == (["partial-rollout"], [])
-    rows = list(history(path))
+    assert (tags(path), history(resumed)) == (list(tags_of(profile).values()), [])
+    rows = history(path)
     (table,) = [row for row in rows if "samples._type" in row]
     rows.remove(table)
     (media,) = path.parent.glob("files/media/table/samples_*.table.json")
@@ -156,27 +166,29 @@ def test_an_offline_run_holds_every_line_and_the_loop_never_waited(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("phase", "waits"), [("done", True), ("stopped", False), ("failed", False)])
-def test_only_a_run_that_got_to_its_end_waits_for_a_slow_network(tmp_path, monkeypatch, phase, waits):
+def test_only_a_run_that_got_to_its_end_waits_for_a_slow_network(tmp_path, monkeypatch, done, phase, waits):
     may_end = threading.Event()
 
     class SlowRun:
         def finish(self):
             may_end.wait(0.3 if waits else 60)
 
-    monkeypatch.setattr(background, "EARLY_CLOSE_TIMEOUT_S", 0.01)
+    monkeypatch.setattr(service_sinks, "EARLY_CLOSE_TIMEOUT_S", 0.01)
     monkeypatch.setattr(wandb_sink.Wandb, "open", lambda sink: setattr(sink, "_run", SlowRun()))
-    sink = wandb_sink.Wandb(tmp_path, mode="online", project="p", name="n", config={})
-    sink.end({"phase": phase})
-    sink.close({"phase": phase})
-    assert sink._thread.is_alive() is not waits
+    sink = wandb_sink.Wandb(load("base", environ={}).profile, tmp_path)
+    sink.end(replace(done, phase=phase))
+    sink.close(replace(done, phase=phase))
+    (thread,) = [one for one in threading.enumerate() if one.name == "W&B"] or [None]
+    assert (thread is None) is waits
     may_end.set()
-    sink._thread.join()
+    if thread is not None:
+        thread.join()
 
 
 @pytest.mark.slow
-def test_wandbs_own_process_may_die_without_a_traceback_of_ours(tmp_path):
+def test_wandbs_own_process_may_die_without_a_traceback_of_ours(tmp_path, done):
     ended = subprocess.run(
-        [sys.executable, "-c", KILLED, str(tmp_path)],
+        [sys.executable, "-c", KILLED, str(tmp_path), to_json(done.to_json()), *SETTINGS],
         capture_output=True,
         text=True,
         timeout=120,

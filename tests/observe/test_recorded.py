@@ -7,8 +7,7 @@ import json
 import pytest
 
 from asyncrl_cli.base.errors import ConfigError
-from asyncrl_cli.observe.lines import read_metrics
-from asyncrl_cli.observe.recorded import Recorded
+from asyncrl_cli.observe.recorded import Recorded, read_metrics
 
 
 def lines(*records):
@@ -23,7 +22,7 @@ def recorded(tmp_path):
 def test_a_directory_without_files_is_an_empty_run(recorded):
     assert list(recorded.metrics()) == list(recorded.timeline()) == list(recorded.events()) == []
     assert recorded.sampled_steps == recorded.attempts == list(recorded.samples(1)) == []
-    assert recorded.status == recorded.roles == {}
+    assert (recorded.status, recorded.roles) == (None, {})
 
 
 @pytest.mark.parametrize(
@@ -32,7 +31,7 @@ def test_a_directory_without_files_is_an_empty_run(recorded):
 )
 def test_a_status_of_another_form_is_none(recorded, text):
     recorded.files.status.write_text(text)
-    assert recorded.status == recorded.roles == {}
+    assert (recorded.status, recorded.roles) == (None, {})
     (note,) = recorded.damage.notes
     assert note.startswith(f"{recorded.files.status} is left out: ")
 

@@ -6,18 +6,21 @@ import json
 import re
 import struct
 import threading
+from dataclasses import replace
 from http.client import HTTPConnection
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from asyncrl_cli.base.errors import PreflightError
 from asyncrl_cli.contracts.events import Event
-from asyncrl_cli.observe import background
-from asyncrl_cli.observe.background import Background
+from asyncrl_cli.observe import service_sinks
 from asyncrl_cli.observe.observers import Observers
 from asyncrl_cli.observe.prometheus_sink import Prometheus
-from asyncrl_cli.observe.sinks import check_sinks, tags_of
+from asyncrl_cli.observe.service_sinks import Background, Mlflow, TensorBoard, tags_of
+from asyncrl_cli.observe.sinks import check_sinks
+from asyncrl_cli.profile.keys import entries_of
 from asyncrl_cli.profile.loaded import load
 from asyncrl_cli.profile.toml_files import shipped_templates
 
@@ -31,14 +34,14 @@ LINES = [
     }
     for step in (1, 2, 3)
 ]
-DONE = {"phase": "done", "totals": {}}
+BASE = load("base", environ={}).profile
 
 
 def test_prometheus_scrapes_the_loops_gauges_from_loopback(facts, make) -> None:
     from prometheus_client.parser import text_string_to_metric_families
 
-    sink = Prometheus(0, "brave-otter")
-    port = sink._server.server_port
+    sink = Prometheus(BASE, Path("brave-otter"))
+    port = sink.port
     observers = Observers(facts, [sink], clock=lambda: 118.0)
     observers.step(made := make["full_record"](118))
     observers.tick(make["full_snapshot"](made))
@@ -69,7 +72,7 @@ def test_prometheus_scrapes_the_loops_gauges_from_loopback(facts, make) -> None:
 
 
 def test_the_dashboard_asks_for_gauges_that_there_are(facts, make) -> None:
-    sink = Prometheus(0, "brave-otter")
+    sink = Prometheus(BASE, Path("brave-otter"))
     observers = Observers(facts, [sink], clock=lambda: 118.0)
     for step in (117, 118):
         observers.step(made := make["full_record"](step))
@@ -101,20 +104,18 @@ def test_tags_name_what_runs_are_filtered_by() -> None:
 def test_a_sink_whose_package_is_missing_is_refused_before_the_run(
     monkeypatch: pytest.MonkeyPatch, key: str, extra: str
 ) -> None:
-    from asyncrl_cli.observe import sinks
-
-    monkeypatch.setattr(sinks, "find_spec", lambda name: None)
+    monkeypatch.setattr(service_sinks, "find_spec", lambda name: None)
     with pytest.raises(PreflightError, match="it is not installed") as refused:
         check_sinks(load("base", [f"logging.{key}"], environ={}).profile)
     assert f"pip install 'asyncrl-cli[{extra}]'" in refused.value.hint
 
 
-def test_slow_services_finish_at_the_same_time(facts) -> None:
+def test_slow_services_finish_at_the_same_time(facts, tmp_path) -> None:
     together = threading.Barrier(2, timeout=30)
     met = []
 
     class Slow(Background):
-        service = otherwise = "slow"
+        service = package = otherwise = "slow"
 
         def open(self):
             pass
@@ -125,23 +126,21 @@ def test_slow_services_finish_at_the_same_time(facts) -> None:
         def finish(self, status):
             met.append(together.wait())
 
-    Observers(facts, [Slow(), Slow()], clock=lambda: 0.0).close("done")
+    Observers(facts, [Slow(BASE, tmp_path), Slow(BASE, tmp_path)], clock=lambda: 0.0).close("done")
     assert sorted(met) == [0, 1]
 
 
 @pytest.mark.slow
-def test_tensorboard_reads_what_was_written_before_and_after_a_resume(tmp_path) -> None:
+def test_tensorboard_reads_what_was_written_before_and_after_a_resume(tmp_path, done) -> None:
     pytest.importorskip("tensorboard")
     from tensorboard.compat.proto.event_pb2 import Event
 
-    from asyncrl_cli.observe.sinks import TensorBoard
-
     for lines in (LINES[:2], LINES[2:]):
-        sink = TensorBoard(tmp_path)
+        sink = TensorBoard(BASE, tmp_path)
         for line in lines:
             sink.line(line)
-        sink.end(DONE)
-        sink.close(DONE)
+        sink.end(done)
+        sink.close(done)
     written = {}
     for path in sorted((tmp_path / "tensorboard").iterdir()):
         content, at = path.read_bytes(), 0
@@ -156,12 +155,11 @@ def test_tensorboard_reads_what_was_written_before_and_after_a_resume(tmp_path) 
 
 
 def test_mlflow_gets_parameters_once_and_a_resumed_run_goes_on(
-    tmp_path, monkeypatch: pytest.MonkeyPatch
+    tmp_path, done, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Against a stand-in for its client: the store of the smallest MLflow is a server."""
-    from asyncrl_cli.observe.sinks import Mlflow
 
-    monkeypatch.setattr(background, "EARLY_CLOSE_TIMEOUT_S", background.CLOSE_TIMEOUT_S)
+    monkeypatch.setattr(service_sinks, "EARLY_CLOSE_TIMEOUT_S", service_sinks.CLOSE_TIMEOUT_S)
     said = []
 
     class Client:
@@ -192,21 +190,22 @@ def test_mlflow_gets_parameters_once_and_a_resumed_run_goes_on(
     }
     for name, module in modules.items():
         monkeypatch.setitem(__import__("sys").modules, name, module)
-    settings = {"uri": "u", "project": "p", "name": "n", "config": {"run.seed": 1}, "tags": {"mode": "m"}}
+    settings = ["logging.mlflow_uri=u", "logging.wandb_project=p"]
+    profile = load("base", settings, environ={}).profile
     for line, phase in ((LINES[0], "stopped"), (LINES[1], "done")):
-        sink = Mlflow(tmp_path, **settings)
+        sink = Mlflow(profile, tmp_path)
         sink.line(line)
-        sink.end({"phase": phase})
-        sink.close({"phase": phase})
+        sink.end(replace(done, phase=phase))
+        sink.close(replace(done, phase=phase))
 
     def figures(step):
         return [("step", step, step), ("time_s", float(step), step), ("reward/mean", step / 10, step)]
 
-    best = "reward/best_at_2/mean"
+    best, params = "reward/best_at_2/mean", [(key, str(value)) for key, value in entries_of(profile).items()]
     assert said == [
         "u",
-        ("7", {"mode": "m", "mlflow.runName": "n"}),
-        ("abc", [("run.seed", "1")]),
+        ("7", {**tags_of(profile), "mlflow.runName": tmp_path.name}),
+        *(("abc", params[start : start + 100]) for start in range(0, len(params), 100)),
         ("abc", [*figures(1), (best, 0.5, 1)]),
         ("abc", "KILLED"),
         "u",

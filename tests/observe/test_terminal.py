@@ -8,7 +8,7 @@ import pytest
 from rich.table import Table
 
 from asyncrl_cli.observe.screen import Plain
-from asyncrl_cli.observe.starting import Starting
+from asyncrl_cli.observe.startup import ProgressLine
 from asyncrl_cli.observe.terminal import SafeConsole, neutral, uncoloured
 
 HOSTILE = {
@@ -88,7 +88,7 @@ def test_a_logs_colours_go_and_its_other_sequences_are_shown() -> None:
 def test_progress_and_plain_lines_are_neutral() -> None:
     stream = io.StringIO()
     Plain(stream).event({"event": "warning", "time_s": 1.0, "message": "\x1b[2Jx"})
-    with Starting("plain", SafeConsole(file=stream)) as say:
+    with ProgressLine("plain", SafeConsole(file=stream)) as say:
         say("loading \x1b]0;x\x07")
     assert "\x1b" not in stream.getvalue()
     assert "\\x1b[2Jx" in stream.getvalue()

@@ -1,4 +1,4 @@
-"""Three recipes of docs/architecture.md, done by another package: a loss, an environment and an engine."""
+"""Four recipes of docs/architecture.md, done by another package: a loss, an environment, an engine and a sink."""
 
 from __future__ import annotations
 
@@ -74,13 +74,32 @@ ENGINE = """
             tokens = [(prompt_tokens[-1] + 1 + i) % 60 for i in range(4)]
             return Completion(tokens=tokens, logprobs=[-1.0] * 4, versions=[0] * 4, finish_reason="stop")
 """
+SINK = """
+    from asyncrl_cli.base.errors import PreflightError
+    from asyncrl_cli.observe.sinks import Sink
+
+    class Steps(Sink):
+        '''A file with the number of the last step.'''
+
+        @classmethod
+        def check(cls, profile):
+            if profile.run.train_steps > 99:
+                raise PreflightError("it counts to 99", hint="a shorter run")
+
+        def __init__(self, profile, run_dir):
+            self.path = run_dir / "steps"
+
+        def line(self, line):
+            self.path.write_text(str(line["step"]))
+"""
 
 
 @pytest.fixture(autouse=True)
 def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """An installed package `recipes`: three modules, and the entry points that lead to what is in them."""
+    """An installed package `recipes`: a module for each, and the entry points that lead to what is in them."""
     (tmp_path / "recipes").mkdir()
-    for name, source in (("__init__", ""), ("loss", LOSS), ("environment", ENVIRONMENT), ("engine", ENGINE)):
+    sources = {"__init__": "", "loss": LOSS, "environment": ENVIRONMENT, "engine": ENGINE, "sink": SINK}
+    for name, source in sources.items():
         (tmp_path / "recipes" / f"{name}.py").write_text(dedent(source))
     information = tmp_path / "recipes-1.0.dist-info"
     information.mkdir()
@@ -89,6 +108,7 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         "[asyncrl.losses]\nsequence-ratio = recipes.loss:sequence_ratio\n"
         "[asyncrl.environments]\necho = recipes.environment:Echo\n"
         "[asyncrl.engines]\ncounting = recipes.engine:Counting\n"
+        "[asyncrl.sinks]\nsteps = recipes.sink:Steps\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     importlib.invalidate_caches()
@@ -156,3 +176,20 @@ def test_an_environment_and_an_engine_of_another_package_make_a_group() -> None:
     assert [(meta.reward, meta.response_tokens, meta.prompt_tokens) for meta in result.trajectories] == [
         (4.0, 8, 6)
     ] * 2
+
+
+def test_a_sink_of_another_package_gets_the_lines_of_a_run_that_names_it(tmp_path: Path) -> None:
+    from asyncrl_cli.base.errors import ConfigError, PreflightError
+    from asyncrl_cli.observe.sinks import check_sinks, make_sinks
+    from asyncrl_cli.profile.loaded import load
+
+    profile = load("base", ["logging.sinks=['steps']", "run.train_steps=9"], environ={}).profile
+    check_sinks(profile)
+    (sink,) = make_sinks(profile, tmp_path)
+    sink.line({"step": 7})
+    assert (tmp_path / "steps").read_text() == "7"
+    with pytest.raises(PreflightError, match="it counts to 99"):
+        check_sinks(load("base", ["logging.sinks=['steps']", "run.train_steps=100"], environ={}).profile)
+    with pytest.raises(ConfigError, match=r'logging\.sinks = "step" is not known') as unknown:
+        check_sinks(load("base", ["logging.sinks=['step']"], environ={}).profile)
+    assert "known: mlflow, prometheus, steps, tensorboard, wandb" in unknown.value.hint

@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 
 from asyncrl_cli.profile.loaded import load, to_document, to_toml
+from tests.statuses import write_status
 
 STEPS = 6
 
@@ -75,11 +76,12 @@ def make_run(directory: Path, *, lines=None, sets=(), purpose="To be reported.")
     ]
     for name, records in (("metrics", lines), ("events", EVENTS), ("timeline", timeline)):
         (directory / f"{name}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    status = {
-        "executors": [{"name": "trainer", "role": "trainer"}],
-        "progress": {"time_s": 60.0},
-        "phase": "done",
-        "error": "",
+    trainer = {
+        "name": "trainer",
+        "role": "trainer",
+        "state": "done",
+        "waiting_for": "",
+        "state_s": {},
+        "gauges": {},
     }
-    (directory / "status.json").write_text(json.dumps(status))
-    return directory
+    return write_status(directory, executors=[trainer], progress={"time_s": 60.0}, phase="done")

@@ -14,7 +14,7 @@ import pytest
 
 from asyncrl_cli.base.errors import ConfigError
 from asyncrl_cli.bench.simulated_runs import recorded
-from asyncrl_cli.cli.trace import parse_steps
+from asyncrl_cli.cli.records import parse_steps
 from asyncrl_cli.observe.recorded import Recorded
 from asyncrl_cli.report.trace import write_trace
 from asyncrl_cli.simulate.workload import Workload

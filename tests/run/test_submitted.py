@@ -14,10 +14,10 @@ import pytest
 from ray.job_submission import JobSubmissionClient
 
 from asyncrl_cli.checkpoint.run_directory import RunDirectory
-from tests.cli.statuses import say_status
 from tests.cluster import RayNodes, ray_nodes
 from tests.run.commands import ENDLESS, LIMIT_S, finish, lines, start
 from tests.run.test_ends import trained_that_count
+from tests.statuses import write_status
 
 pytestmark = pytest.mark.slow
 
@@ -52,7 +52,7 @@ def test_commands_are_run_where_the_files_are(tmp_path, cluster):
     runs = ("--runs-dir", str(tmp_path / "runs"))
     directory = RunDirectory.create(tmp_path / "runs", "held", profile_toml="", resolved={})
     (directory.start_attempt() / "driver.log").write_text("one\ntwo\n", encoding="utf-8")
-    say_status(directory, phase="running")
+    write_status(directory.path, phase="running")
     watching = start(tmp_path, "watch", "held", *runs, "--address", cluster.dashboard, verbose=False)
     assert watching.stdout is not None
     assert watching.stdout.readline().endswith("(partial-rollout): running\n")

@@ -20,7 +20,7 @@ the speed: compare seconds between profiles.
 from __future__ import annotations
 
 from asyncrl_cli.bench.figures import Stretch
-from asyncrl_cli.observe.lines import Totals, sampled_tokens, spent_s
+from asyncrl_cli.observe.line_figures import Totals, sampled_tokens, spent_s
 from asyncrl_cli.simulate.costs import Capacities
 
 RATE = "rollouter/tokens_per_s"

@@ -20,7 +20,8 @@ from typing import NamedTuple
 import numpy as np
 
 from asyncrl_cli.base.errors import AsyncrlError, counted
-from asyncrl_cli.observe.lines import Line, Totals, spent_s, trajectories
+from asyncrl_cli.observe.line_figures import Totals, spent_s, trajectories
+from asyncrl_cli.observe.line_types import Line
 
 PARTS = {
     "wait": ("wait_scores", "wait_data"),

@@ -28,8 +28,10 @@ from asyncrl_cli.checkpoint.run_directory import RunDirectory
 from asyncrl_cli.contracts.events import Observer, StepRecord
 from asyncrl_cli.engines.vllm.plugin import end_with_parent
 from asyncrl_cli.job.process import StopRequests, blocked, collect_garbage_seldom
-from asyncrl_cli.observe.live_status import RunFacts
-from asyncrl_cli.observe.observers import EventsFile, MetricsFile, Observers, Sink, StatusFile, TimelineFile
+from asyncrl_cli.observe.file_sinks import EventsFile, MetricsFile, StatusFile, TimelineFile
+from asyncrl_cli.observe.live_status import facts_of
+from asyncrl_cli.observe.observers import Observers
+from asyncrl_cli.observe.sinks import Sink
 from asyncrl_cli.plan.cluster import usable_cores
 from asyncrl_cli.profile.loaded import Loaded, to_document, to_toml
 from asyncrl_cli.simulate.costs import Costs
@@ -162,7 +164,7 @@ def recorded(loaded: Loaded, directory: Path) -> Iterator[Observer]:
     with closing(
         RunDirectory.create(directory.parent, directory.name, profile_toml=toml, resolved=document)
     ) as files:
-        facts = replace(RunFacts.of(profile, files.path, 1), profile=f"SIMULATED {profile.name}")
+        facts = replace(facts_of(profile, files.path, 1), profile=f"SIMULATED {profile.name}")
         sinks = [
             MetricsFile(files.metrics),
             EventsFile(files.events),

@@ -290,7 +290,7 @@ def run_to_its_end(run: Run, *, as_json: bool) -> None:
 
     from asyncrl_cli.job.process import collect_garbage_seldom
     from asyncrl_cli.job.run import NEVER_BEGAN
-    from asyncrl_cli.observe.overview import next_command
+    from asyncrl_cli.observe.run_status import next_command
 
     collect_garbage_seldom()
     run.requests.take_signals()

@@ -67,9 +67,9 @@ def export(
     """Write a run's weights as a Hugging Face model directory."""
     from asyncrl_cli.base.errors import counted
     from asyncrl_cli.export.export import export as export_weights
-    from asyncrl_cli.observe.starting import Starting
+    from asyncrl_cli.observe.startup import ProgressLine
 
-    with Starting("auto") as progress:
+    with ProgressLine("auto") as progress:
         progress("looking for the weights")
         exported = export_weights(
             source,

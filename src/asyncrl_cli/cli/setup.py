@@ -98,7 +98,7 @@ def doctor(
     With --address: check that the nodes of a cluster have the same versions, see the runs directory, and
     reach each other."""
     from asyncrl_cli.engines.vllm import vllm_kind
-    from asyncrl_cli.observe.starting import Starting
+    from asyncrl_cli.observe.startup import ProgressLine
     from asyncrl_cli.plan import machine
 
     if fix and (broken := vllm_kind.broken_packages()):
@@ -106,7 +106,7 @@ def doctor(
         # A failed import leaves traces in this process, so check again in a fresh one.
         again = [sys.executable, "-m", "asyncrl_cli", "doctor", *(["--json"] if as_json else [])]
         raise typer.Exit(subprocess.run(again, check=False).returncode)
-    with Starting("auto", stderr()) as checking:
+    with ProgressLine("auto", stderr()) as checking:
         if address is not None:
             from asyncrl_cli.job.preflight import cluster_findings
 

@@ -30,7 +30,7 @@ from asyncrl_cli.cli.console import (
 from asyncrl_cli.cli.submit import Take, Wait, followed_there, on_cluster, print_jobs
 
 if TYPE_CHECKING:
-    from asyncrl_cli.observe.status import RunStatus
+    from asyncrl_cli.observe.run_status import RunStatus
 
 LOOK_EVERY_S = 1.0
 STATUS_EXAMPLES = """
@@ -65,7 +65,7 @@ def status(
         return on_cluster(address, ["status", run, *(["--json"] if as_json else [])], runs_dir)
     if run is None:
         return _print_overview(runs_dir, as_json=as_json)
-    from asyncrl_cli.observe.status import read_status
+    from asyncrl_cli.observe.run_status import read_status
 
     found = read_status(run, runs_dir)
     if as_json:
@@ -76,7 +76,7 @@ def status(
 
 def _print_overview(runs_dir: Path, *, as_json: bool) -> None:
     from asyncrl_cli.observe.overview import overview, table_of
-    from asyncrl_cli.observe.status import read_status
+    from asyncrl_cli.observe.run_status import read_status
 
     rows = overview(runs_dir)
     if as_json:
@@ -88,17 +88,11 @@ def _print_overview(runs_dir: Path, *, as_json: bool) -> None:
 
 
 def _print_in_depth(found: RunStatus) -> None:
-    from asyncrl_cli.observe.overview import last_error, next_command, state_of
     from asyncrl_cli.observe.screen import print_status
 
-    state = state_of(found)
-    error = last_error(found.directory, found.status) if state in ("killed", "failed") else ""
-    print_status(
-        found,
-        stdout(),
-        error=error,
-        go_on=next_command(found.directory, state) if found.liveness == "ended" else "",
-    )
+    error = found.last_error if found.state in ("killed", "failed") else ""
+    following = found.next_command if found.liveness == "ended" else ""
+    print_status(found, stdout(), error=error, go_on=following)
 
 
 def watch(
@@ -130,7 +124,7 @@ def watch(
 
 def _newest(runs_dir: Path) -> Path:
     from asyncrl_cli.checkpoint.find import run_names
-    from asyncrl_cli.observe.status import no_runs
+    from asyncrl_cli.observe.run_status import no_runs
 
     if names := run_names(runs_dir):
         return runs_dir / names[0]
@@ -140,7 +134,7 @@ def _newest(runs_dir: Path) -> Path:
 def _follow(directory: Path, take: Take, wait: Wait) -> None:
     """Pass the run's status to `take` once a second until the run is over."""
     from asyncrl_cli.checkpoint.find import detached_output
-    from asyncrl_cli.observe.status import StillStarting, read_status
+    from asyncrl_cli.observe.run_status import StillStarting, read_status
 
     while True:
         if not directory.exists():
@@ -202,7 +196,7 @@ def stop(run: RunArgument, runs_dir: RunsDirOption = RUNS_DIR, address: JobAddre
     if address is not None:
         return on_cluster(address, ["stop", run], runs_dir)
     from asyncrl_cli.checkpoint.run_directory import request_stop
-    from asyncrl_cli.observe.status import read_status
+    from asyncrl_cli.observe.run_status import read_status
 
     found = read_status(run, runs_dir)
     if found.is_over:
@@ -212,7 +206,7 @@ def stop(run: RunArgument, runs_dir: RunsDirOption = RUNS_DIR, address: JobAddre
         )
     if request_stop(found.directory) > 1:
         say(f"asked run '{found.name}' to end at once")
-    elif "doing" in found.status:  # only while a run starts; the loop's status lacks it
+    elif found.status.doing is not None:  # only while a run starts; the loop's status lacks it
         say(f"asked run '{found.name}' to end; it is still starting and has nothing new to checkpoint")
     else:
         say(

@@ -27,7 +27,7 @@ from asyncrl_cli.job.detaching import WATCHED_S
 
 if TYPE_CHECKING:
     from asyncrl_cli.job.job_server import Job, JobServer
-    from asyncrl_cli.observe.status import RunStatus
+    from asyncrl_cli.observe.run_status import RunStatus
 
 Take = Callable[["RunStatus | str"], None]
 """Takes a run's status, or a text that says why there is none yet."""
@@ -164,7 +164,7 @@ def followed_there(address: str, run: str | None, runs_dir: Path) -> tuple[str, 
     """The run's name (default: the newest run), and a function that passes its status to `take`: a job there
     prints it once a second."""
     from asyncrl_cli.job.job_server import TIMED_OUT, JobServer
-    from asyncrl_cli.observe.status import RunStatus
+    from asyncrl_cli.observe.run_status import RunStatus
 
     server = JobServer(address)
     name, place = server.find(run, runs_dir)

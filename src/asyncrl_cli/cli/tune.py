@@ -87,7 +87,7 @@ def tune(
     """Search for the settings with which a workload, or a run of yours, would be fastest. Simulated."""
     from asyncrl_cli.bench.recommendation import Asked
     from asyncrl_cli.bench.recommendation import tune as search
-    from asyncrl_cli.observe.starting import Starting
+    from asyncrl_cli.observe.startup import ProgressLine
 
     given = tuple(sets or ())
     asked = Asked(
@@ -95,7 +95,7 @@ def tune(
     )
     if out is not None:
         _check_new(out)  # now: a search would be wasted
-    with Starting("auto", stderr()) as progress:
+    with ProgressLine("auto", stderr()) as progress:
         tuned = search(asked, progress)
     for setting, reason in tuned.found.failed.items():
         sets_of_it = " ".join(setting.sets)

@@ -33,11 +33,12 @@ from asyncrl_cli.envs.call_log import RepeatedCalls
 from asyncrl_cli.job.process import StopRequests, leave, tell
 from asyncrl_cli.loop.pipeline import Pipeline
 from asyncrl_cli.loop.run_state import ResumeFrom, World
-from asyncrl_cli.observe.live_status import RunFacts
-from asyncrl_cli.observe.observers import EventsFile, MetricsFile, Observers, Sink, StatusFile, TimelineFile
+from asyncrl_cli.observe.file_sinks import EventsFile, MetricsFile, StatusFile, TimelineFile
+from asyncrl_cli.observe.live_status import facts_of
+from asyncrl_cli.observe.observers import Observers
 from asyncrl_cli.observe.recorded import Recorded
 from asyncrl_cli.observe.screen import make_ui
-from asyncrl_cli.observe.sinks import make_sinks
+from asyncrl_cli.observe.sinks import Sink, make_sinks
 from asyncrl_cli.profile.arithmetic import LoopSettings
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.tasks.task import Task
@@ -235,7 +236,7 @@ def make_observers(profile: Profile, directory: RunDirectory, ui: str) -> Observ
     sinks += make_sinks(profile, directory.path)
     if (screen := make_ui(ui)) is not None:
         sinks.append(screen)
-    facts = RunFacts.of(profile, directory.path, directory.attempts)
+    facts = facts_of(profile, directory.path, directory.attempts)
     return Observers(facts, sinks, further=RepeatedCalls(directory.logs))
 
 

@@ -24,8 +24,8 @@ from asyncrl_cli.job.preparing import check_resumable, prepare, refuse_other_pro
 from asyncrl_cli.job.process import END_S, StopRequests, end_descendants, leave, leave_soon, logged_to, tell
 from asyncrl_cli.job.session import ray_session
 from asyncrl_cli.models.shape import ShapeUnknown, shape_of_directory
-from asyncrl_cli.observe.live_status import RunFacts
-from asyncrl_cli.observe.starting import Starting, StartStatus
+from asyncrl_cli.observe.live_status import facts_of
+from asyncrl_cli.observe.startup import ProgressLine, StartStatus
 from asyncrl_cli.observe.terminal import neutral
 from asyncrl_cli.plan.cluster import local_cluster
 from asyncrl_cli.plan.compiler import device_of
@@ -125,15 +125,15 @@ class Run:
             watching = asyncio.ensure_future(self.requests.watch(directory.stop_requests))
             stack.callback(watching.cancel)
             self._start = StartStatus(
-                directory.status, RunFacts.of(self.profile, directory.path, directory.attempts)
+                directory.status, facts_of(self.profile, directory.path, directory.attempts)
             )
-            with Starting(self.ui, tell=self._start) as say:
+            with ProgressLine(self.ui, listen=self._start) as say:
                 task, crew, warnings = await self._start_everything(stack, directory, attempt_dir, say)
             self._start = None
             return await self._to_the_end(directory, task, crew, warnings)
 
     async def _start_everything(
-        self, stack: AsyncExitStack, directory: RunDirectory, log_dir: Path, say: Starting
+        self, stack: AsyncExitStack, directory: RunDirectory, log_dir: Path, say: ProgressLine
     ) -> tuple[Task, Crew, Sequence[str]]:
         """Start all that the loop needs. Returns the task, the workers and the warnings to show; `stack` ends
         what was started."""

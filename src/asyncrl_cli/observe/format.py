@@ -7,9 +7,12 @@ an ended run.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, TypeGuard, TypeVar
+from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
+
+if TYPE_CHECKING:  # `asyncrl --help` needs some of these functions, and no pydantic
+    from asyncrl_cli.contracts.status import EvalPoint, Figures, Status
 
 SPARKS = "▁▂▃▄▅▆▇█"
 NOTHING = "-"
@@ -61,6 +64,12 @@ small = partial(_written, form=".1e")
 """`2.1e-07`."""
 
 
+def listed(figures: Figures, key: str) -> list[float]:
+    """The finite numbers of a list of figures; none if it is missing."""
+    found = figures.get(key)
+    return [value for value in found if is_number(value)] if isinstance(found, list) else []
+
+
 def evenly(items: Sequence[T], most: int) -> Sequence[T]:
     """At most `most` of the items, evenly chosen. The first and the last are among them."""
     if len(items) <= most:
@@ -69,7 +78,7 @@ def evenly(items: Sequence[T], most: int) -> Sequence[T]:
 
 
 def sparkline(
-    values: Sequence[Any], width: int, *, low: float | None = None, high: float | None = None
+    values: Sequence[object], width: int, *, low: float | None = None, high: float | None = None
 ) -> str:
     """At most the last `width` values, scaled to `low` ... `high` (default: their own extremes). Non-finite
     values are skipped."""
@@ -93,116 +102,110 @@ LEADING: Mapping[str, tuple[str, Callable[[object], str]]] = {
     "trainer/tokens_per_s": ("trainer", count),
 }
 """The figures shown first in every view: metric -> (label, formatter)."""
-_EVENTS = {
-    "warning": lambda event: str(event.get("message", "")),
-    "failed": lambda event: f"failed: {event.get('error', '')}",
-    "restarted": lambda event: f"{event.get('worker')} was restarted in {duration(event.get('restart_s'))}",
-    "resumed": lambda event: f"resumed from step {event.get('from_step')}",
-    "checkpointed": lambda event: f"checkpoint of step {event.get('step')}",
-    "eval": lambda event: _eval_text(event),
-}
 
 
 def event_text(event: Mapping[str, Any]) -> str | None:
     """The event as one line of text; None if its kind is not shown to people."""
-    name = event["event"]
-    return _EVENTS[name](event) if name in _EVENTS else None
+    match event["event"]:
+        case "warning":
+            return str(event.get("message", ""))
+        case "failed":
+            return f"failed: {event.get('error', '')}"
+        case "restarted":
+            return f"{event.get('worker')} was restarted in {duration(event.get('restart_s'))}"
+        case "resumed":
+            return f"resumed from step {event.get('from_step')}"
+        case "checkpointed":
+            return f"checkpoint of step {event.get('step')}"
+        case "eval":
+            on = f" on {event['eval_set']}" if "eval_set" in event else ""
+            failures = event.get("failures", {}).items()
+            failed = ", ".join(f"{amount} failed ({kind})" for kind, amount in failures)
+            score = f"eval of version {event.get('version')}{on}: {scored(event)}"
+            return f"{score}, {failed}" if failed else score
+    return None
 
 
-def step_text(status: Mapping[str, Any]) -> str:
+def step_text(status: Status) -> str:
     """One line with the figures that the screen shows first, under the same labels and over the same
     period."""
-    progress, steps, use, staleness = (
-        status["progress"],
-        status["periods"]["steps"],
-        status["utilization"],
-        status["staleness"],
-    )
-    using = status["periods"]["utilization"]
-    parts = [
-        f"step {progress['step']}/{progress['train_steps']} v{progress['version']}",
-        f"reward {number(status['reward'].get('mean'), 3)}",
-        f"{steps['words']}: staleness {number(staleness.get('mean'))}/{staleness.get('max', NOTHING)}",
-        *([f"{using['words']}:"] if using != steps else []),
+    progress, use, staleness, periods = status.progress, status.utilization, status.staleness, status.periods
+    assert periods.steps is not None
+    current = periods.utilization if periods.utilization != periods.steps else None
+    figures = [
+        f"step {progress.step}/{progress.train_steps} v{progress.version}",
+        f"reward {number(status.reward.get('mean'), 3)}",
+        f"{periods.steps.words}: staleness {number(staleness.get('mean'))}/{staleness.get('max', NOTHING)}",
+        *([f"{current.words}:"] if current else []),
         f"slots used {share(use.get('rollouter_slot_utilization'))}",
         f"trainer idle {share(use.get('trainer_idle_ratio'))}",
         f"rollouter idle {share(use.get('rollouter_idle_ratio'))}",
         f"tokens/s {count(use.get('rollouter_tokens_per_s'))}",
     ]
-    return "  ".join(parts)
+    return "  ".join(figures)
 
 
 def line_text(line: Mapping[str, Any]) -> str:
     """A train step's metrics as one line of the driver's log."""
-    ages = f"{number(line.get('staleness/mean'))}/{line.get('staleness/max', NOTHING)}"
-    return (
-        f"step {line['step']}  v{line['version']}  reward {number(line.get('reward/mean'), 3)}  staleness "
-        f"{ages}  "
-        f"trainer idle {share(line.get('trainer/idle_ratio'))}  rollouter idle "
-        f"{share(line.get('rollouter/idle_ratio'))}  "
-        f"{duration(line.get('timing/step_s'))}"
-    )
+    figures = [
+        f"step {line['step']}",
+        f"v{line['version']}",
+        f"reward {number(line.get('reward/mean'), 3)}",
+        f"staleness {number(line.get('staleness/mean'))}/{line.get('staleness/max', NOTHING)}",
+        f"trainer idle {share(line.get('trainer/idle_ratio'))}",
+        f"rollouter idle {share(line.get('rollouter/idle_ratio'))}",
+        duration(line.get("timing/step_s")),
+    ]
+    return "  ".join(figures)
 
 
-def summary_rows(status: Mapping[str, Any]) -> list[tuple[str, str]]:
+def summary_rows(status: Status) -> list[tuple[str, str]]:
     """(label, figures) rows for the whole run, with the screen's labels. Rows without a measured value are
     left out."""
-    progress, totals = status["progress"], status["totals"]
-    steps = (
-        f"{progress['step']} of {progress['train_steps']} steps, {count(progress['groups_trained'])} groups"
-    )
-    phase = "stopped on request" if status["phase"] == "stopped" else status["phase"]
+    progress, totals = status.progress, status.totals
+    steps = f"{progress.step} of {progress.train_steps} steps, {count(progress.groups_trained)} groups"
+    phase = "stopped on request" if status.phase == "stopped" else status.phase
+    leading = [f"{label} {form(totals.get(key))}" for key, (label, form) in LEADING.items()]
+    evals = by_set(status.eval.history).items()
     rows = [
-        ("run", f"{status['name']}: {phase} ({status['profile']})"),
-        (
-            "trained",
-            f"{steps}, {count(progress.get('tokens_trained'))} tokens in {clock(progress['time_s'])}",
-        ),
-        *(
-            (f"eval {name}".strip(), _evals(points))
-            for name, points in by_set(status["eval"]["history"]).items()
-        ),
-        (
-            "whole run",
-            ", ".join(f"{what} {form(totals.get(key))}" for key, (what, form) in LEADING.items())
-            if totals
-            else "",
-        ),
+        ("run", f"{status.name}: {phase} ({status.profile})"),
+        ("trained", f"{steps}, {count(progress.tokens_trained)} tokens in {clock(progress.time_s)}"),
+        *((f"eval {name}".strip(), evals_text(points)) for name, points in evals),
+        ("whole run", ", ".join(leading) if totals else ""),
         ("staleness", _staleness(status)),
-        ("ledger", ledger_line(status["ledger"])),
-        ("checkpoint", str(status["checkpoint"])),
+        ("ledger", ledger_line(status.ledger)),
+        ("checkpoint", status.checkpoint),
         ("warnings", _warnings(status)),
-        ("error", str(status["error"])),
+        ("error", status.error),
     ]
     return [(what, figures) for what, figures in rows if figures]
 
 
 def ledger_line(ledger: Mapping[str, int]) -> str:
     """`admitted 120 = running 8 + finished 4 + ...`."""
-    states = [f"{name} {count(number)}" for name, number in ledger.items() if name != "admitted_total"]
-    return f"admitted {count(ledger.get('admitted_total'))} = " + " + ".join(states) if ledger else ""
+    accounts = [f"{name} {count(number)}" for name, number in ledger.items() if name != "admitted_total"]
+    return f"admitted {count(ledger.get('admitted_total'))} = " + " + ".join(accounts) if ledger else ""
 
 
-def by_set(history: list[Mapping[str, Any]]) -> dict[str, list[Mapping[str, Any]]]:
+def by_set(history: Iterable[EvalPoint]) -> dict[str, list[EvalPoint]]:
     """The points of each eval set; "" is the held-out split."""
-    found: dict[str, list[Mapping[str, Any]]] = {}
+    found: dict[str, list[EvalPoint]] = {}
     for point in history:
         found.setdefault(point.get("eval_set", ""), []).append(point)
     return found
 
 
-def _warnings(status: Mapping[str, Any]) -> str:
+def _warnings(status: Status) -> str:
     """How many there were, and the newest of them."""
-    known = [
-        f"{clock(warning['time_s'])} {warning['text']}"
-        for warning in status.get("warnings", [])[-SHOWN_WARNINGS:]
-    ]
-    more = status["num_warnings"] - len(known)
-    told = "; ".join([*known, f"{more} more, in the log"] if known and more > 0 else known)
-    return f"{status['num_warnings']}: {told}".removesuffix(": ") if status["num_warnings"] else ""
+    newest = [f"{clock(warning.time_s)} {warning.text}" for warning in status.warnings[-SHOWN_WARNINGS:]]
+    if newest and (more := status.num_warnings - len(newest)) > 0:
+        newest.append(f"{more} more, in the log")
+    listed = "; ".join(newest)
+    return f"{status.num_warnings}: {listed}".removesuffix(": ") if status.num_warnings else ""
 
 
-def _evals(points: list[Mapping[str, Any]]) -> str:
+def evals_text(points: Sequence[EvalPoint]) -> str:
+    """The first and the last point: `0.300 (version 0) -> 0.700 (version 4), 512 prompts`."""
     ends = [points[0], points[-1]] if len(points) > 1 else points
     values = " -> ".join(f"{scored(point)} (version {point['version']})" for point in ends)
     return f"{values}, {count(ends[-1].get('num_prompts'))} prompts"
@@ -214,20 +217,11 @@ def scored(point: Mapping[str, Any]) -> str:
     return f"{mean} [{low}..{high}]" if "reward_low" in point else mean
 
 
-def _eval_text(event: Mapping[str, Any]) -> str:
-    on = f" on {event['eval_set']}" if "eval_set" in event else ""
-    failed = ", ".join(f"{amount} failed ({kind})" for kind, amount in event.get("failures", {}).items())
-    score = f"eval of version {event.get('version')}{on}: {scored(event)}"
-    return f"{score}, {failed}" if failed else score
-
-
-def _staleness(status: Mapping[str, Any]) -> str:
-    totals = status["totals"]
+def _staleness(status: Status) -> str:
+    totals = status.totals
     if "staleness/mean" not in totals:
         return ""
-    return (
-        f"mean {number(totals['staleness/mean'])}, max {totals.get('staleness/max')} of "
-        f"{status['max_staleness']} allowed; "
-        f"partial {share(totals.get('fully_async/partial/partial_ratio'))}, "
-        f"max span {totals.get('fully_async/partial/max_partial_span', NOTHING)}"
-    )
+    oldest = f"max {totals.get('staleness/max')} of {status.max_staleness} allowed"
+    partial = share(totals.get("fully_async/partial/partial_ratio"))
+    span = totals.get("fully_async/partial/max_partial_span", NOTHING)
+    return f"mean {number(totals['staleness/mean'])}, {oldest}; partial {partial}, max span {span}"

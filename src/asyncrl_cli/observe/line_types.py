@@ -3,17 +3,35 @@ Numbers are bounded."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, NotRequired
+import sys
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, NotRequired, TypeAlias, cast
 
 from annotated_types import Interval
-from pydantic import AfterValidator
-from typing_extensions import TypedDict  # pydantic reads typing's own from Python 3.12 on
+from pydantic import AfterValidator, JsonValue
+from typing_extensions import (
+    TypedDict,  # pydantic reads typing's own from Python 3.12 on; mypy knows no extra_items
+)
 
 from asyncrl_cli.base.safe_files import Count
+from asyncrl_cli.contracts.status import Figure, Seconds
 from asyncrl_cli.observe.format import MOST_SHOWN
-from asyncrl_cli.observe.status import Detail, Figure, Seconds
 
+Line: TypeAlias = Mapping[str, Any]
+"""A line of one of these files as JSON."""
 Reward = Annotated[float, Interval(ge=-MOST_SHOWN, le=MOST_SHOWN)]
+
+
+def _finite(value: JsonValue) -> JsonValue:
+    """Refuse numbers that are not finite, however deep they are."""
+    for entry in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        _finite(entry)
+    if isinstance(value, int | float) and not abs(value) <= sys.float_info.max:
+        raise ValueError("it is not a finite number")
+    return value
+
+
+Detail = Annotated[JsonValue, AfterValidator(_finite)]
 Counts = dict[str, list[tuple[Seconds, Count]]]
 
 
@@ -28,7 +46,7 @@ RecordedSpan = Annotated[tuple[str, Seconds, Seconds], AfterValidator(_in_order)
 Spans = dict[str, list[RecordedSpan]]
 
 
-class MetricsLine(TypedDict, extra_items=Figure | list[Figure]):
+class MetricsLine(TypedDict, extra_items=Figure | list[Figure]):  # type: ignore[call-arg]
     """What every line of metrics.jsonl has. All its other keys are figures."""
 
     step: Count
@@ -36,7 +54,7 @@ class MetricsLine(TypedDict, extra_items=Figure | list[Figure]):
     groups_trained: Count
 
 
-class EventLine(TypedDict, extra_items=Detail):
+class EventLine(TypedDict, extra_items=Detail):  # type: ignore[call-arg]
     """The keys of a line of events.jsonl that are read back. Others are only shown."""
 
     event: str
@@ -64,7 +82,7 @@ class EventLine(TypedDict, extra_items=Detail):
     failures: NotRequired[dict[str, Count]]
 
 
-def _with_all_it_needs(event: EventLine) -> EventLine:
+def _with_what_it_needs(event: EventLine) -> EventLine:
     """Keys of an eval that mean nothing alone."""
     for key, needed in (("rewards", "prompts"), ("reward_low", "num_prompts")):
         if key in event and needed not in event:
@@ -72,7 +90,7 @@ def _with_all_it_needs(event: EventLine) -> EventLine:
     return event
 
 
-Event = Annotated[EventLine, AfterValidator(_with_all_it_needs)]
+EVENT = cast("type[EventLine]", Annotated[EventLine, AfterValidator(_with_what_it_needs)])
 
 
 class TimelineLine(TypedDict):
@@ -89,7 +107,7 @@ class SampledSpan(TypedDict):
     text: str
 
 
-class SampleLine(TypedDict, extra_items=Any):
+class SampleLine(TypedDict, extra_items=Any):  # type: ignore[call-arg]
     """The keys of a dumped trajectory (samples.py) that are read back. Numbers of a run that diverges may be
     NaN or infinite."""
 
@@ -111,13 +129,19 @@ class SampleLine(TypedDict, extra_items=Any):
     spans: NotRequired[list[SampledSpan]]
 
 
-def _of_one_length(line: SampleLine) -> SampleLine:
+def _with_equal_lengths(line: SampleLine) -> SampleLine:
     """All arrays cover the tokens of all segments. Dumps of older versions have no `pieces`."""
-    arrays = (line.get(key) for key in ("versions", "logprobs", "mask", "pieces", "trainer_logprobs"))
+    arrays: list[list[Any] | None] = [
+        line["versions"],
+        line["logprobs"],
+        line["mask"],
+        line.get("pieces"),
+        line.get("trainer_logprobs"),
+    ]
     lengths = {sum(line["segment_lengths"]), *(len(array) for array in arrays if array is not None)}
     if len(lengths) > 1:
         raise ValueError(f"the arrays differ in length: {sorted(lengths)}")
     return line
 
 
-Sample = Annotated[SampleLine, AfterValidator(_of_one_length)]
+SAMPLE = cast("type[SampleLine]", Annotated[SampleLine, AfterValidator(_with_equal_lengths)])

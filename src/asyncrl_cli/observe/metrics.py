@@ -15,12 +15,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from typing_extensions import TypedDict  # pydantic reads typing's own from Python 3.12 on
 
 from asyncrl_cli.base.safe_files import Count
 from asyncrl_cli.contracts.events import StepRecord
+from asyncrl_cli.contracts.status import CoveredTime
 from asyncrl_cli.measure.states import ExecutorReport
 from asyncrl_cli.measure.values import Last, Scalar, Value, from_json, merge_into, shown, to_json
 from asyncrl_cli.observe.format import clock, duration
@@ -33,17 +34,15 @@ RECENT_STEPS = 120
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Period:
-    """Merged figures of `steps` whole train steps (0: of a part of one), from `from_s` to `to_s` of the run's
-    time."""
+    """Figures, merged over the train steps of `time` (0 of them: over a part of one)."""
 
-    words: str
-    from_s: float
-    to_s: float
-    steps: int
+    time: CoveredTime
     figures: Mapping[str, Any]
 
-    def to_json(self) -> dict[str, Any]:
-        return {"words": self.words, "from_s": self.from_s, "to_s": self.to_s, "steps": self.steps}
+    @classmethod
+    def of(cls, values: Mapping[str, Value], words: str, from_s: float, to_s: float, steps: int) -> Period:
+        time = CoveredTime(words=words, from_s=from_s, to_s=to_s, steps=steps)
+        return cls(time=time, figures=shown(values))
 
 
 class MetricsState(TypedDict):
@@ -103,16 +102,15 @@ class StepMetrics:
                 merge_into(joined, values)
             from_s, to_s, steps = self._steps[0][0], self._time_s, len(self._steps)
             words = f"{'last step' if steps == 1 else f'last {steps} steps'}, {_lasted(to_s - from_s)}"
-            self._recent = Period(words=words, from_s=from_s, to_s=to_s, steps=steps, figures=shown(joined))
+            self._recent = Period.of(joined, words, from_s, to_s, steps)
         return self._recent
 
     def whole_run(self) -> Period | None:
         """All steps, also those before a resume; None until the first has ended."""
         if not self._run:
             return None
-        figures, to_s = shown(self._run), self._time_s
-        words = f"whole run, {figures['step']} steps, {clock(to_s)}"
-        return Period(words=words, from_s=0.0, to_s=to_s, steps=figures["step"], figures=figures)
+        step, to_s = cast(int, self._run["step"].value), self._time_s
+        return Period.of(self._run, f"whole run, {step} steps, {clock(to_s)}", 0.0, to_s, step)
 
     def step_so_far(
         self, reports: Mapping[str, ExecutorReport], from_s: float, time_s: float
@@ -122,11 +120,7 @@ class StepMetrics:
         values = utilization(stretches(self._reports, reports))
         values.pop("trainer/tokens_per_s", None)
         words = f"this step so far, {_lasted(time_s - from_s)}"
-        return (
-            Period(words=words, from_s=from_s, to_s=time_s, steps=0, figures=shown(values))
-            if values
-            else None
-        )
+        return Period.of(values, words, from_s, time_s, 0) if values else None
 
     def state(self) -> MetricsState:
         in_window, run = to_json(self._in_window), to_json(self._run)

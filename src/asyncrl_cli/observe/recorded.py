@@ -1,29 +1,82 @@
 """A recorded run: the contents of the files in its directory, read only when they are needed.
 
-The run may be running, stopped, killed or resumed: an incomplete line at a file's end is left out, and a file
-that was never written is empty. Damaged lines are left out, too, and counted in `damage`. A resume retrains
-the steps after its checkpoint: metrics.jsonl and timeline.jsonl lose the lines of these steps when it starts,
-events.jsonl keeps them, `events` leaves them out.
+The run may be running, stopped, killed or resumed, and anything may stand in its files. Each line is parsed
+once, as the type of its file (line_types.py); the code that uses it checks nothing again. A malformed line is
+left out, and counted in `damage`, for the user to be told; an incomplete one at a file's end is left out in
+silence. A file that was never written is empty.
+
+A resume retrains the steps after its checkpoint: metrics.jsonl and timeline.jsonl lose the lines of these
+steps when it starts, events.jsonl keeps them, `events` leaves them out.
 """
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import cached_property
 from itertools import takewhile
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
-from asyncrl_cli.base.safe_files import parse_json, read_bytes, reason
+from asyncrl_cli.base.errors import ConfigError
+from asyncrl_cli.base.safe_files import (
+    T,
+    UnsafeFile,
+    open_regular,
+    parse_json,
+    read_bytes,
+    read_lines,
+    reason,
+)
 from asyncrl_cli.checkpoint.find import find_run
 from asyncrl_cli.checkpoint.run_directory import RunDirectory
-from asyncrl_cli.observe.line_types import Event, EventLine, Sample, SampleLine, TimelineLine
-from asyncrl_cli.observe.lines import Damage, Line, lines_of, metrics_of
-from asyncrl_cli.observe.status import MAX_STATUS_BYTES, RECORDED
+from asyncrl_cli.contracts.status import Status, parse_status
+from asyncrl_cli.observe.format import MOST_SHOWN, is_number
+from asyncrl_cli.observe.line_types import (
+    EVENT,
+    SAMPLE,
+    Counts,
+    EventLine,
+    Line,
+    MetricsLine,
+    RecordedSpan,
+    SampleLine,
+    Spans,
+    TimelineLine,
+)
+from asyncrl_cli.observe.run_status import MAX_STATUS_BYTES
 from asyncrl_cli.profile.loaded import Loaded, read_document
 
 DUMP_NAME = re.compile(r"step-(\d{6,})\.jsonl")
+LISTS = frozenset({"staleness/histogram", "staleness/span_histogram", "response_tokens/quantiles"})
+"""The keys of metrics whose values are lists; all others hold single numbers."""
+MOST_NOTED = 100_000
+"""Limit for the damaged lines of a file that are counted."""
+
+
+class Damage:
+    """Lines that were left out because they are malformed. A line counts once, however often it is read."""
+
+    def __init__(self) -> None:
+        self._lines: dict[Path, dict[int, str]] = {}
+
+    def add(self, path: Path, number: int, why: str) -> None:
+        """Number 0: the whole file was left out."""
+        lines = self._lines.setdefault(path, {})
+        if len(lines) < MOST_NOTED:
+            lines[number] = why
+
+    @property
+    def notes(self) -> list[str]:
+        """For each file how many lines, and what is wrong with the first one."""
+        notes = []
+        for path, lines in self._lines.items():
+            number, more = min(lines), " or more" if len(lines) == MOST_NOTED else ""
+            what = f"damaged lines of {path} left out: {len(lines):,}{more}; line {number}"
+            notes.append(f"{what if number else f'{path} is left out'}: {lines[number]}")
+        return notes
 
 
 class Recorded:
@@ -40,16 +93,16 @@ class Recorded:
         return cls(find_run(run, runs_dir))
 
     @cached_property
-    def status(self) -> Mapping[str, Any]:
-        """The last status.json; empty if there is none that can be read. Any key may be missing:
-        `read_status` is strict, and says whether the run lives."""
+    def status(self) -> Status | None:
+        """The last status.json; None if there is none that can be read. (`read_status` says whether the run
+        lives.)"""
         try:
-            return parse_json(read_bytes(self.files.status, max_bytes=MAX_STATUS_BYTES), RECORDED)
+            return parse_status(read_bytes(self.files.status, max_bytes=MAX_STATUS_BYTES))
         except FileNotFoundError:
             pass
         except (OSError, ValueError) as wrong:
-            self.damage.add_file(self.files.status, reason(wrong))
-        return {}
+            self.damage.add(self.files.status, 0, reason(wrong))
+        return None
 
     @cached_property
     def loaded(self) -> Loaded:
@@ -59,26 +112,30 @@ class Recorded:
 
     @cached_property
     def roles(self) -> dict[str, str]:
-        """Executor -> feed, rollout, reward or trainer."""
-        return {executor["name"]: executor["role"] for executor in self.status.get("executors", ())}
+        """Executor -> feed, rollout, reward, scorer or trainer."""
+        return {executor.name: executor.role for executor in self.status.executors} if self.status else {}
 
     @property
     def attempts(self) -> list[Path]:
         """The log directories of the attempts, the first one first."""
-        return [
-            path
-            for number in range(1, self.files.attempts + 1)
-            if (path := self.files.logs / f"attempt-{number}").is_dir()
-        ]
+        paths = (self.files.logs / f"attempt-{number + 1}" for number in range(self.files.attempts))
+        return [path for path in paths if path.is_dir()]
 
     def metrics(self) -> Iterator[Line]:
         """A line per train step (docs/metrics.md), without values that are not finite."""
-        return metrics_of(self.files.metrics, self.damage)
+        for line in lines_of(self.files.metrics, MetricsLine, self.damage):
+            yield {key: value for key, value in line.items() if _is_usable(value, key in LISTS)}
+
+    def num_steps(self) -> int:
+        """How many lines metrics.jsonl has, damaged ones included."""
+        with _readable(self.files.metrics):
+            return sum(1 for _ in read_lines(self.files.metrics))
+        return 0
 
     def timeline(self, first_step: int = 1, last_step: int | None = None) -> Iterator[TimelineLine]:
         """The lines of these train steps: each executor's spans (state, start_s, end_s), and counts of
         running sequences."""
-        lines: Iterator[TimelineLine] = lines_of(self.files.timeline, TimelineLine, self.damage)
+        lines = lines_of(self.files.timeline, TimelineLine, self.damage)
         wanted = takewhile(lambda line: last_step is None or line.get("step", 0) <= last_step, lines)
         return (line for line in wanted if line.get("step", first_step) >= first_step)
 
@@ -98,7 +155,7 @@ class Recorded:
         # Most lines are about groups. They are recognised by their text, because parsing them all takes long.
         written = re.compile(f'"event": "(?:{"|".join(map(re.escape, names))})"'.encode())
         wanted = (lambda line: bool(written.search(line))) if names else bool
-        for event in lines_of(self.files.events, Event, self.damage, wanted):
+        for event in lines_of(self.files.events, EVENT, self.damage, wanted):
             if not names or event["event"] in names:
                 yield event
 
@@ -110,7 +167,7 @@ class Recorded:
 
     def samples(self, step: int) -> Iterator[SampleLine]:
         """The dumped trajectories of a train step (samples.py); none if they were not dumped."""
-        return lines_of(self.files.samples / f"step-{step:06d}.jsonl", Sample, self.damage)
+        return lines_of(self.files.samples / f"step-{step:06d}.jsonl", SAMPLE, self.damage)
 
 
 def _is_abandoned(event: EventLine, resumed: EventLine) -> bool:
@@ -122,3 +179,83 @@ def _is_abandoned(event: EventLine, resumed: EventLine) -> bool:
     if event["event"] == "eval":
         return event.get("version", 0) > resumed.get("version", 0)
     return event.get("time_s", 0.0) > resumed.get("time_s", 0.0)
+
+
+def _is_usable(value: object, is_list: bool) -> bool:
+    if is_list:
+        return isinstance(value, list) and bool(value) and all(_is_usable(one, False) for one in value)
+    return is_number(value) and abs(value) < MOST_SHOWN
+
+
+def read_metrics(path: Path) -> list[Line]:
+    """All lines of metrics.jsonl, for figures that need every line. Raises ConfigError if it cannot be read,
+    or a line is damaged."""
+    run = Recorded(path.parent)
+    lines = list(run.metrics())
+    for note in run.damage.notes:
+        raise ConfigError(note, hint="use another run")
+    return lines
+
+
+def lines_of(
+    path: Path, kind: type[T], damage: Damage, wanted: Callable[[bytes], bool] = bool
+) -> Iterator[T]:
+    """The lines that are `wanted`, parsed as `kind`; none if there is no file. Malformed lines are counted in
+    `damage`, but not the last one if it is incomplete: its writer was killed, or is writing it.
+
+    Raises ConfigError if the file cannot be read.
+    """
+    # Number and fault of a malformed line, until it is known not to be the last one.
+    wrong: tuple[int, str] | None = None
+    with _readable(path):
+        for number, line in enumerate(read_lines(path), start=1):
+            if wrong:
+                damage.add(path, *wrong)
+                wrong = None
+            if line and not line.isspace() and wanted(line):
+                try:
+                    entry = parse_json(line, kind)
+                except ValueError as error:
+                    wrong = number, str(error)
+                    continue
+                yield entry
+        if wrong:
+            with open_regular(path) as file:
+                file.seek(-1, os.SEEK_END)
+                is_incomplete = file.read(1) != b"\n"
+            if not is_incomplete:
+                damage.add(path, *wrong)
+
+
+@contextmanager
+def _readable(path: Path) -> Iterator[None]:
+    """Leave the block if the file is missing. Raises ConfigError if it cannot be read."""
+    try:
+        yield
+    except FileNotFoundError:
+        return
+    except (OSError, UnsafeFile) as error:
+        hint = "the run's other files may be readable without it"
+        raise ConfigError(f"{path} cannot be read: {reason(error)}", hint=hint) from None
+
+
+def joined_timeline(lines: Iterable[TimelineLine]) -> tuple[Spans, Counts]:
+    """A run's spans and counts of running sequences, by executor, in order of time. A span that was split
+    over two lines is joined."""
+    spans: Spans = {}
+    running: Counts = {}
+    for line in lines:
+        for name, stretch in line["spans"].items():
+            for span in stretch:
+                add_span(spans.setdefault(name, []), *span)
+        for name, samples in line.get("running", {}).items():
+            running.setdefault(name, []).extend(samples)
+    return spans, running
+
+
+def add_span(spans: list[RecordedSpan], state: str, start_s: float, end_s: float) -> None:
+    """Append a span, or extend the last one if it has the same state and there is no gap."""
+    if spans and spans[-1][0] == state and start_s - spans[-1][2] < 1e-3:
+        spans[-1] = (state, spans[-1][1], max(end_s, spans[-1][2]))
+    else:
+        spans.append((state, start_s, end_s))

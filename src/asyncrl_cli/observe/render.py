@@ -11,12 +11,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from itertools import chain
 from textwrap import wrap
-from typing import Any
 
 from rich.table import Table
 from rich.text import Text
 
 from asyncrl_cli.contracts.events import ENDED
+from asyncrl_cli.contracts.status import CoveredTime, ExecutorStatus, Figure, Status
 from asyncrl_cli.measure.states import WAITS_FOR_RESTART
 from asyncrl_cli.observe.format import (
     NOTHING,
@@ -26,6 +26,7 @@ from asyncrl_cli.observe.format import (
     duration,
     is_number,
     ledger_line,
+    listed,
     number,
     scored,
     share,
@@ -57,23 +58,12 @@ PHASE_STYLES = {
 RANKS = {"trainer": 0, "rollout": 1, "scorer": 2}
 """The roles whose rows are the last to be dropped, the very last one first."""
 LEAST_ROWS = 4
-"""This many of their rows are kept before any block below them gets space."""
+"""At least this many of their rows get space before any block below them does."""
 SYNC_PARTS = ("gather", "send", "load", "pause")
 STEP_PARTS = (
-    "step",
-    "train",
-    "wait_data",
-    "wait_scores",
-    "old_logprob",
-    "ref",
-    "critic",
-    "gather",
-    "checkpoint",
-    "eval",
-    "other",
+    *("step", "train", "wait_data", "wait_scores", "old_logprob", "ref"),
+    *("critic", "gather", "checkpoint", "eval", "other"),
 )
-
-Status = Mapping[str, Any]
 
 
 def render(status: Status, *, width: int, height: int, remark: str = "") -> Text:
@@ -81,31 +71,54 @@ def render(status: Status, *, width: int, height: int, remark: str = "") -> Text
     itself."""
     moment = "at the end" if _is_over(status) else "as last reported" if remark else "now"
     top = _header(status, width) + [Text(line, "bold red") for line in wrap(remark, width)]
-    if not status["executors"]:  # the run is starting: there is nothing else to show
-        return _lines([*top, *_notes(status, height - len(top))], width, height)
-    use = [_rule(status, "utilization", "" if _is_over(status) else f"states and waits: {moment}", width)]
-    use += _utilization(status, width)
-    room = height - len(top) - len(use) - bool(status["error"])
+    if not status.executors:  # the run is starting: there is nothing else to show
+        return _page([*top, *_notes(status, height - len(top))], width, height)
+    states = "" if _is_over(status) else f"states and waits: {moment}"
+    use = [_rule(status.periods.utilization, states, width), *_utilization(status, width)]
+    room = height - len(top) - len(use) - bool(status.error)
     costs = [rule(f"── {moment} ", width)], [_sync(status, width), _ledger(status, width)]
-    below = _fitting([_details(status, width), costs], room - _least_rows(status))
+    # The rows of trainer and rollout (some, if they are many), and a line about the rest, come before the
+    # blocks.
+    ranked = sum(executor.role in RANKS for executor in status.executors)
+    least_rows = min(ranked + (ranked < len(status.executors)), LEAST_ROWS)
+    below = _fitting([_details(status, width), costs], room - least_rows)
     lines = [*top, *use, *_executors(status, width, max(1, room - len(below))), *below]
-    return _lines([*lines, *_notes(status, max(0, height - len(lines)))], width, height)
+    return _page([*lines, *_notes(status, max(0, height - len(lines)))], width, height)
 
 
-def _lines(lines: list[Text], width: int, height: int) -> Text:
+def render_summary(status: Status) -> Table:
+    """The totals of an ended run as a table of two columns; long figures wrap in theirs."""
+    table = Table.grid(padding=(0, 1, 0, 0))
+    table.add_column(width=LABEL - 1, no_wrap=True, style="dim bold")
+    table.add_column(overflow="fold")
+    for what, figures in summary_rows(status):
+        table.add_row(what, Text(figures, "bold red" if what == "error" else ""))
+    return table
+
+
+def _page(lines: Sequence[Text], width: int, height: int) -> Text:
     for line in lines:
         line.rstrip()
         line.truncate(width, overflow="ellipsis")
     return Text("\n", no_wrap=True, overflow="crop").join(lines[:height])
 
 
+def _is_over(status: Status) -> bool:
+    return status.phase in ENDED
+
+
+def _rule(time: CoveredTime | None, also: str, width: int) -> Text:
+    """A line that says which time the figures below it cover."""
+    return rule(f"── {time.words if time else 'no step yet'} " + (f"── {also} " if also else ""), width)
+
+
 def _details(status: Status, width: int) -> tuple[list[Text], list[list[Text]]]:
     """A heading, and the blocks on staleness and learning, side by side if there is room."""
-    half = max(36, width // 2 - 8) if width >= WIDE and status["periods"]["steps"] else 0
-    staleness = _staleness(status) if status["periods"]["steps"] else []
+    half = max(36, width // 2 - 8) if width >= WIDE and status.periods.steps else 0
+    staleness = _staleness(status) if status.periods.steps else []
     learning = _learning(status, width - half)
     both = [beside(staleness, learning, half)] if half else [staleness, learning]
-    return [_rule(status, "steps", "", width)], [*both, _episodes(status, width), _filtered(status)]
+    return [_rule(status.periods.steps, "", width)], [*both, _turns(status, width), _filtered(status)]
 
 
 def _fitting(sections: Sequence[tuple[list[Text], list[list[Text]]]], room: int) -> list[Text]:
@@ -120,165 +133,122 @@ def _fitting(sections: Sequence[tuple[list[Text], list[list[Text]]]], room: int)
     return lines
 
 
-def render_summary(status: Status) -> Table:
-    """The totals of an ended run as a table of two columns; long figures wrap in theirs."""
-    table = Table.grid(padding=(0, 1, 0, 0))
-    table.add_column(width=LABEL - 1, no_wrap=True, style="dim bold")
-    table.add_column(overflow="fold")
-    for what, figures in summary_rows(status):
-        table.add_row(what, Text(figures, "bold red" if what == "error" else ""))
-    return table
-
-
-def _is_over(status: Status) -> bool:
-    return status["phase"] in ENDED
-
-
-def _rule(status: Status, figures: str, also: str, width: int) -> Text:
-    """A line that says which time the figures below it cover."""
-    period = status["periods"][figures]
-    return rule(
-        f"── {period['words'] if period else 'no step yet'} " + (f"── {also} " if also else ""), width
-    )
-
-
 def _header(status: Status, width: int) -> list[Text]:
-    progress, admission = status["progress"], {} if _is_over(status) else status["admission"]
-    title = Text.assemble(("━━ asyncrl ", "bold"), (status["name"], "bold cyan"), f" · {status['profile']} ")
-    phase = Text(f" {status['phase']} ━━", PHASE_STYLES.get(status["phase"], "bold"))
+    progress, admission = status.progress, None if _is_over(status) else status.admission
+    title = Text.assemble(("━━ asyncrl ", "bold"), (status.name, "bold cyan"), f" · {status.profile} ")
+    phase = Text(f" {status.phase} ━━", PHASE_STYLES.get(status.phase, "bold"))
     title.truncate(max(0, width - phase.cell_len), overflow="ellipsis")
     title.append("━" * (width - title.cell_len - phase.cell_len), "dim")
-    left = f"step {progress['step']}/{progress['train_steps']} "
-    times = f" {progress['fraction']:>4.0%}  {clock(progress['time_s'])} elapsed"
-    if "eta_s" in progress and status["phase"] == "running" and not status["restarting"]:
-        times += f", {clock(progress['eta_s'])} left"
-    done = Text(left, "bold").append_text(meter(progress["fraction"], width - len(left) - len(times), "cyan"))
-    groups = f"groups {count(progress['groups_trained'])}/{count(progress['groups_total'])}"
-    counts = (
-        [f"starting: {status['doing']}"]
-        if status.get("doing")
-        else [f"version {progress['version']}", groups]
-    )
+    left = f"step {progress.step}/{progress.train_steps} "
+    times = f" {progress.fraction:>4.0%}  {clock(progress.time_s)} elapsed"
+    if progress.eta_s is not None and status.phase == "running" and not status.restarting:
+        times += f", {clock(progress.eta_s)} left"
+    done = Text(left, "bold").append_text(meter(progress.fraction, width - len(left) - len(times), "cyan"))
+    groups = f"groups {count(progress.groups_trained)}/{count(progress.groups_total)}"
+    counts = [f"starting: {status.doing}"] if status.doing else [f"version {progress.version}", groups]
     if admission:
-        taken = f"window {admission['window_taken']}/{admission['window_groups']} taken"
-        counts.append(f"{taken}, budget {admission['window_budget']}")
+        taken = f"window {admission.window_taken}/{admission.window_groups} taken"
+        counts.append(f"{taken}, budget {admission.window_budget}")
     lines = [title + phase, done.append(times), *flow(Text(), joined(counts, " · "), width)]
     if admission:
-        closed = f"waits: {admission['closed_by']} ({admission['cause']})"
-        lines += flow(label("admission"), closed if admission["closed_by"] else "open", width, max_lines=3)
+        closed = f"waits: {admission.closed_by} ({admission.cause})" if admission.closed_by else "open"
+        lines += flow(label("admission"), closed, width, max_lines=3)
     return lines
 
 
 def _utilization(status: Status, width: int) -> list[Text]:
-    figures = status["utilization"]
+    figures = status.utilization
     slots = figures.get("rollouter_slot_utilization")
     style = _graded(slots, 0.7, 0.4)
     first = label("slots used").append(f"{share(slots):>4} ", f"bold {style}")
     first.append_text(meter(slots, max(10, min(30, width // 4)), style))
     first.append("  overlap ", "dim").append(f"{share(figures.get('overlap_ratio')):>4}", "bold")
     if not _is_over(status):
-        first.append("  now ", "dim").append(
-            f"{count(figures.get('running_sequences'))}/{count(figures.get('slots'))}"
-        )
-    first.append(
-        "  " + sparkline(figures["slot_history"], min(30, width - first.cell_len - 2), low=0, high=1), "cyan"
-    )
-    rollouts, scorers, trainers = (_of_role(status, role) for role in ("rollout", "scorer", "trainer"))
-    sides = [
-        ("rollouter", rollouts),
-        *((scorer["name"], [scorer]) for scorer in scorers),
-        ("trainer", trainers),
-    ]
-    return [first, *chain.from_iterable(_side(status, name, executors, width) for name, executors in sides)]
+        now = f"{count(figures.get('running_sequences'))}/{count(figures.get('slots'))}"
+        first.append("  now ", "dim").append(now)
+    room = min(30, width - first.cell_len - 2)
+    first.append("  " + sparkline(listed(figures, "slot_history"), room, low=0, high=1), "cyan")
+    by_role = {role: [one for one in status.executors if one.role == role] for role in RANKS}
+    sides = {
+        "rollouter": by_role["rollout"],
+        **{scorer.name: [scorer] for scorer in by_role["scorer"]},
+        "trainer": by_role["trainer"],
+    }
+    return [first, *chain.from_iterable(_side(status, *side, width) for side in sides.items())]
 
 
-def _of_role(status: Status, role: str) -> list[Mapping[str, Any]]:
-    return [executor for executor in status["executors"] if executor["role"] == role]
-
-
-def _side(status: Status, name: str, mine: Sequence[Mapping[str, Any]], width: int) -> list[Text]:
+def _side(status: Status, name: str, executors: Sequence[ExecutorStatus], width: int) -> list[Text]:
     """How idle and how fast one side (trainer, scorer or rollout) is, and one of its executors that is not
     busy, with what that waits for."""
-    figures = status["utilization"]
+    figures = status.utilization
     idle = figures.get(f"{name}_idle_ratio")
-    busy = 1 - idle if is_number(idle) else None
-    line = label(name).append("idle ", "dim").append(f"{share(idle):>4}", f"bold {_graded(busy, 0.85, 0.6)}")
+    style = _graded(1 - idle if is_number(idle) else None, 0.85, 0.6)
+    line = label(name).append("idle ", "dim").append(f"{share(idle):>4}", f"bold {style}")
     line.append(f"  {count(figures.get(f'{name}_tokens_per_s')):>7} ").append("tokens/s  ", "dim")
-    shown = next((executor for executor in mine if executor["state"] != "busy"), mine[0] if mine else None)
+    shown = next((one for one in executors if one.state != "busy"), executors[0] if executors else None)
     if shown is None:
         return [line]
     _append_state(line, shown, status)
-    if not shown["waiting_for"] or shown["state"] == "busy" or _is_restarting(shown):
+    if not shown.waiting_for or shown.state == "busy" or _is_restarting(shown):
         return [line]
-    return flow(line.append("  "), f"waits for {shown['waiting_for']}", width, max_lines=3)
+    return flow(line.append("  "), f"waits for {shown.waiting_for}", width, max_lines=3)
 
 
 def _graded(value: object, good: float, fair: float) -> str:
     return "" if not is_number(value) else "green" if value >= good else "yellow" if value >= fair else "red"
 
 
-def _is_restarting(executor: Mapping[str, Any]) -> bool:
+def _is_restarting(executor: ExecutorStatus) -> bool:
     """Whether the executor's process is being replaced: its state is `failed` meanwhile."""
-    return bool(executor["state"] == "failed" and executor["waiting_for"] == WAITS_FOR_RESTART)
+    return executor.state == "failed" and executor.waiting_for == WAITS_FOR_RESTART
 
 
-def _append_state(line: Text, executor: Mapping[str, Any], status: Status, width: int = 0) -> None:
+def _append_state(line: Text, executor: ExecutorStatus, status: Status, width: int = 0) -> None:
     """Append the executor's state; for a restart with its number, as in `restarting (1 of 3)`."""
-    state = "restarting" if _is_restarting(executor) else executor["state"]
-    attempt = status["restarting"].get(executor["name"]) if state == "restarting" else None
+    state = "restarting" if _is_restarting(executor) else executor.state
+    attempt = status.restarting.get(executor.name) if state == "restarting" else None
     line.append(f"{state} ({attempt})" if attempt else f"{state:<{width}}", STATE_STYLES.get(state, ""))
 
 
-def _least_rows(status: Status) -> int:
-    """The least number of lines for the rows of executors: those of trainer and rollout (some, if they are
-    many), and a line about the rest."""
-    kept = sum(executor["role"] in RANKS for executor in status["executors"])
-    return min(kept + (kept < len(status["executors"])), LEAST_ROWS)
-
-
 def _executors(status: Status, width: int, max_rows: int) -> list[Text]:
-    every = shown = status["executors"]
+    every = shown = status.executors
     if len(every) > max_rows:
-        ranked = sorted(every, key=lambda executor: RANKS.get(executor["role"], len(RANKS)))[
-            : max(1, max_rows - 1)
-        ]
-        shown = [executor for executor in every if executor in ranked]  # in the order of the flow
+        by_rank = sorted(every, key=lambda executor: RANKS.get(executor.role, len(RANKS)))
+        chosen = by_rank[: max(1, max_rows - 1)]
+        shown = [executor for executor in every if executor in chosen]  # in the order of the flow
     lines = [_executor(executor, status, width) for executor in shown]
     if len(every) > len(shown) and max_rows > 1:
         lines.append(Text(f"... and {len(every) - len(shown)} more executors", "dim"))
     return lines
 
 
-def _executor(executor: Mapping[str, Any], status: Status, width: int) -> Text:
+def _executor(executor: ExecutorStatus, status: Status, width: int) -> Text:
     """One executor: name, state, a strip of its time in states, version, running sequences, and how full its
     engine's cache is."""
-    line, state_s, gauges = label(executor["name"]), executor["state_s"], executor["gauges"]
+    line, state_s, gauges = label(executor.name), executor.state_s, executor.gauges
     _append_state(line, executor, status, width=9)
-    line.append(" " if _is_restarting(executor) else "").append_text(
-        strip(state_s, STATE_STYLES, max(8, min(24, width // 5)))
-    )
+    line.append(" " if _is_restarting(executor) else "")
+    line.append_text(strip(state_s, STATE_STYLES, max(8, min(24, width // 5))))
     if (total_s := sum(state_s.values())) > 0:
         line.append(f" busy {state_s.get('busy', 0.0) / total_s:>4.0%}", "dim")
-        most_s, other = max(
-            ((seconds, state) for state, seconds in state_s.items() if state != "busy"), default=(0.0, "")
-        )
+        others = ((seconds, state) for state, seconds in state_s.items() if state != "busy")
+        most_s, other = max(others, default=(0.0, ""))
         line.append(f"  {other} {share(most_s / total_s)}" if most_s / total_s >= 0.005 else "", "dim")
     if _is_restarting(executor):
         return line
-    if executor["name"] in status["versions"]:
-        line.append(f"  v{status['versions'][executor['name']]}", "bold")
+    if executor.name in status.versions:
+        line.append(f"  v{status.versions[executor.name]}", "bold")
     if "running_sequences" in gauges and not _is_over(status):
-        line.append(
-            f"  {count(gauges['running_sequences'])}/{count(gauges.get('slots'))} {_engine(gauges)}", "dim"
-        )
+        running = f"{count(gauges['running_sequences'])}/{count(gauges.get('slots'))}"
+        line.append(f"  {running} {_engine(gauges)}", "dim")
     elif "waiting_groups" in gauges and not _is_over(status):
         line.append(f"  {count(gauges['waiting_groups'])} groups wait for it", "dim")
-    elif executor["waiting_for"] and executor["role"] == "reward":  # `_side` says it for trainer and rollout
-        line.append(f"  waits for {executor['waiting_for']}", "dim")
+    elif executor.waiting_for and executor.role == "reward":  # `_side` says it for trainer and rollout
+        line.append(f"  waits for {executor.waiting_for}", "dim")
     return line
 
 
-def _engine(gauges: Mapping[str, Any]) -> str:
+def _engine(gauges: Mapping[str, Figure]) -> str:
     """The KV cache's use and the engine's queue, abbreviated to fit into 100 columns."""
     if "kv_cache_usage" not in gauges:
         return "sequences"
@@ -287,21 +257,17 @@ def _engine(gauges: Mapping[str, Any]) -> str:
 
 
 def _staleness(status: Status) -> list[Text]:
-    figures, partial = status["staleness"], status["partial"]
+    figures, partial = status.staleness, status.partial
     first = label("staleness").append(
         f"mean {number(figures.get('mean'))}  max {figures.get('max', NOTHING)}"
     )
-    first.append(
-        f"  bound {figures['bound']}" + ("" if status["on_stale"] == "wait" else f" ({status['on_stale']})"),
-        "dim",
-    )
-    histogram = figures.get("histogram", [])
-    lines = [first]
+    policy = "" if status.on_stale == "wait" else f" ({status.on_stale})"
+    lines = [first.append(f"  bound {status.max_staleness}{policy}", "dim")]
+    histogram = listed(figures, "histogram")
     for age, trajectories in enumerate(histogram[:4]):
         cells = meter(trajectories / max(1, *histogram), 16, "magenta" if age else "green")
-        lines.append(
-            Text(f"{age:>{LABEL - 2}}  ", "dim").append_text(cells).append(f" {count(trajectories)}")
-        )
+        row = Text(f"{age:>{LABEL - 2}}  ", "dim").append_text(cells)
+        lines.append(row.append(f" {count(trajectories)}"))
     if len(histogram) > 4:
         lines[-1].append(f"  (+{count(sum(histogram[4:]))} older)", "dim")
     spans = label("partial").append(share(partial.get("partial_ratio")))
@@ -309,77 +275,51 @@ def _staleness(status: Status) -> list[Text]:
 
 
 def _learning(status: Status, width: int) -> list[Text]:
-    reward, timing, lines = status["reward"], status["timing"], list[Text]()
+    reward, lines = status.reward, list[Text]()
     if "mean" in reward:
         trained = label("reward").append(f"{number(reward['mean'], 3)} ", "bold").append("last step ", "dim")
-        lines.append(trained.append(sparkline(reward["history"], 20), "green"))
-    for name, points in by_set(status["eval"]["history"]).items():
-        scores = [point["reward_mean"] for point in points]
-        curve = label("eval").append(f"{scored(points[-1])} ", "bold").append(sparkline(scores, 18), "green")
-        curve.append(
-            f" from {number(scores[0], 3)} (v{points[0]['version']}..{points[-1]['version']})", "dim"
-        )
-        lines.append(curve.append(f" {name}") if name else curve)
-    if status["eval"]["running"] and not _is_over(status):
-        lines.append(
-            label("" if status["eval"]["history"] else "eval").append(
-                f"now {status['eval']['running']}", "yellow"
-            )
-        )
-    taken_s = {part: timing.get(f"{part}_s") for part in STEP_PARTS}
-    parts = [
-        f"{part} {duration(took_s)}"
-        for part, took_s in taken_s.items()
-        if is_number(took_s) and took_s >= 5e-4
-    ]
-    return [
-        *lines,
-        *(
-            flow(label("mean step"), joined(parts, "  ").removeprefix(f"step{JOINT}"), width, "")
-            if parts
-            else []
-        ),
-    ]
+        lines.append(trained.append(sparkline(listed(reward, "history"), 20), "green"))
+    for name, points in by_set(status.eval.history).items():
+        first, last = points[0], points[-1]
+        curve = sparkline([point["reward_mean"] for point in points], 18)
+        line = label("eval").append(f"{scored(last)} ", "bold").append(curve, "green")
+        began = f" from {number(first['reward_mean'], 3)} (v{first['version']}..{last['version']})"
+        lines.append(line.append(began, "dim").append(f" {name}" if name else ""))
+    if status.eval.running and not _is_over(status):
+        name = "" if status.eval.history else "eval"
+        lines.append(label(name).append(f"now {status.eval.running}", "yellow"))
+    taken_s = {part: status.timing.get(f"{part}_s") for part in STEP_PARTS}
+    parts = [f"{part} {duration(s)}" for part, s in taken_s.items() if is_number(s) and s >= 5e-4]
+    if parts:
+        lines += flow(label("mean step"), joined(parts, "  ").removeprefix(f"step{JOINT}"), width, "")
+    return lines
 
 
-def _episodes(status: Status, width: int) -> list[Text]:
+def _turns(status: Status, width: int) -> list[Text]:
     """Turns and tools per trajectory, and failures so far by kind; nothing for tasks without any."""
-    env = status.get("env", {})
-    parts = []
+    env, turns = status.env or {}, list[str]()
     if "turns_mean" in env:
-        parts = [
-            f"mean {number(env['turns_mean'], 1)}",
-            f"max {count(env.get('turns_max'))}",
-            f"tools {duration(env.get('tool_s'))}",
-        ]
-        parts += [f"forks {count(env['forks'])}"] if env.get("forks") else []
-    failed = [
-        f"{count(total)} failed ({key.removeprefix('failed/')})"
-        for key, total in env.items()
-        if key.startswith("failed/")
-    ]
-    return (
-        flow(label("turns" if parts else "failures"), joined(parts + failed, "  "), width, "")
-        if parts or failed
-        else []
-    )
+        turns = [f"mean {number(env['turns_mean'], 1)}", f"max {count(env.get('turns_max'))}"]
+        turns.append(f"tools {duration(env.get('tool_s'))}")
+        turns += [f"forks {count(env['forks'])}"] if env.get("forks") else []
+    failures = {key.removeprefix("failed/"): total for key, total in env.items() if key.startswith("failed/")}
+    figures = [*turns, *(f"{count(total)} failed ({kind})" for kind, total in failures.items())]
+    return flow(label("turns" if turns else "failures"), joined(figures, "  "), width, "") if figures else []
 
 
 def _filtered(status: Status) -> list[Text]:
     """Dynamic sampling: how many groups were left out, and the last step's mean reward with them; nothing
     without it."""
-    if "filtered_ratio" not in status:
+    if status.filtered_ratio is None:
         return []
     line = (
-        label("filtered")
-        .append(share(status["filtered_ratio"]))
-        .append(" of groups had equal rewards", "dim")
+        label("filtered").append(share(status.filtered_ratio)).append(" of groups had equal rewards", "dim")
     )
-    return [line.append(f"  reward with them {number(status['reward'].get('unfiltered_mean'), 3)}", "dim")]
+    return [line.append(f"  reward with them {number(status.reward.get('unfiltered_mean'), 3)}", "dim")]
 
 
 def _sync(status: Status, width: int) -> list[Text]:
-    sync = status["sync"]
+    sync = status.sync
     if not sync:
         return []
     parts = [f"v{sync.get('version')}", *(f"{part} {duration(sync.get(f'{part}_s'))}" for part in SYNC_PARTS)]
@@ -389,10 +329,10 @@ def _sync(status: Status, width: int) -> list[Text]:
 
 
 def _ledger(status: Status, width: int) -> list[Text]:
-    lines = flow(label("ledger"), joined(ledger_line(status["ledger"]).split(" + "), " + "), width, "")
-    if status["checkpoint"] or status["tokens_discarded"]:
-        last = label("checkpoint").append(status["checkpoint"] or "-")
-        lines.append(last.append(f"  tokens discarded so far {count(status['tokens_discarded'])}", "dim"))
+    lines = flow(label("ledger"), joined(ledger_line(status.ledger).split(" + "), " + "), width, "")
+    if status.checkpoint or status.tokens_discarded:
+        last = label("checkpoint").append(status.checkpoint or "-")
+        lines.append(last.append(f"  tokens discarded so far {count(status.tokens_discarded)}", "dim"))
     return lines
 
 
@@ -400,9 +340,9 @@ def _notes(status: Status, room: int) -> list[Text]:
     """The newest notes (events), below the error of a failed run."""
     styles = {"warning": "yellow", "failed": "bold red"}
     notes = [
-        Text(f"{clock(note['time_s']):>9}  ", "dim").append(note["text"], styles.get(note["event"], ""))
-        for note in status["notes"][-room:]
+        Text(f"{clock(note.time_s):>9}  ", "dim").append(note.text, styles.get(note.event or "", ""))
+        for note in status.notes[-room:]
     ]
-    if status["error"]:
-        notes = [Text(f"failed: {status['error'].splitlines()[0]}", "bold red"), *notes[1:]]
+    if status.error:
+        notes = [Text(f"failed: {status.error.splitlines()[0]}", "bold red"), *notes[1:]]
     return notes[:room]

@@ -5,19 +5,22 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, TextIO
+from dataclasses import replace
+from typing import IO
 
 from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
 from asyncrl_cli.contracts.events import ENDED
+from asyncrl_cli.contracts.status import Status
 from asyncrl_cli.observe.format import clock, event_text, step_text, summary_rows
-from asyncrl_cli.observe.observers import Sink
+from asyncrl_cli.observe.line_types import Line
 from asyncrl_cli.observe.render import render, render_summary
-from asyncrl_cli.observe.status import RunStatus
+from asyncrl_cli.observe.run_status import RunStatus
+from asyncrl_cli.observe.sinks import Sink
 from asyncrl_cli.observe.terminal import SafeConsole, neutral
 
 REDRAWS_PER_S = 2
@@ -32,7 +35,7 @@ class Screen(Sink):
 
     def __init__(self, console: Console) -> None:
         self._console = console
-        self._status: Mapping[str, Any] | None = None
+        self._status: Status | None = None
         self._live = Live(
             console=self._console,
             get_renderable=self._picture,
@@ -41,69 +44,72 @@ class Screen(Sink):
         )
         self._live.start()
 
-    def status(self, status: Mapping[str, Any]) -> None:
+    def status(self, status: Status) -> None:
         self._status = status
 
-    def close(self, status: Mapping[str, Any]) -> None:
+    def close(self, status: Status) -> None:
         """Draw the last picture. Gives up after CLOSE_TIMEOUT_S if the terminal is stuck."""
         self._status = status
         closing = threading.Thread(target=self._live.stop, name="screen", daemon=True)
         closing.start()
         closing.join(CLOSE_TIMEOUT_S)
         if not closing.is_alive():
-            # the command's last line reports the error
-            self._console.print(render_summary({**status, "error": ""}))
+            # The command's last line reports the error.
+            self._console.print(render_summary(replace(status, error="")))
 
     def _picture(self) -> Text:
-        return Text() if self._status is None else _on(self._console, self._status)
+        return Text() if self._status is None else _picture(self._console, self._status)
 
 
 class Plain(Sink):
     """Writes events, changes of phase and step lines to `stream` (stderr: stdout carries data)."""
 
-    def __init__(self, stream: TextIO, *, now: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, stream: IO[str], *, now: Callable[[], float] = time.monotonic) -> None:
         self._stream = stream
         self._now = now
-        self._said_s = float("-inf")
-        self._said_step = 0
+        self._shown_s = float("-inf")
+        self._shown_step = 0
         self._phase = ""
 
-    def event(self, event: Mapping[str, Any]) -> None:
+    def event(self, event: Line) -> None:
         if (text := event_text(event)) is None:
             return
-        told = {
-            "warning": f"warning: {text}",
-            "checkpointed": f"{text} written",
-            "failed": f"stopping: {event.get('error', '')}",
-        }
-        self._write(event["time_s"], told.get(event["event"], text))
+        match event["event"]:
+            case "warning":
+                text = f"warning: {text}"
+            case "checkpointed":
+                text = f"{text} written"
+            case "failed":
+                text = f"stopping: {event.get('error', '')}"
+        self._write(event["time_s"], text)
 
-    def status(self, status: Mapping[str, Any]) -> None:
-        if status["phase"] != self._phase:
-            self._phase = status["phase"]
-            self._write(status["progress"]["time_s"], f"{status['name']} ({status['mode']}): {self._phase}")
-        if status["phase"] not in ENDED and self._now() - self._said_s >= PLAIN_EVERY_S:
-            self._say_step(status)
+    def status(self, status: Status) -> None:
+        if status.phase != self._phase:
+            self._phase = status.phase
+            self._write(status.progress.time_s, f"{status.name} ({status.mode}): {self._phase}")
+        if status.phase not in ENDED and self._now() - self._shown_s >= PLAIN_EVERY_S:
+            self._write_step(status)
 
-    def close(self, status: Mapping[str, Any]) -> None:
-        self._say_step(status)
-        rows = summary_rows({**status, "error": ""})
+    def close(self, status: Status) -> None:
+        self._write_step(status)
+        # The command's last line reports the error.
+        rows = summary_rows(replace(status, error=""))
         self._stream.write(neutral("".join(f"{what:<11}{figures}\n" for what, figures in rows)))
         self._stream.flush()
 
-    def _say_step(self, status: Mapping[str, Any]) -> None:
+    def _write_step(self, status: Status) -> None:
         """Write a step line: at most one per step, and none before the first step has ended."""
-        step = status["progress"]["step"]
-        if step != self._said_step and status["periods"]["steps"]:
-            self._write(status["progress"]["time_s"], step_text(status))
-            self._said_s, self._said_step = self._now(), step
+        step = status.progress.step
+        if step != self._shown_step and status.periods.steps:
+            self._write(status.progress.time_s, step_text(status))
+            self._shown_s, self._shown_step = self._now(), step
 
     def _write(self, time_s: float, text: str) -> None:
         self._stream.write(neutral(f"{clock(time_s)}  {text}\n"))
         self._stream.flush()
 
 
-def _on(console: Console, status: Mapping[str, Any], remark: str = "") -> Text:
+def _picture(console: Console, status: Status, remark: str = "") -> Text:
     width, height = console.size
     return render(status, width=width, height=height - 1, remark=remark)
 
@@ -146,5 +152,5 @@ def watching(console: Console) -> Iterator[Callable[[RunStatus | str], None]]:
         return
     with Live(console=console, auto_refresh=False, vertical_overflow="crop") as live:
         yield lambda found: live.update(
-            found if isinstance(found, str) else _on(console, found.status, found.remark), refresh=True
+            found if isinstance(found, str) else _picture(console, found.status, found.remark), refresh=True
         )

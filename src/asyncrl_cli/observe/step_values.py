@@ -62,7 +62,8 @@ def step_values(
         f"env/failed/{kind}": Last(number) for kind, number in record.failures.items()
     }
     values["waste/tokens_discarded"] = Last(record.tokens_discarded)
-    values |= filter_values(record.groups, record.filtered) | record.train.metrics
+    values |= filter_values(record.groups, record.filtered)
+    values |= record.train.metrics
     values |= {f"ledger/{account}": Last(number) for account, number in record.ledger.items()}
     return values
 

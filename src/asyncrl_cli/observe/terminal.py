@@ -76,7 +76,7 @@ def key_presses() -> Iterator[Callable[[float], str]]:
     """Yields a function that waits so many seconds for a key and returns it, or "". A key needs no Enter;
     Ctrl-C works as ever. It just waits if stdin is not our terminal, or we are in its background."""
     if not sys.stdin.isatty() or os.tcgetpgrp(keys := sys.stdin.fileno()) != os.getpgrp():
-        yield lambda seconds: time.sleep(seconds) or ""
+        yield _no_key
         return
     before = termios.tcgetattr(keys)
     tty.setcbreak(keys)
@@ -90,6 +90,11 @@ def key_presses() -> Iterator[Callable[[float], str]]:
         )
     finally:
         termios.tcsetattr(keys, termios.TCSADRAIN, before)
+
+
+def _no_key(seconds: float) -> str:
+    time.sleep(seconds)
+    return ""
 
 
 def label(name: str) -> Text:

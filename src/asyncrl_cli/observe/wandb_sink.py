@@ -13,14 +13,16 @@ from typing import Any
 
 from asyncrl_cli.base.errors import PreflightError
 from asyncrl_cli.base.storage import replace_text
-from asyncrl_cli.observe.background import CLOSE_TIMEOUT_S, START_TIMEOUT_S, Background
+from asyncrl_cli.contracts.status import Status
 from asyncrl_cli.observe.format import LEADING
+from asyncrl_cli.observe.line_types import Line
 from asyncrl_cli.observe.recorded import Recorded
+from asyncrl_cli.observe.service_sinks import CLOSE_TIMEOUT_S, START_TIMEOUT_S, Background, tags_of
+from asyncrl_cli.profile.schema import Profile
 
 TABLE_ROWS = 64
 """Trajectories of a step in a table; its dump in `samples/` has all."""
 COLUMNS = ("step", "group", "trajectory", "reward", "versions", "span", "tokens", "finish_reason", "text")
-_OTHER_MODES = "log in with `wandb login`, or --set logging.wandb=offline, or --set logging.wandb=disabled"
 
 
 class Wandb(Background):
@@ -29,38 +31,55 @@ class Wandb(Background):
     keep the last step's.
 
     Dumped samples become tables `samples`. A resumed run continues the same W&B run: its id is kept in the
-    run's directory. `settings`: of `wandb.init`: `mode` (offline or online), `project`, `name`, `config`, and
-    `tags`.
+    run's directory, because names are not unique within a project.
     """
 
-    service, otherwise = "W&B", _OTHER_MODES
+    service, package = "W&B", "wandb"
+    otherwise = "log in with `wandb login`, or --set logging.wandb=offline, or --set logging.wandb=disabled"
 
-    def __init__(self, run_dir: Path, **settings: Any) -> None:
-        id_file = run_dir / "wandb-run-id"  # an id, because names are not unique within a project
-        if not id_file.exists():
-            replace_text(id_file, uuid.uuid4().hex[:12])
-        self._settings = {**settings, "id": id_file.read_text(encoding="utf-8"), "dir": str(run_dir)}
+    @classmethod
+    def check(cls, profile: Profile) -> None:
+        """Finds out, without the network, whether a login is stored."""
+        if profile.logging.wandb == "online":
+            import wandb
+
+            if not wandb.login(prompt=False):
+                raise PreflightError("W&B did not start: you are not logged in", hint=cls.otherwise)
+
+    def __init__(self, profile: Profile, run_dir: Path) -> None:
         self._recorded = Recorded(run_dir)
-        self._sampled = self._recorded.sampled_steps
-        super().__init__()
+        self._logged_steps = self._recorded.sampled_steps
+        super().__init__(profile, run_dir)
 
     def open(self) -> None:
         os.environ.setdefault("WANDB_SILENT", "true")
         import wandb
 
-        settings = wandb.Settings(
-            console="off", silent=True, init_timeout=START_TIMEOUT_S, finish_timeout=CLOSE_TIMEOUT_S
+        id_file = self.run_dir / "wandb-run-id"
+        if not id_file.exists():
+            replace_text(id_file, uuid.uuid4().hex[:12])
+        self._run = wandb.init(
+            dir=str(self.run_dir),
+            id=id_file.read_text(encoding="utf-8"),
+            resume="allow",
+            name=self.run_dir.name,
+            mode=self.profile.logging.wandb,
+            project=self.profile.logging.wandb_project,
+            config=self.profile.model_dump(mode="json"),
+            tags=list(tags_of(self.profile).values()),
+            settings=wandb.Settings(
+                console="off", silent=True, init_timeout=START_TIMEOUT_S, finish_timeout=CLOSE_TIMEOUT_S
+            ),
         )
-        self._run = wandb.init(**self._settings, resume="allow", settings=settings)
         self._run.define_metric("*", step_metric="step")
 
-    def write(self, line: Mapping[str, Any]) -> None:
+    def write(self, line: Line) -> None:
         self._run.log({key: _chart(key, value) for key, value in line.items()})
         self._write_samples()
 
-    def finish(self, status: Mapping[str, Any]) -> None:
+    def finish(self, status: Status) -> None:
         self._write_samples()  # the last dump may have come after the last line
-        if whole_run := {key: value for key, value in status.get("totals", {}).items() if key in LEADING}:
+        if whole_run := {key: value for key, value in status.totals.items() if key in LEADING}:
             self._run.summary.update(whole_run)
         self._run.finish()
 
@@ -69,8 +88,8 @@ class Wandb(Background):
         import wandb
 
         for step in self._recorded.sampled_steps:
-            if step not in self._sampled:
-                self._sampled.append(step)
+            if step not in self._logged_steps:
+                self._logged_steps.append(step)
                 rows = [sample_row(sample) for sample in islice(self._recorded.samples(step), TABLE_ROWS)]
                 self._run.log({"samples": wandb.Table(columns=list(COLUMNS), data=rows), "step": step})
 
@@ -87,31 +106,22 @@ class Wandb(Background):
 def sample_row(sample: Mapping[str, Any]) -> list[Any]:
     """A dumped trajectory as a table's row. `versions`: which versions sampled how many tokens, as in `3: 12,
     4: 7`."""
-    versions = [
-        version for version, is_sampled in zip(sample["versions"], sample["mask"], strict=True) if is_sampled
-    ]
-    told = ", ".join(f"{version}: {len(list(tokens))}" for version, tokens in groupby(versions))
+    sampled = zip(sample["versions"], sample["mask"], strict=True)
+    versions = [version for version, is_sampled in sampled if is_sampled]
+    counts = ", ".join(f"{version}: {len(list(tokens))}" for version, tokens in groupby(versions))
     span = max(versions) - min(versions) if versions else None
-    own = {"versions": told, "span": span, "tokens": len(versions)}
-    return [own.get(column, sample.get(column)) for column in COLUMNS]
-
-
-def check_login() -> None:
-    """Raises PreflightError if no W&B login is stored. Does not use the network."""
-    import wandb
-
-    if not wandb.login(prompt=False):
-        raise PreflightError("W&B did not start: you are not logged in", hint=_OTHER_MODES)
+    row = {**sample, "versions": counts, "span": span, "tokens": len(versions)}
+    return [row.get(column) for column in COLUMNS]
 
 
 def _chart(key: str, value: Any) -> Any:
     """A value as W&B takes it. Quantiles become a histogram as if they were samples; any other list holds
     counts of 0, 1, 2, ..."""
-    if isinstance(value, list):
-        import numpy as np
-        import wandb
+    if not isinstance(value, list):
+        return value
+    import numpy as np
+    import wandb
 
-        if key.endswith("/quantiles"):
-            return wandb.Histogram(value)
-        return wandb.Histogram(np_histogram=(np.array(value), np.arange(len(value) + 1) - 0.5))
-    return value
+    if key.endswith("/quantiles"):
+        return wandb.Histogram(value)
+    return wandb.Histogram(np_histogram=(np.array(value), np.arange(len(value) + 1) - 0.5))

@@ -372,6 +372,8 @@ class LoggingSection(Section):
     prometheus_port: Annotated[int, Field(ge=1, le=65535)] | None = None
     """Serve the run's gauges for Prometheus on this port of the loopback interface. `asyncrl init grafana`
     writes a dashboard."""
+    sinks: Strings = ()
+    """Further sinks of the run's figures, by name: entry points `asyncrl.sinks` of other packages."""
 
 
 class Profile(Section):

@@ -13,7 +13,7 @@ from itertools import chain, islice, zip_longest
 from statistics import fmean
 from typing import Any
 
-from asyncrl_cli.observe.lines import Line
+from asyncrl_cli.observe.line_types import Line
 
 MOST_STEPS = 2000
 """The steps of a longer run are joined to at most `JOINED_POINTS` points."""

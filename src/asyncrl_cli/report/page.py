@@ -18,12 +18,12 @@ from importlib.resources import files
 from typing import Any
 
 from asyncrl_cli import __version__
-from asyncrl_cli.observe.meanings import meaning_of
-from asyncrl_cli.observe.side_by_side import SideBySide
+from asyncrl_cli.observe.line_figures import meaning_of
 from asyncrl_cli.profile.keys import entries_of
 from asyncrl_cli.profile.loaded import DEFAULT, Loaded, is_default
 from asyncrl_cli.profile.toml_files import toml_value
 from asyncrl_cli.report.run_data import RunData
+from asyncrl_cli.report.side_by_side import Comparison
 from asyncrl_cli.report.verdict import Remark
 
 GENERATOR = '<meta name="generator" content="asyncrl report">'
@@ -145,7 +145,7 @@ def _configuration(loaded: Loaded) -> str:
     return f"<details><summary>{summary}</summary>{table(['key', 'value', 'from'], rows)}</details>"
 
 
-def beside_each_other(compared: SideBySide, heading: str = "Side by side") -> str:
+def beside_each_other(compared: Comparison, heading: str = "Side by side") -> str:
     """Differences of configuration first, then figures."""
     names = [escape(name) for name in compared.names]
     different = [

@@ -10,17 +10,16 @@ from typing import Any
 from asyncrl_cli.base.errors import AsyncrlError, RefusedError, counted
 from asyncrl_cli.contracts.events import ENDED
 from asyncrl_cli.observe.format import clock, count, evenly, event_text, is_number
+from asyncrl_cli.observe.line_figures import Totals
 from asyncrl_cli.observe.line_types import EventLine
-from asyncrl_cli.observe.lines import Totals, num_lines
 from asyncrl_cli.observe.recorded import Recorded
-from asyncrl_cli.observe.status import read_status
+from asyncrl_cli.observe.run_status import read_status
 from asyncrl_cli.profile.arithmetic import LoopSettings
 from asyncrl_cli.profile.loaded import Loaded
 from asyncrl_cli.profile.schema import PlacementSection
 from asyncrl_cli.report.columns import columns_of, rounded
-from asyncrl_cli.report.learning import learned, warned
 from asyncrl_cli.report.timeline import Timeline
-from asyncrl_cli.report.verdict import Remark, verdict_of
+from asyncrl_cli.report.verdict import Remark, learned, verdict_of, warned
 
 MARKS = {
     "eval": "eval",
@@ -54,7 +53,7 @@ def run_data(recorded: Recorded) -> RunData:
     profile = recorded.loaded.profile
     settings = LoopSettings.of(profile)
     totals = Totals()
-    length_s = recorded.status.get("progress", {}).get("time_s", 0.0)
+    length_s = recorded.status.progress.time_s if recorded.status else 0.0
     timeline = Timeline(roles=recorded.roles, length_s=length_s).read(recorded.timeline())
     lines = (  # with the shares of the roles' states, and the number of samples trained so far
         {
@@ -64,7 +63,7 @@ def run_data(recorded: Recorded) -> RunData:
         }
         for line in totals.of(recorded.metrics())
     )
-    columns = columns_of(lines, num_lines(recorded.files.metrics))
+    columns = columns_of(lines, recorded.num_steps())
     if not totals.steps:
         raise RefusedError(
             f"run '{recorded.name}' has nothing to report yet: no train step has ended",
@@ -124,7 +123,7 @@ def _facts(recorded: Recorded, settings: LoopSettings, totals: Totals) -> list[t
     return [
         ("state", _state(recorded)),
         ("mode", f"{schedule.mode}: {own}"),
-        ("profile", str(recorded.status.get("profile", profile.name))),
+        ("profile", recorded.status.profile if recorded.status else profile.name),
         ("model", f"{profile.model.path}, {profile.model.dtype}"),
         ("task", ", ".join(task)),
         ("engine", profile.rollout.engine),
@@ -168,14 +167,14 @@ def _state(recorded: Recorded) -> str:
         found = read_status(str(recorded.files.path), recorded.files.path.parent)
     except AsyncrlError as error:
         return error.message
-    phase = str(found.status["phase"])
-    if error_text := found.status["error"]:
+    phase = found.status.phase
+    if error_text := found.status.error:
         return f"{phase}: {error_text}"
     return found.remark or (phase if phase in ENDED else f"{phase}, {found.liveness}")
 
 
 def _outcome(recorded: Recorded, totals: Totals, events: list[EventLine]) -> Iterator[Remark]:
-    if error := str(recorded.status.get("error", "")):
+    if recorded.status and (error := recorded.status.error):
         yield Remark("outcome", "bad", f"The run ended in an error: {error}", f"asyncrl logs {recorded.name}")
     resumes = sum(event["event"] == "resumed" for event in events)
     again = f", resumed {counted(resumes, 'time')}" if resumes else ""

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from asyncrl_cli.observe.line_types import RecordedSpan, Spans, TimelineLine
-from asyncrl_cli.observe.lines import add_span
+from asyncrl_cli.observe.recorded import add_span
 
 MOST_SPANS = 24_000
 """Limit of spans in one drawn timeline; a browser draws this many without a delay."""

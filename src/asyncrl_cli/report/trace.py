@@ -22,9 +22,8 @@ from typing import Any
 
 from asyncrl_cli.base.errors import ConfigError
 from asyncrl_cli.base.storage import appearing_file
-from asyncrl_cli.observe.line_types import RecordedSpan, Spans
-from asyncrl_cli.observe.lines import Line, add_span
-from asyncrl_cli.observe.recorded import Recorded
+from asyncrl_cli.observe.line_types import Line, RecordedSpan, Spans
+from asyncrl_cli.observe.recorded import Recorded, add_span
 from asyncrl_cli.report.overwriting import check_out
 from asyncrl_cli.report.trace_events import Entry, Tracks, arrow, counter, micros, slice_on
 from asyncrl_cli.report.trace_groups import (

@@ -17,11 +17,11 @@ from asyncrl_cli.bench.output import long_notes
 from asyncrl_cli.bench.results import Comparison, read_results
 from asyncrl_cli.bench.table import heading_of, rows_of
 from asyncrl_cli.observe.recorded import Recorded
-from asyncrl_cli.observe.side_by_side import side_by_side
 from asyncrl_cli.report.overwriting import check_out
 from asyncrl_cli.report.page import GENERATOR, beside_each_other, card, page_of, plotly, table
 from asyncrl_cli.report.run_data import run_data
 from asyncrl_cli.report.samples_page import MAX_CHARACTERS, samples_html
+from asyncrl_cli.report.side_by_side import compared
 
 NAME = "report.html"
 RESULTS = "results.json"
@@ -36,6 +36,7 @@ def write_report(
     progress: Callable[..., None],
     *,
     search: bool = False,
+    target: float | None = None,
 ) -> tuple[Path, list[str]]:
     """Write the page of these runs, or of one bench's directory, and return its file, and what was left out
     because it is damaged. `search`: with the setting that a simulated search recommends for each run.
@@ -60,13 +61,15 @@ def write_report(
         progress(f"reading {recorded.name}")
         runs.append(run_data(recorded))
     if len(found) > 1:
+        comparison = compared(found, target)
         heading = "Side by side: whole runs, with warm-up and evals" if bench else "Side by side"
-        words += beside_each_other(side_by_side(found), heading)
+        words += beside_each_other(comparison, heading)
     words += "".join(searched(recorded, runs_dir, progress) for recorded in found if search)
     progress(f"writing {path}")
     title = f"bench {bench.resolve().name}" if bench else " · ".join(run.name for run in runs)
     replace_text(path, page_of(runs, library=plotly() if runs else "", title=title, before=words, after=read))
-    return path, [note for recorded in found for note in recorded.damage.notes]
+    notes = [note for recorded in found for note in recorded.damage.notes]
+    return path, notes + (comparison.doubts if len(found) > 1 else [])
 
 
 def searched(recorded: Recorded, runs_dir: Path, progress: Callable[..., None]) -> str:

@@ -9,8 +9,9 @@ import pytest
 
 from asyncrl_cli.cli.app import run
 from asyncrl_cli.observe.recorded import Recorded
-from asyncrl_cli.observe.side_by_side import side_by_side
 from asyncrl_cli.profile.loaded import load, to_document
+from asyncrl_cli.report.side_by_side import compared
+from tests.statuses import write_status
 
 
 def record(
@@ -33,9 +34,7 @@ def record(
         "".join(f"{json.dumps(line)}\n" for line in lines), encoding="utf-8"
     )
     totals = {"trainer/idle_ratio": 0.25, "staleness/mean": 0.5, "staleness/max": 1}
-    status = {"phase": "done", "progress": {"step": len(rewards)}, "totals": totals}
-    (directory / "status.json").write_text(json.dumps(status), encoding="utf-8")
-    return Recorded(directory)
+    return Recorded(write_status(directory, phase="done", progress={"step": len(rewards)}, totals=totals))
 
 
 @pytest.fixture
@@ -50,14 +49,14 @@ def runs(tmp_path: Path) -> list[Recorded]:
 
 
 def test_configurations_differ_where_they_do(runs: list[Recorded]) -> None:
-    assert side_by_side(runs).differences == {
+    assert compared(runs).differences == {
         "async_training.staleness_threshold": [0, 1],
         "task.params.max_numbers": [None, 7],
     }
 
 
 def test_rewards_are_compared_at_equal_samples_and_at_equal_time(runs: list[Recorded]) -> None:
-    made = side_by_side(runs, target=0.4)
+    made = compared(runs, target=0.4)
     found = {figure.label: figure.values for figure in made.figures}
     # 40 samples: a's tenth step, b's tenth; a window of 4 samples is one step of either.
     assert (made.samples, made.time_s) == (40, 40.0)
@@ -74,42 +73,39 @@ def test_rewards_are_compared_at_equal_samples_and_at_equal_time(runs: list[Reco
 def test_the_target_is_what_all_have_reached_and_longer_steps_have_the_same_window(tmp_path: Path) -> None:
     noisy = record(tmp_path, "noisy", [], [0.0, 1.0] * 100, step_s=1.0, groups=1)
     calm = record(tmp_path, "calm", [], [0.5] * 5, step_s=40.0, groups=40)
-    made = side_by_side([noisy, calm])
+    made = compared([noisy, calm])
     found = {figure.label: figure.values for figure in made.figures}
     assert made.reward == pytest.approx(0.5)
     assert found["reward at 1,600 samples"] == pytest.approx([0.5, 0.5])
 
 
-def test_compare_fits_80_columns_and_says_the_same_as_json(
-    runs: list[Recorded], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def test_compare_prints_the_figures_as_json_and_doubts_tasks_that_differ(
+    runs: list[Recorded], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("COLUMNS", "80")
-    assert run(["compare", "a", "b", "--runs-dir", str(tmp_path)]) == 0
-    said = capsys.readouterr()
-    assert max(map(len, said.out.splitlines()[:-1])) <= 80
-    rows = {
-        line.rsplit(maxsplit=2)[0]: line.rsplit(maxsplit=2)[1:]
-        for line in said.out.splitlines()
-        if line.strip()
-    }
-    assert rows["async_training.staleness_threshold"] == ["0", "1"]
-    assert rows["reward at 40 samples"] == ["1.000", "0.500"]
-    assert rows["trainer idle"] == ["25%", "25%"]
-    assert "tasks differ (task.params.max_numbers)" in said.err
     assert run(["compare", "a", "b", "--runs-dir", str(tmp_path), "--json"]) == 0
-    document = json.loads(capsys.readouterr().out)
-    assert document["figures"]["reward at 40 samples"] == pytest.approx([1.0, 0.5])
+    printed = capsys.readouterr()
+    assert json.loads(printed.out)["figures"]["reward at 40 samples"] == pytest.approx([1.0, 0.5])
+    assert "tasks differ (task.params.max_numbers)" in printed.err
     assert run(["compare", "a", "--runs-dir", str(tmp_path)]) == 2
 
 
-def test_a_run_that_has_trained_nothing_is_compared_without_rewards(
+def test_compare_writes_the_report_of_the_runs_side_by_side(
     runs: list[Recorded], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    record(tmp_path, "young", [], [], step_s=1.0, groups=1)
-    assert run(["compare", "a", "young", "--runs-dir", str(tmp_path)]) == 0
-    said = capsys.readouterr()
-    assert "rewards are not compared" in said.err
-    assert "reward at" not in said.out
+    out = tmp_path / "two.html"
+    assert run(["compare", "a", "b", "--reward", "0.4", "--out", str(out), "--runs-dir", str(tmp_path)]) == 0
+    assert capsys.readouterr().out == f"{out}\n"
+    page = out.read_text(encoding="utf-8")
+    for words in ("<code>async_training.staleness_threshold</code>", "time to reward 0.400", "0:00:16"):
+        assert words in page
+
+
+def test_a_run_that_has_trained_nothing_is_compared_without_rewards(
+    runs: list[Recorded], tmp_path: Path
+) -> None:
+    comparison = compared([runs[0], record(tmp_path, "young", [], [], step_s=1.0, groups=1)])
+    assert "rewards are not compared" in comparison.doubts[-1]
+    assert not any(figure.label.startswith("reward at") for figure in comparison.figures)
 
 
 def test_last_evals_have_intervals_and_their_difference_says_whether_it_is_clear(
@@ -129,7 +125,7 @@ def test_last_evals_have_intervals_and_their_difference_says_whether_it_is_clear
             **ends,
         }
         recorded.files.events.write_text(json.dumps(event) + "\n", encoding="utf-8")
-    found = {figure.label: figure for figure in side_by_side(runs).figures}
+    found = {figure.label: figure for figure in compared(runs).figures}
     assert found["last eval"].texts == ["0.250 [0.100..0.900]", "0.625 [0.100..0.900]"]
     # Agresti and Min: 24.5 rises, 0.5 falls, 66 pairs: 24 / 66 -+ 1.96 / 66 * sqrt(25 - 24 ** 2 / 66)
     assert found["against a"].texts == ["-", "+0.375 (95%: 0.244 to 0.483)"]
@@ -137,5 +133,5 @@ def test_last_evals_have_intervals_and_their_difference_says_whether_it_is_clear
     other.write_text(other.read_text(encoding="utf-8").replace("same", "other"), encoding="utf-8")
     # Newcombe, for other prompts: 0.375 -+ sqrt(0.525 ** 2 + 0.65 ** 2) and sqrt(0.275 ** 2 + 0.15 ** 2) to
     # the other ends
-    again = {figure.label: figure for figure in side_by_side(runs).figures}["against a"].texts
+    again = {figure.label: figure for figure in compared(runs).figures}["against a"].texts
     assert again == ["-", "+0.375 (95%: -0.461 to 0.688): too few prompts to tell"]

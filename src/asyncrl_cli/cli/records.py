@@ -1,0 +1,232 @@
+"""Commands that read recorded runs: `asyncrl report`, `compare`, `samples` and `trace`."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from asyncrl_cli.base.errors import ConfigError
+from asyncrl_cli.cli.console import (
+    MOST,
+    RUNS_DIR,
+    JsonOption,
+    RunArgument,
+    RunsDirOption,
+    number_option,
+    print_json,
+    print_text,
+    run_argument,
+    say,
+    stdout,
+    warn,
+)
+
+REPORT_EXAMPLES = """
+  asyncrl report first                          the report of run "first"; stdout is the file's path
+  asyncrl report first second --out two.html    side by side, configuration differences first
+  asyncrl report bench/20261123-094500 --open   a bench: its table, its bound and its runs"""
+COMPARE_EXAMPLES = """
+  asyncrl compare first second --open
+  asyncrl compare runs/a runs/b runs/c --reward 0.6
+  asyncrl compare first second --json | jq .differences"""
+SAMPLES_EXAMPLES = """
+  asyncrl samples my-run                    from the newest dumped step
+  asyncrl samples my-run --step 40 --sort staleness
+  asyncrl samples my-run --group 5f84c0bd   a group, by the beginning of its key
+  asyncrl samples my-run --json | jq '.[].reward'
+
+The colour of a token shows the age of its version. (v7) precedes tokens of version 7;
+(load v8) marks where version 8 was loaded within a response. [bold]logging.samples_*[/]
+set how many trajectories a run keeps."""
+TRACE_EXAMPLES = """
+  asyncrl trace my-run                      writes runs/my-run/trace.json
+  asyncrl trace my-run --steps 35:45        part of a long run
+  asyncrl trace my-run --out trace.json.gz
+
+Open the file at https://ui.perfetto.dev (it stays in your browser) or chrome://tracing.
+docs/trace.md lists questions that it answers. Slots show their sequences if the run
+has [bold]logging.trace_sequences = true[/]."""
+STEPS = re.compile(r"(?P<first>\d{0,15})(?P<colon>:)?(?P<last>\d{0,15})")
+
+ReportOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--out",
+        metavar="FILE",
+        help="The file to write. Default: report.html, for one run in the run's directory.",
+    ),
+]
+OpenOption = Annotated[bool, typer.Option("--open", help="Open the report in the browser.")]
+
+
+def report(
+    runs: Annotated[
+        list[str], run_argument("RUN...", "Names or directories of runs, or the directory of a bench.")
+    ],
+    out: ReportOption = None,
+    search: Annotated[
+        bool,
+        typer.Option(
+            "--tune",
+            help="Also search for the settings that would have been fastest. Takes minutes; simulated.",
+        ),
+    ] = False,
+    open_it: OpenOption = False,
+    runs_dir: RunsDirOption = RUNS_DIR,
+) -> None:
+    """Write a report of one or more runs as one HTML file: a verdict in words, and charts of everything
+    measured."""
+    _write(runs, out, runs_dir, open_it, search=search)
+
+
+def compare(
+    runs: Annotated[list[str], run_argument("RUN RUN...", "Names or directories of two or more runs.")],
+    out: ReportOption = None,
+    reward: Annotated[
+        float | None,
+        number_option(
+            "--reward",
+            "Show the time to this reward. Default: the highest that all runs reached.",
+            least=-MOST,
+            metavar="R",
+        ),
+    ] = None,
+    open_it: OpenOption = False,
+    runs_dir: RunsDirOption = RUNS_DIR,
+    as_json: JsonOption = False,
+) -> None:
+    """Write a report of runs side by side: configuration differences, reward at equal samples and time,
+    idleness, staleness, speed. With --json: print these figures.
+
+    `asyncrl bench` makes runs that can be compared fairly; this command compares any runs."""
+    from asyncrl_cli.observe.recorded import Recorded
+    from asyncrl_cli.report.side_by_side import compared
+
+    if len(runs) < 2:
+        raise ConfigError(
+            "a comparison needs two runs or more", hint=f"`asyncrl status {runs[0]}` shows one run"
+        )
+    if not as_json:
+        return _write(runs, out, runs_dir, open_it, target=reward)
+    recorded = [Recorded.find(run, runs_dir) for run in runs]
+    comparison = compared(recorded, reward)
+    warn(*(note for run in recorded for note in run.damage.notes), *comparison.doubts)
+    print_json(comparison.to_json())
+
+
+def _write(
+    runs: list[str],
+    out: Path | None,
+    runs_dir: Path,
+    open_it: bool,
+    *,
+    search: bool = False,
+    target: float | None = None,
+) -> None:
+    from asyncrl_cli.observe.startup import ProgressLine
+    from asyncrl_cli.report.write import write_report
+
+    with ProgressLine("auto") as progress:
+        path, notes = write_report(runs, out, runs_dir, progress, search=search, target=target)
+    warn(*notes)
+    say(f"{path.stat().st_size / 10**6:.1f} MB; the file needs no network")
+    print_text(str(path))
+    if open_it:
+        typer.launch(path.resolve().as_uri())
+
+
+def samples(
+    run: RunArgument,
+    step: Annotated[
+        int | None, number_option("--step", "A train step. Default: the newest dumped step.")
+    ] = None,
+    group: Annotated[
+        str, typer.Option("--group", metavar="G", help="Only groups whose key begins with G, of any step.")
+    ] = "",
+    sort: Annotated[
+        Literal["staleness", "reward", "length", "span"] | None,
+        typer.Option("--sort", help="Sort by this, largest first. Default: as dumped, group by group."),
+    ] = None,
+    most: Annotated[int, number_option("--most", "Show at most N trajectories.", also="-n")] = 8,
+    runs_dir: RunsDirOption = RUNS_DIR,
+    as_json: JsonOption = False,
+) -> None:
+    """Show sampled trajectories: prompt, response with versions, reward, advantage, probabilities."""
+    from asyncrl_cli.observe.recorded import Recorded
+    from asyncrl_cli.report.samples_text import shown
+    from asyncrl_cli.report.trajectories import choose
+
+    recorded = Recorded.find(run, runs_dir)
+    try:
+        chosen = choose(recorded, step, group, sort, most)
+    finally:
+        warn(*recorded.damage.notes)
+    if as_json:
+        print_json([{**one.line, "figures": one.figures()} for one in chosen])
+        return
+    console = stdout()
+    for one in chosen:
+        console.print(shown(one))
+    steps = recorded.sampled_steps
+    say(
+        f"{len(chosen)} of step {chosen[0].step}; samples are kept of {len(steps)} steps, from {steps[0]} to "
+        f"{steps[-1]}"
+    )
+
+
+def trace(
+    run: RunArgument,
+    steps: Annotated[
+        str,
+        typer.Option(
+            "--steps",
+            metavar="A:B",
+            help="Only these train steps. A: and :B leave one end open; A is one step.",
+        ),
+    ] = ":",
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            "--out",
+            metavar="FILE",
+            help="File to write (.gz: compressed). Default: trace.json in the run's directory.",
+        ),
+    ] = None,
+    runs_dir: RunsDirOption = RUNS_DIR,
+    as_json: JsonOption = False,
+) -> None:
+    """Write a trace for Perfetto or chrome://tracing: who did what when, and how each group became a
+    version."""
+    from asyncrl_cli.observe.recorded import Recorded
+    from asyncrl_cli.report.trace import write_trace
+
+    first, last = parse_steps(steps)
+    recorded = Recorded.find(run, runs_dir)
+    path = out or recorded.files.path / "trace.json"
+    counted = write_trace(recorded, path, first, last)
+    warn(*recorded.damage.notes)
+    if as_json:
+        print_json({"trace": str(path), "num_bytes": path.stat().st_size, "entries": dict(counted)})
+    groups, trained = counted["group"], counted["step"]
+    size = f"{path.stat().st_size / 1e6:.1f} MB"
+    say(f"{groups:,} groups, {trained:,} train steps, {size}; open it at https://ui.perfetto.dev")
+    if not as_json:
+        print_text(str(path))
+
+
+def parse_steps(text: str) -> tuple[int, int | None]:
+    """`A:B`, `A:`, `:B`, `A` or `:` as (first step, last step or None). Raises ConfigError for anything
+    else."""
+    found = STEPS.fullmatch(text)
+    if not text or found is None:
+        raise ConfigError(
+            f"--steps '{text:.40}' is not a range of train steps", hint="--steps 35:45, 35: or :45"
+        )
+    first = int(found["first"] or 1)
+    last = (int(found["last"]) if found["last"] else None) if found["colon"] else first
+    if last is not None and last < first:
+        raise ConfigError(f"--steps {text} ends before it begins", hint=f"--steps {last}:{first}")
+    return first, last
