@@ -110,7 +110,7 @@ KINDS = (
     Kind(name="rollout", is_victim=named(b"ray::RolloutActor")),
     Kind(name="rollout, restarts", is_victim=named(b"ray::RolloutActor"), sets=RESTARTS, goes_on=True),
     Kind(name="reward", is_victim=named(b"child_host reward"), goes_on=True),
-    Kind(name="gym", is_victim=named(b"gym_entries"), while_starting=True),
+    Kind(name="gym", is_victim=named(b"tasks.gym"), while_starting=True),
     Kind(name="gcs_server", is_victim=called("gcs_server")),
     Kind(name="gcs_server, restarts", is_victim=called("gcs_server"), sets=RESTARTS),
     Kind(

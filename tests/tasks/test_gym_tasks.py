@@ -8,6 +8,7 @@ import pickle
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from random import Random
@@ -17,7 +18,8 @@ import pytest
 from asyncrl_cli.base.errors import ConfigError
 from asyncrl_cli.contracts.item import content_uid
 from asyncrl_cli.profile.schema import Profile
-from asyncrl_cli.tasks.gym import dataset_modules, make_dataset, stream_seed
+from asyncrl_cli.tasks import gym
+from asyncrl_cli.tasks.gym import make_dataset, stream_seed
 from asyncrl_cli.tasks.task import Task, load_task
 
 SOURCE_ROOT = str(Path(__file__).resolve().parents[2] / "src")
@@ -26,6 +28,14 @@ SOURCE_ROOT = str(Path(__file__).resolve().parents[2] / "src")
 def profile_of(source: str = "reasoning-gym:number_sorting", **fields) -> Profile:
     task = {"source": source, "adapter": "plain", "train_prompts": 60, **fields.pop("task", {})}
     return Profile.model_validate({"task": task, "eval": {"prompts": 20}, **fields})
+
+
+@pytest.fixture(scope="module", autouse=True)
+def made_here() -> Iterator[None]:
+    """Prompts are made in this process, so that reasoning_gym is imported once."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gym, "call_once", lambda function, *arguments, **options: function(*arguments))
+        yield
 
 
 def prompts_of(items) -> list[str]:
@@ -214,30 +224,18 @@ def test_streams_lie_far_apart():
 
 
 @pytest.mark.slow
-def test_the_names_read_from_the_sources_are_those_that_reasoning_gym_registers():
-    # In a process of its own: the whole of reasoning_gym takes seconds and a hundred megabytes.
+def test_prompts_are_made_without_importing_reasoning_gym_here():
     script = (
-        "import json, reasoning_gym, reasoning_gym.composite as c; from reasoning_gym.factory import "
-        "DATASETS\n"
-    )
-    registered = json.loads(
-        subprocess.check_output([sys.executable, "-c", script + "print(json.dumps(list(DATASETS)))"])
-    )
-    assert set(dataset_modules()) == set(registered)
-    assert len(registered) > 90
-
-
-@pytest.mark.slow
-def test_one_dataset_is_imported_without_all_the_others_and_leaves_no_half_package_behind():
-    script = (
-        "import sys; from asyncrl_cli.tasks.gym import make_dataset\n"
-        "make_dataset('number_sorting', {}, seed=0, size=5)[0]\n"
+        "import sys; from asyncrl_cli.profile.schema import Profile\n"
+        "from asyncrl_cli.tasks.task import load_task\n"
+        "profile = {'task': {'train_prompts': 2}, 'eval': {'prompts': 2}}\n"
+        "assert load_task(Profile.model_validate(profile)).train\n"
         "assert not {'sympy', 'matplotlib', 'reasoning_gym'} & set(sys.modules)\n"
-        "import reasoning_gym; reasoning_gym.create_dataset('chain_sum', size=3)[0]\n"
     )
     subprocess.run([sys.executable, "-c", script], env={**os.environ, "PYTHONPATH": SOURCE_ROOT}, check=True)
 
 
+@pytest.mark.slow
 def test_a_dataset_rebuilt_elsewhere_scores_the_entry_of_an_item(plain):
     dataset = make_dataset(plain.reward.dataset, plain.reward.params, seed=99, size=1)
     item = plain.train[0]

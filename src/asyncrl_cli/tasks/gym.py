@@ -1,14 +1,9 @@
-"""Prompts from reasoning-gym: finds datasets by name, imports only the one wanted, checks its parameters,
-makes its entries.
+"""Prompts from reasoning-gym: checks a dataset's name and parameters, and makes its entries.
 
-`import reasoning_gym` takes a second and a half (sympy, matplotlib, every dataset); one dataset's own module
-takes a tenth of that. So dataset names are read from the text of the sources, and while the wanted module is
-imported, empty packages stand in for the packages that contain it. They are removed afterwards: a later
-`import reasoning_gym` gets the real package.
-
-Prompts are made in a process of their own. Some datasets iterate over sets of strings or draw from the global
-generator, so the same seed gives different entries in different processes. That process fixes the hash seed
-and the global generator, because a resumed run must find the prompts that it began with.
+Only processes of their own import reasoning_gym: it takes one to two seconds (sympy, matplotlib, every
+dataset), and some datasets iterate over sets of strings or draw from the global generator, so the same seed
+gives different entries in different processes. The process that makes prompts fixes the hash seed and the
+global generator, because a resumed run must find the prompts that it began with.
 """
 
 from __future__ import annotations
@@ -16,130 +11,55 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import hashlib
-import importlib
-import importlib.util
 import json
 import random
-import re
-import sys
-import types
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from functools import cache
+from collections.abc import Iterator, Mapping
 from itertools import count
-from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, Protocol, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
 
 from asyncrl_cli.base.child_process import ChildFailed, call_once
 from asyncrl_cli.base.errors import ConfigError, did_you_mean
-from asyncrl_cli.builtin.number_sorting import WORKED
+from asyncrl_cli.builtin.number_sorting import WORKED, Entry
 from asyncrl_cli.contracts.item import Item, make_item, take_new
 from asyncrl_cli.contracts.reward_spec import RewardSpec
 
-PACKAGE = "reasoning_gym"
 SET_ELSEWHERE = {"seed": "run.seed", "size": "task.train_prompts"}
 GENERATE_TIMEOUT_S = 600.0
 MAX_TRIES_PER_PROMPT = 50
 MIN_TRIES = 500
 
-Registered = tuple[Callable[..., Any], Callable[..., Any], Mapping[str, Any]]
-"""A dataset's class, its configuration's class, and the types of its parameters by name."""
+
+class Dataset(Protocol):
+    def __getitem__(self, index: int) -> Entry: ...
+
+    def score_answer(self, answer: str, entry: Entry) -> float: ...
 
 
-def _root() -> Path:
-    return Path(importlib.util.find_spec(PACKAGE).origin).parent
+def make_dataset(name: str, params: Mapping[str, object], *, seed: int, size: int) -> Dataset:
+    """The dataset with these parameters. Raises a ConfigError that names the nearest datasets if there is none of
+    this name, or the wrong parameter and why it is wrong."""
+    import reasoning_gym.composite  # noqa: F401  (registers one more dataset)
+    from reasoning_gym.factory import DATASETS
 
-
-@cache
-def dataset_modules() -> Mapping[str, str]:
-    """Dataset name -> module, without importing any."""
-    root = _root()
-    modules: dict[str, str] = {}
-    for path in sorted(root.rglob("*.py")):
-        text = path.read_text(encoding="utf-8")
-        if "register_dataset(" not in text:
-            continue
-        named = re.findall(
-            r"""(?:^DATASET_NAME\s*=|^register_dataset\()\s*["'](\w+)["']""", text, re.MULTILINE
-        )
-        modules.update(
-            dict.fromkeys(named, ".".join([PACKAGE, *path.relative_to(root).with_suffix("").parts]))
-        )
-    return modules
-
-
-def dataset_module(name: str) -> str:
-    """The module of a dataset. ConfigError with the nearest names if there is no such dataset."""
-    modules = dataset_modules()
-    if name not in modules:
-        nearest = difflib.get_close_matches(name, modules, n=3, cutoff=0.4)
-        raise ConfigError(
-            f'task.source: reasoning-gym has no dataset "{name}"',
-            hint=f"nearest: {', '.join(nearest)}" if nearest else f"one of: {', '.join(sorted(modules))}",
-        )
-    return modules[name]
-
-
-@cache
-def _registered(name: str) -> Registered:
-    module = dataset_module(name)
-    try:
-        with _bare_packages_around(module):
-            return _imported(name, module)
-    except ImportError:  # the module needs the rest of its package
-        return _imported(name, PACKAGE if module.count(".") > 1 else module)
-
-
-def _imported(name: str, module: str) -> Registered:
-    importlib.import_module(module)
-    dataset_class, config_class = importlib.import_module(f"{PACKAGE}.factory").DATASETS[name]
+    if name not in DATASETS:
+        nearest = difflib.get_close_matches(name, DATASETS, n=3, cutoff=0.4)
+        hint = f"nearest: {', '.join(nearest)}" if nearest else f"one of: {', '.join(sorted(DATASETS))}"
+        raise ConfigError(f'task.source: reasoning-gym has no dataset "{name}"', hint=hint)
+    dataset_class, config_class = DATASETS[name]
     hints = get_type_hints(config_class)
-    return (
-        dataset_class,
-        config_class,
-        {field.name: hints[field.name] for field in dataclasses.fields(config_class) if field.init},
-    )
-
-
-@contextmanager
-def _bare_packages_around(module: str) -> Iterator[None]:
-    """While active, reasoning_gym and the category's package are empty packages whose submodules can be
-    imported."""
-    category, _, _ = module.removeprefix(f"{PACKAGE}.").partition(".")
-    if PACKAGE in sys.modules or module.count(".") < 2:
-        yield
-        return
-    root = _root()
-    for name, path in ((PACKAGE, root), (f"{PACKAGE}.{category}", root / category)):
-        bare = types.ModuleType(name)
-        bare.__path__ = [str(path)]
-        sys.modules[name] = bare
-    try:
-        yield
-    finally:
-        for name in [name for name in sys.modules if name == PACKAGE or name.startswith(f"{PACKAGE}.")]:
-            del sys.modules[name]
-
-
-def make_dataset(name: str, params: Mapping[str, Any], *, seed: int, size: int) -> Any:
-    """The dataset with these parameters: entries by index, and `score_answer(answer, entry)`.
-
-    Raises a ConfigError that names the wrong parameter and says why it is wrong.
-    """
-    dataset_class, config_class, kinds = _registered(name)
+    kinds = {field.name: hints[field.name] for field in dataclasses.fields(config_class) if field.init}
     checked = {key: _checked_param(name, kinds, key, value) for key, value in params.items()}
-    own = {key: value for key, value in (("seed", seed), ("size", size)) if key in kinds}
+    checked |= {key: value for key, value in (("seed", seed), ("size", size)) if key in kinds}
     try:
-        # some datasets read data files by the package's name
-        with _bare_packages_around(dataset_module(name)):
-            return dataset_class(config_class(**checked, **own))
+        dataset: Dataset = dataset_class(config_class(**checked))
+        return dataset
     except Exception as error:
         raise _refused_params(name, params, error) from error
 
 
-def _checked_param(name: str, kinds: Mapping[str, Any], key: str, value: Any) -> Any:
+def _checked_param(name: str, kinds: Mapping[str, Any], key: str, value: object) -> object:
     if key in SET_ELSEWHERE:
         raise ConfigError(f"task.params.{key} cannot be set", hint=f"{SET_ELSEWHERE[key]} sets it")
     if key not in kinds:
@@ -155,7 +75,7 @@ def _checked_param(name: str, kinds: Mapping[str, Any], key: str, value: Any) ->
         raise ConfigError(f'task.params.{key} = {value!r}: {reason} (dataset "{name}")') from error
 
 
-def _refused_params(name: str, params: Mapping[str, Any], error: Exception) -> ConfigError:
+def _refused_params(name: str, params: Mapping[str, object], error: Exception) -> ConfigError:
     """An error that names the parameters mentioned in the dataset's own error, or all that were given if it
     mentions none."""
     reason = str(error) or type(error).__name__
@@ -200,11 +120,16 @@ def _distinct(spec: RewardSpec, stream: str, num: int, taken: set[str]) -> list[
         if len(found) == num:
             break
         if not more or num_tries > MAX_TRIES_PER_PROMPT * num:
-            raise _too_few(spec.dataset, stream, num, len(found), len(taken), num_tries)
+            key = "eval.prompts" if stream == "eval" else "task.train_prompts"
+            raise ConfigError(
+                f'dataset "{spec.dataset}" with these parameters made only {len(found)} of {num} new prompts '
+                f"for {key} in {num_tries} tries ({len(taken)} distinct ones in all, train and eval together)",
+                hint=f"lower {key}, or widen task.params",
+            )
     return found
 
 
-def stream_seed(name: str, params: Mapping[str, Any], stream: str) -> int:
+def stream_seed(name: str, params: Mapping[str, object], stream: str) -> int:
     """The seed of a stream. A dataset makes item i from seed + i, so seeds must lie far apart, or two streams
     share items."""
     content = json.dumps([name, params, stream], sort_keys=True, default=repr)
@@ -222,15 +147,3 @@ def _items(spec: RewardSpec, seed: int, size: int) -> Iterator[Item]:
         except Exception as error:
             raise _refused_params(spec.dataset, spec.params, error) from error
         yield make_item(prompt, entry["answer"], {"entry": entry})
-
-
-def _too_few(
-    name: str, stream: str, num: int, num_found: int, num_distinct: int, num_tries: int
-) -> ConfigError:
-    key = "eval.prompts" if stream == "eval" else "task.train_prompts"
-    return ConfigError(
-        f'dataset "{name}" with these parameters made only {num_found} of {num} new prompts for {key} in '
-        f"{num_tries} "
-        f"tries ({num_distinct} distinct ones in all, train and eval together)",
-        hint=f"lower {key}, or widen task.params",
-    )

@@ -19,7 +19,7 @@ from asyncrl_cli.contracts.user_code import UserCode
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.tasks.code_choice import has_tool_class, resolve_reward, resolve_tool_class
 from asyncrl_cli.tasks.files import read_items
-from asyncrl_cli.tasks.gym import dataset_module, make_entries
+from asyncrl_cli.tasks.gym import make_entries
 from asyncrl_cli.tasks.splits import KINDS, check_no_files, file_of, read_sets, splits_of
 from asyncrl_cli.tasks.tool_class import ToolClass
 from asyncrl_cli.tasks.verifiers_source import verifiers_items, verifiers_spec
@@ -167,7 +167,6 @@ def _verifiers_task(profile: Profile, name: str) -> Task:
 
 
 def _gym_task(profile: Profile, dataset: str, run_dir: Path | None) -> Task:
-    dataset_module(dataset)
     adapter, params = _adapter(profile, dataset), dict(profile.task.params)
     worked = WORKED[dataset] if adapter == "worked" else None
     if worked is not None:
