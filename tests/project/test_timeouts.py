@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from asyncrl_cli.base.timeouts import timeout
+from asyncrl_cli.base.errors import timeout
 from asyncrl_cli.simulate.world import run_virtual
 
 

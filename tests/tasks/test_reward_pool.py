@@ -276,7 +276,7 @@ def test_exact_match_compares_the_answer_in_the_last_tag_or_the_whole_response()
 
 def test_exact_match_without_an_answer_is_a_failure_and_not_0():
     (reason,) = score(RewardSpec(kind="exact-match"), ["42"], make_item("p", None, {}))
-    assert "no answer to compare" in reason
+    assert reason == "ValueError: the item has no answer to compare a response with"
 
 
 @pytest.mark.slow

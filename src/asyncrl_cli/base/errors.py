@@ -16,12 +16,14 @@ AsyncrlError             exit 1   the run failed
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import functools
 import typing
 
 if typing.TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Sequence
+    import asyncio
+    from collections.abc import AsyncIterator, Callable, Collection, Sequence
 
 E = typing.TypeVar("E", bound=BaseException)
 LONGEST_NAME = 100
@@ -151,3 +153,25 @@ class StorageError(AsyncrlError):
 
 class Interrupted(AsyncrlError):
     exit_code = 130
+
+
+@contextlib.asynccontextmanager
+async def timeout(delay_s: float | None) -> AsyncIterator[asyncio.Timeout]:
+    """Raises TimeoutError if the block takes longer than `delay_s`, even in a task that is being cancelled.
+
+    Until Python 3.11.2 (the version in Debian 12), `asyncio.timeout` raises CancelledError there instead
+    (python/cpython#102780). Cleanup would then stop at its first late answer, and waits for the rest would
+    never end.
+    """
+    import asyncio  # most processes that import this module need no event loop
+
+    task = asyncio.current_task()
+    assert task is not None
+    limit, num_cancels = asyncio.timeout(delay_s), task.cancelling()
+    try:
+        async with limit:
+            yield limit
+    except asyncio.CancelledError as cancelled:
+        if limit.expired() and task.cancelling() <= num_cancels:
+            raise TimeoutError from cancelled
+        raise

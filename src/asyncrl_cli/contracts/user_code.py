@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import reduce
 from typing import Any
 
+PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 MAX_REASON_CHARS = 400
 MOST_TRACEBACKS = 3
 _PRINTED = set[str]()
@@ -68,14 +69,10 @@ def report(error: BaseException) -> str:
 
 
 def describe(error: BaseException) -> str:
-    """The error and where it was raised, as one line that any encoding can write."""
+    """The error and where users' code raised it, as one line that any encoding can write."""
     message = str(getattr(error, "message", "") or error).encode("utf-8", "backslashreplace").decode()
     place = ""
     frames = traceback.extract_tb(error.__traceback__)
-    if (
-        frames
-        and "importlib" not in frames[-1].filename
-        and os.path.dirname(__file__) not in frames[-1].filename
-    ):
+    if frames and not any(ours in frames[-1].filename for ours in ("importlib", PACKAGE)):
         place = f" ({os.path.basename(frames[-1].filename)}:{frames[-1].lineno})"
     return f"{type(error).__name__}: {message}"[:MAX_REASON_CHARS].replace("\n", " ") + place

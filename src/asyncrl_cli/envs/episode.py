@@ -20,8 +20,7 @@ from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TypeVar
 
-from asyncrl_cli.base.errors import ExecutorFailed, first_line
-from asyncrl_cli.base.timeouts import timeout
+from asyncrl_cli.base.errors import ExecutorFailed, first_line, timeout
 from asyncrl_cli.contracts.environment import Answer, End, Environment, EpisodeFailed, SelfPlayed, Turn
 from asyncrl_cli.contracts.prompt_group import Failure, TrajectoryMeta
 from asyncrl_cli.contracts.reward_spec import MAX_REWARD

@@ -16,8 +16,7 @@ from typing import Any, TypeVar
 import ray
 from ray.exceptions import ActorUnavailableError, ObjectLostError, OutOfDiskError, RayError, RayTaskError
 
-from asyncrl_cli.base.errors import AsyncrlError, ExecutorFailed, ExecutorLost, SessionLost
-from asyncrl_cli.base.timeouts import timeout
+from asyncrl_cli.base.errors import AsyncrlError, ExecutorFailed, ExecutorLost, SessionLost, timeout
 from asyncrl_cli.job.lifeline import lost_session, session_wait
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.weights.versions import AT_ONCE_S, CALL_MARGIN_S, TIMEOUT_KEY, RankZero, turn_s

@@ -19,8 +19,7 @@ from ray.util.placement_group import (
 )
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from asyncrl_cli.base.errors import PreflightError
-from asyncrl_cli.base.timeouts import timeout
+from asyncrl_cli.base.errors import PreflightError, timeout
 from asyncrl_cli.job.lifeline import lost_session
 from asyncrl_cli.plan.cluster import LOOPBACK, ClusterResources, NodeResources
 from asyncrl_cli.plan.job_plan import ROLLOUT, JobPlan

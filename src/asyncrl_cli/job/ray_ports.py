@@ -20,8 +20,7 @@ from weakref import WeakValueDictionary
 import ray
 from ray.exceptions import RayError
 
-from asyncrl_cli.base.errors import AsyncrlError, ExecutorLost, NoRoom
-from asyncrl_cli.base.timeouts import timeout
+from asyncrl_cli.base.errors import AsyncrlError, ExecutorLost, NoRoom, timeout
 from asyncrl_cli.contracts import ports
 from asyncrl_cli.contracts.prompt_group import AttemptKey, GroupResult
 from asyncrl_cli.job.calls import Limit, RayRankZero, all_of, answer, shown_host, start_limit

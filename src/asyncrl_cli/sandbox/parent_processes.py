@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl_cli.base.child_process import command, environment, how_it_ended, kill_group, send
-from asyncrl_cli.base.timeouts import timeout
+from asyncrl_cli.base.errors import timeout
 from asyncrl_cli.sandbox import child_host
 from asyncrl_cli.tasks.tool_class import ToolClass, load_player
 

@@ -19,8 +19,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from random import Random
 
-from asyncrl_cli.base.errors import ConfigError
-from asyncrl_cli.base.timeouts import timeout
+from asyncrl_cli.base.errors import ConfigError, timeout
 from asyncrl_cli.builtin.builtin_tasks import environment_of
 from asyncrl_cli.contracts.item import Item, messages_of
 from asyncrl_cli.contracts.user_code import describe

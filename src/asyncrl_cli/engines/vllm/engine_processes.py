@@ -24,8 +24,7 @@ from typing import TYPE_CHECKING, TypeVar, cast
 from weakref import WeakKeyDictionary
 
 from asyncrl_cli.base.child_process import how_it_ended
-from asyncrl_cli.base.errors import AsyncrlError, ExecutorFailed
-from asyncrl_cli.base.timeouts import timeout
+from asyncrl_cli.base.errors import AsyncrlError, ExecutorFailed, timeout
 from asyncrl_cli.engines.vllm.launch import check_engine_args, engine_arguments, weight_backend
 from asyncrl_cli.engines.vllm.requests import VllmCounters
 from asyncrl_cli.profile.schema import ProcessPlace, Profile

@@ -30,8 +30,7 @@ from typing import TYPE_CHECKING, cast, get_args
 
 import torch
 
-from asyncrl_cli.base.errors import ExecutorFailed
-from asyncrl_cli.base.timeouts import timeout
+from asyncrl_cli.base.errors import ExecutorFailed, timeout
 from asyncrl_cli.engines.port import Completion, EngineCounters, FinishReason, PauseReport, Sampling, Scores
 from asyncrl_cli.engines.slotted_engine import SlottedEngine
 from asyncrl_cli.engines.vllm import requests

@@ -17,8 +17,7 @@ import logging
 from collections.abc import AsyncIterator, Collection, Coroutine, Mapping
 from typing import TYPE_CHECKING, Literal
 
-from asyncrl_cli.base.errors import AsyncrlError, ExecutorFailed
-from asyncrl_cli.base.timeouts import timeout
+from asyncrl_cli.base.errors import AsyncrlError, ExecutorFailed, timeout
 from asyncrl_cli.engines.vllm.engine_processes import answer, message_of
 from asyncrl_cli.profile.rollout_sections import WeightsSection
 from asyncrl_cli.profile.schema import Interrupt
