@@ -37,7 +37,7 @@ from functools import partial
 from typing import Any
 
 from asyncrl_cli.contracts.events import Observer, Snapshot, StepRecord
-from asyncrl_cli.job.process import collect_garbage_seldom
+from asyncrl_cli.job.driver_process import collect_garbage_seldom
 from asyncrl_cli.loop.pipeline import Pipeline
 from asyncrl_cli.loop.run_state import World
 from asyncrl_cli.observe.metrics import StepMetrics

@@ -37,7 +37,7 @@ UNKNOWN_S = 15.0
 """A fault of which the driver says nothing for so long has not disturbed it."""
 GONE_WITHIN_S = 90.0
 """A worker's process that is there so long after its run has ended was left behind."""
-WORKERS = "ray::TrainerActor", "ray::RolloutActor", "child_host reward"
+WORKERS = "ray::RankHost", "ray::RolloutHost", "child_host reward"
 HOG = """
 import ray, sys, time
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -99,7 +99,7 @@ def stop_job(scene: Scene) -> None:
 
 
 def fill_store(scene: Scene) -> None:
-    node = scene.node_with("ray::TrainerActor")
+    node = scene.node_with("ray::RankHost")
     words = [sys.executable, "-c", HOG, scene.cluster.address, node.node_id]
     hog = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
     scene.ending.callback(hog.kill)
@@ -132,15 +132,15 @@ FAULTS = (
     Fault(name="job stop", strike=stop_job, as_job=True),
     Fault(name="driver", strike=to_driver(signal.SIGKILL)),
     Fault(name="reward process", strike=to_one("child_host reward"), goes_on=True),
-    Fault(name="rollout worker", strike=to_one("ray::RolloutActor"), goes_on=True),
-    Fault(name="trainer rank", strike=to_one("ray::TrainerActor")),
-    Fault(name="rollout node", strike=to_node("ray::RolloutActor"), goes_on=True),
-    Fault(name="trainer node", strike=to_node("ray::TrainerActor")),
+    Fault(name="rollout worker", strike=to_one("ray::RolloutHost"), goes_on=True),
+    Fault(name="trainer rank", strike=to_one("ray::RankHost")),
+    Fault(name="rollout node", strike=to_node("ray::RolloutHost"), goes_on=True),
+    Fault(name="trainer node", strike=to_node("ray::RankHost")),
     Fault(name="head", strike=lambda scene: scene.cluster.kill(scene.cluster.nodes[0])),
     Fault(name="object store full", strike=fill_store, config=(("local_fs_capacity_threshold", 0.0001),)),
     Fault(name="disk full", strike=wait_for_full, disk_mb=34),
-    Fault(name="rollout node frozen", strike=freeze("ray::RolloutActor"), goes_on=True),
-    Fault(name="trainer node frozen", strike=freeze("ray::TrainerActor")),
+    Fault(name="rollout node frozen", strike=freeze("ray::RolloutHost"), goes_on=True),
+    Fault(name="trainer node frozen", strike=freeze("ray::RankHost")),
 )
 
 

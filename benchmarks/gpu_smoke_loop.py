@@ -41,7 +41,7 @@ from asyncrl_cli.envs.chat import load_chat
 from asyncrl_cli.envs.episode import Limits, Means
 from asyncrl_cli.envs.group_runner import GroupRunner
 from asyncrl_cli.envs.places import Places
-from asyncrl_cli.job.exchange import PartDesk
+from asyncrl_cli.job.rollout_host import PartDesk
 from asyncrl_cli.loop.pipeline import Pipeline
 from asyncrl_cli.loop.run_state import World
 from asyncrl_cli.measure.meters import CallMeter, LongPoll, RolloutMeter
@@ -247,7 +247,7 @@ class LocalTrainer:
 
 
 class LocalWorker(RolloutWorker):
-    """Implements `contracts.ports.RolloutWorker` as `job.rollout_actor` does, without Ray, evals and tools."""
+    """Implements `contracts.ports.RolloutWorker` as `job.rollout_host` does, without Ray, evals and tools."""
 
     name = "rollout-0"
 

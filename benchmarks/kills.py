@@ -106,9 +106,9 @@ def called(name: str) -> Callable[[int, int], bool]:
 RESTARTS = ("rollout.max_restarts=1",)
 KINDS = (
     Kind(name="driver", is_victim=lambda pid, driver: pid == driver, codes=(-signal.SIGKILL,)),
-    Kind(name="trainer", is_victim=named(b"ray::TrainerActor")),
-    Kind(name="rollout", is_victim=named(b"ray::RolloutActor")),
-    Kind(name="rollout, restarts", is_victim=named(b"ray::RolloutActor"), sets=RESTARTS, goes_on=True),
+    Kind(name="trainer", is_victim=named(b"ray::RankHost")),
+    Kind(name="rollout", is_victim=named(b"ray::RolloutHost")),
+    Kind(name="rollout, restarts", is_victim=named(b"ray::RolloutHost"), sets=RESTARTS, goes_on=True),
     Kind(name="reward", is_victim=named(b"child_host reward"), goes_on=True),
     Kind(name="gym", is_victim=named(b"tasks.gym"), while_starting=True),
     Kind(name="gcs_server", is_victim=called("gcs_server")),

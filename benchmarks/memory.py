@@ -34,7 +34,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 
 from asyncrl_cli.contracts.prompt_group import AttemptKey, GroupResult
 from asyncrl_cli.contracts.trajectories import GroupPayload, Trajectory
-from asyncrl_cli.job.process import M_MMAP_THRESHOLD, keep_freed_memory
+from asyncrl_cli.job.host_process import M_MMAP_THRESHOLD, keep_freed_memory
 from asyncrl_cli.models.shape import shape_of
 from asyncrl_cli.plan.cluster import ClusterResources, NodeResources
 from asyncrl_cli.plan.compiler import compile_job

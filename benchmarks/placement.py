@@ -196,7 +196,7 @@ def kill_a_worker(process: subprocess.Popen[str], run: Path) -> None:
 
     wait_for_steps(process, run, DIES_AT_STEP)
     while process.poll() is None:
-        workers = [pid for pid in descendants(process.pid) if b"ray::RolloutActor" in command_line(pid)]
+        workers = [pid for pid in descendants(process.pid) if b"ray::RolloutHost" in command_line(pid)]
         if workers:
             os.kill(min(workers), signal.SIGKILL)
             return

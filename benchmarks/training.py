@@ -13,9 +13,9 @@ from typing import Any
 
 from tests.run.commands import arguments
 
-from asyncrl_cli.job import run as run_module
-from asyncrl_cli.job.driving import RunResult
-from asyncrl_cli.job.session import ray_session
+from asyncrl_cli.job import driver_run as run_module
+from asyncrl_cli.job.driver_loop import RunResult
+from asyncrl_cli.job.ray.session import ray_session
 from asyncrl_cli.models.model_directory import resolve_model
 from asyncrl_cli.plan.cluster import local_cluster
 from asyncrl_cli.plan.compiler import compile_job

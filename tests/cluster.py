@@ -27,7 +27,7 @@ from ray._private.parameter import RayParams
 from ray._private.resource_isolation_config import ResourceIsolationConfig
 from ray._private.utils import write_ray_address
 
-from asyncrl_cli.job.local_ray import LocalNode, ray_variables
+from asyncrl_cli.job.ray.local_ray import LocalNode, ray_variables
 from tests.free_port import free_port
 
 OBJECT_STORE_BYTES = 100 * 2**20

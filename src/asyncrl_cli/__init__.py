@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from asyncrl_cli.job.run import Run
+    from asyncrl_cli.job.driver_run import Run
 
 __all__ = ["Run", "__version__"]
 __version__ = "0.1.0"
@@ -21,5 +21,5 @@ def __getattr__(name: str) -> Any:
 
         # By name: import-linter would count a plain import as a dependency on Ray of every module in the
         # package.
-        return importlib.import_module("asyncrl_cli.job.run").Run
+        return importlib.import_module("asyncrl_cli.job.driver_run").Run
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -20,7 +20,7 @@ from asyncrl_cli.checkpoint import sealed
 from asyncrl_cli.checkpoint.payloads import write_payloads
 from asyncrl_cli.checkpoint.store import CheckpointStore
 from asyncrl_cli.contracts.trajectories import GroupPayload, Segment, Trajectory
-from asyncrl_cli.job.driving import PromptFeed
+from asyncrl_cli.job.driver_prompts import PromptFeed
 from asyncrl_cli.loop.pipeline import Pipeline
 from asyncrl_cli.loop.run_state import World
 from asyncrl_cli.observe.file_sinks import EventsFile, MetricsFile, StatusFile, TimelineFile

@@ -18,9 +18,8 @@ from hypothesis import strategies as st
 from asyncrl_cli.base.errors import ConfigError, RefusedError
 from asyncrl_cli.checkpoint.payloads import read_payloads
 from asyncrl_cli.cli.app import run
-from asyncrl_cli.job.driving import PromptFeed
-from asyncrl_cli.job.preparing import refuse_other_prompts
-from asyncrl_cli.job.run import Run
+from asyncrl_cli.job.driver_prompts import PromptFeed, refuse_other_prompts
+from asyncrl_cli.job.driver_run import Run
 from asyncrl_cli.loop.pipeline import Pipeline
 from asyncrl_cli.loop.run_state import ResumeFrom, World
 from asyncrl_cli.observe.live_status import facts_of

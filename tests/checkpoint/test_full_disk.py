@@ -112,7 +112,7 @@ def test_any_command_tells_it_as_one_error(small_disk: Path, capsys: pytest.Capt
 LOGGER = """
 import logging, resource, signal, sys
 from pathlib import Path
-from asyncrl_cli.job.process import logged_to
+from asyncrl_cli.job.driver_process import logged_to
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, 10_000))
 with logged_to(Path(sys.argv[1])):

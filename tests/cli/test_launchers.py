@@ -15,7 +15,7 @@ import yaml
 from jsonschema import validate
 
 from asyncrl_cli.cli.app import run
-from asyncrl_cli.job.calls import STORED_RETURNS
+from asyncrl_cli.job.ray.local_ray import STORED_RETURNS
 from asyncrl_cli.plan.cluster import ClusterResources, NodeResources
 from asyncrl_cli.plan.compiler import compile_job
 from asyncrl_cli.profile.loaded import load

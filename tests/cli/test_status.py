@@ -15,8 +15,8 @@ from asyncrl_cli.base.paths import ADDRESS_VARIABLE
 from asyncrl_cli.checkpoint.run_directory import RunDirectory
 from asyncrl_cli.cli.app import run
 from asyncrl_cli.cli.console import run_to_its_end
-from asyncrl_cli.job.driving import RunResult
-from asyncrl_cli.job.run import Run
+from asyncrl_cli.job.driver_loop import RunResult
+from asyncrl_cli.job.driver_run import Run
 from asyncrl_cli.observe.run_status import next_command
 from asyncrl_cli.profile.schema import Profile
 from tests.statuses import write_status
@@ -112,7 +112,7 @@ def test_a_single_run_is_shown_in_depth(
 def test_a_run_that_is_done_ends_with_the_next_command(
     ui: str, said: bool, runs_dir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("asyncrl_cli.job.process.collect_garbage_seldom", lambda: None)
+    monkeypatch.setattr("asyncrl_cli.job.driver_process.collect_garbage_seldom", lambda: None)
 
     class Done(Run):
         async def run(self) -> RunResult:

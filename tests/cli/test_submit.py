@@ -15,8 +15,8 @@ import pytest
 
 from asyncrl_cli.checkpoint.run_directory import RunDirectory
 from asyncrl_cli.cli.app import run
-from asyncrl_cli.job import job_server
-from asyncrl_cli.job.job_server import Job, JobServer
+from asyncrl_cli.job.submit import job_server
+from asyncrl_cli.job.submit.job_server import Job, JobServer
 from tests.statuses import write_status
 
 ADDRESS = ("--address", "http://head:8265")

@@ -14,7 +14,7 @@ from asyncrl_cli.base.errors import ConfigError, PreflightError
 from asyncrl_cli.cli.app import run
 from asyncrl_cli.envs.chat import Chat, load_chat
 from asyncrl_cli.envs.conversation import Conversation
-from asyncrl_cli.job.preparing import check_chat
+from asyncrl_cli.job.driver_preparation import check_chat
 from asyncrl_cli.models.model_directory import TOOLS, with_template
 from asyncrl_cli.profile.loaded import load
 from asyncrl_cli.weights.model_files import keep_model_files

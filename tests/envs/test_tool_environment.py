@@ -25,7 +25,7 @@ from asyncrl_cli.contracts.reward_spec import RewardPart, RewardSpec
 from asyncrl_cli.contracts.user_code import UserCode
 from asyncrl_cli.envs.call_log import CallLog, RepeatedCalls, noted_calls
 from asyncrl_cli.envs.tool_environment import ToolEnvironment
-from asyncrl_cli.job.reaper import families, living
+from asyncrl_cli.job.ray.reaper import families, living
 from asyncrl_cli.sandbox.parent_processes import ProcessEnded, Processes, environment_processes
 from asyncrl_cli.tasks.tool_class import ToolClass, inspect_class
 

@@ -141,7 +141,7 @@ def in_place(check: Callable[[JobPlan, Any], Any], cluster: Any, **placement_key
 def reserved(
     plan: JobPlan, check: Callable[[JobPlan, Any], Any] = lambda plan, options: None, timeout_s: float = 30.0
 ) -> Any:
-    from asyncrl_cli.job.placing import placed
+    from asyncrl_cli.job.ray.placement import placed
 
     async def main() -> Any:
         async with placed(plan, timeout_s=timeout_s) as options:

@@ -9,7 +9,7 @@ import os
 import signal
 import sys
 
-from asyncrl_cli.job.session import ray_session
+from asyncrl_cli.job.ray.session import ray_session
 from asyncrl_cli.plan.cluster import ClusterResources, NodeResources
 from asyncrl_cli.profile.schema import Profile
 
@@ -31,7 +31,7 @@ def main(how: str) -> None:
     with ray_session(Profile(), cluster=cluster) as plan:
         holder = ray.remote(Holder).options(num_cpus=1).remote()
         ray.get(holder.hold.remote())
-        directory = os.path.dirname(ray._private.worker.global_worker.node.temp_dir)  # ours, around Ray's
+        directory = os.path.dirname(os.environ["RAY_AUTH_TOKEN_PATH"])  # ours, around Ray's
         ready = ("ready", directory, plan.cpus)
         try:
             print(*ready, flush=True)  # whoever reads it may send the signal before this returns

@@ -14,7 +14,7 @@ import pytest
 from ray.exceptions import OutOfDiskError
 
 from asyncrl_cli.base.errors import ExecutorFailed, ExecutorLost, RefusedError
-from asyncrl_cli.job.session import ray_session
+from asyncrl_cli.job.ray.session import ray_session
 
 from .crew import nodes, small_profile
 
@@ -70,7 +70,7 @@ def actor(session: None) -> Iterator[Any]:
 
 
 def called(ref: Any, timeout_s: float = 30.0, host: str = "") -> Any:
-    from asyncrl_cli.job.calls import Limit, answer
+    from asyncrl_cli.job.ray.calls import Limit, answer
 
     limit = Limit(timeout_s, "rollout.call_timeout_s")
     return asyncio.run(answer(ref, executor="rollout-0", call="group p@0.0", limit=limit, host=host))
@@ -108,7 +108,7 @@ def test_a_call_that_takes_too_long_names_the_call_its_node_and_the_key(
 
 
 def test_a_call_whose_limit_has_no_key_names_none() -> None:
-    from asyncrl_cli.job.calls import Limit, answer
+    from asyncrl_cli.job.ray.calls import Limit, answer
 
     async def main() -> None:
         await answer(asyncio.sleep(60), executor="rollout-0", call="its start", limit=Limit(0.05))
@@ -131,7 +131,7 @@ def test_an_actor_that_dies_is_named_with_what_ray_knows(actor: Any) -> None:
 def test_arrays_that_went_with_their_node_are_not_called_a_dead_process() -> None:
     from ray.exceptions import ObjectLostError
 
-    from asyncrl_cli.job.calls import Limit, answer
+    from asyncrl_cli.job.ray.calls import Limit, answer
 
     async def fetch() -> None:
         raise ObjectLostError("ab" * 28, None, "")
@@ -168,7 +168,7 @@ def test_refusals_keep_their_kind_and_hint(actor: Any) -> None:
 
 
 def test_the_first_failure_of_several_calls_ends_the_wait_for_all(actor: Any) -> None:
-    from asyncrl_cli.job.calls import Limit, all_of, answer
+    from asyncrl_cli.job.ray.calls import Limit, all_of, answer
 
     async def main() -> None:
         refs = [actor.hangs.remote(), actor.raises.remote()]

@@ -13,10 +13,10 @@ import pytest
 
 from asyncrl_cli.base.errors import ConfigError, ExecutorLost
 from asyncrl_cli.contracts.ports import Cut
-from asyncrl_cli.job import run as run_module
-from asyncrl_cli.job.critic_actor import RayCritic
-from asyncrl_cli.job.ray_ports import RayRolloutWorker, RayTrainer
-from asyncrl_cli.job.run import Run
+from asyncrl_cli.job import driver_run
+from asyncrl_cli.job.driver_ranks import RayScorer, RayTrainer
+from asyncrl_cli.job.driver_rollout import RayRolloutWorker
+from asyncrl_cli.job.driver_run import Run
 from asyncrl_cli.models.shape import ModelShape, shape_of_config
 from asyncrl_cli.plan.compiler import compile_job
 from asyncrl_cli.plan.defaults import for_device, for_job
@@ -89,8 +89,8 @@ def test_nothing_of_a_run_sees_an_unresolved_dtype(tmp_path: Path, monkeypatch: 
         seen.append(profile.model.dtype)
         raise ConfigError("enough")
 
-    monkeypatch.setattr(run_module, "prepare", prepare)
-    monkeypatch.setattr(run_module, "local_cluster", lambda: nodes((8, 2)))
+    monkeypatch.setattr(driver_run, "prepare", prepare)
+    monkeypatch.setattr(driver_run, "local_cluster", lambda: nodes((8, 2)))
     loaded = load("base")
     run = Run(loaded.profile, loaded.origins, runs_dir=tmp_path, name="otter", ui="none")
     with pytest.raises(ConfigError, match="enough"):
@@ -104,7 +104,7 @@ def test_a_resumed_run_keeps_its_dtype_on_another_device(
 ) -> None:
     loaded = load("base")  # as an earlier release wrote it, or a run on CPUs
     run = Run(loaded.profile, loaded.origins, runs_dir=tmp_path, ui="none", checkpoint=SimpleNamespace())  # type: ignore[arg-type]
-    run._resolve("cuda")
+    run.resolve_for("cuda")
     assert run.profile.model.dtype == "float32"
 
 
@@ -163,18 +163,18 @@ BATCH: Any = SimpleNamespace(step=3, step_in_window=0, window=0, groups=(), colu
 def test_a_call_that_hangs_names_the_key_of_its_own_limit(
     key: str, call: Callable[..., Any], tmp_path: Path
 ) -> None:
-    shares: Any = lambda batch, names: ([], [], [[]])  # noqa: E731
+    shares: Any = lambda batch, names, profile: ([], [], [[]])  # noqa: E731
     profile = small_profile(placement={"start_timeout_s": 0.05}, trainer={"step_timeout_s": 0.05})
     profile = profile.model_copy(update={"checkpoint": CheckpointSection(timeout_s=0.05)})
 
     async def main() -> None:
-        trainer = RayTrainer([Hanging()], profile, samples_dir=tmp_path)
+        trainer = RayTrainer(lambda: [Hanging()], profile, samples_dir=tmp_path)
         worker, critic = (
             RayRolloutWorker("rollout-0", Hanging, profile),
-            RayCritic("critic", lambda: [Hanging()], profile),
+            RayScorer("critic", lambda: [Hanging()], profile),
         )
-        trainer._shares = critic._shares = shares  # type: ignore[method-assign]
-        trainer._sampled = lambda *args: None  # type: ignore[method-assign, assignment, return-value]
+        trainer.shares = critic.shares = shares  # type: ignore[method-assign]
+        trainer.chosen_samples = lambda *args: None  # type: ignore[method-assign, assignment, return-value]
         await call(trainer, worker, critic)
 
     with pytest.raises(ExecutorLost, match=f"took longer than {key} = 0.05 s") as lost:

@@ -24,11 +24,12 @@ from asyncrl_cli.engines.vllm.engine_processes import END_TIMEOUT_S
 from asyncrl_cli.engines.vllm.launch import set_environment, weight_backend
 from asyncrl_cli.engines.vllm.rank_zero import NcclLinks
 from asyncrl_cli.envs.places import Places
-from asyncrl_cli.job import calls, rank_actors, ray_ports, trainer_actor
-from asyncrl_cli.job.calls import Limit, RayRankZero
-from asyncrl_cli.job.ray_ports import RayRolloutWorker, RayTrainer
-from asyncrl_cli.job.rollout_actor import Loader
-from asyncrl_cli.job.trainer_actor import TrainerActor
+from asyncrl_cli.job import driver_rollout, rank_host, rollout_weights
+from asyncrl_cli.job.driver_ranks import RayTrainer
+from asyncrl_cli.job.driver_rollout import RayRolloutWorker
+from asyncrl_cli.job.rank_host import RankHost
+from asyncrl_cli.job.ray.calls import Limit
+from asyncrl_cli.job.rollout_weights import Loader, RayRankZero
 from asyncrl_cli.measure.meters import RolloutMeter
 from asyncrl_cli.models.shape import shape_of_directory
 from asyncrl_cli.plan.compiler import compile_job, cuda_counts
@@ -84,10 +85,10 @@ def actor(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     rollout = parts.profile.rollout.model_copy(update={"engine": "vllm"})
     profile = parts.profile.model_copy(update={"weights": weights, "rollout": rollout})
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rank_actors, "set_up_process", lambda **_: None)  # this process is the test's
+        patch.setattr(rank_host, "set_up_process", lambda **_: None)  # this process is the test's
         kind = replace(engine_kind("vllm"), rank_zero_end=in_process_nccl)
-        patch.setattr(trainer_actor, "kind_of", lambda profile: kind)
-        rank_zero = TrainerActor(0, profile, parts.place, directory, log_path=directory / "log")
+        patch.setattr(rank_host, "kind_of", lambda profile: kind)
+        rank_zero = RankHost(0, "trainer", profile, parts.place, directory, log_path=directory / "log")
         rank_zero.start(f"file://{directory}/meet", ["here"])
     yield rank_zero
     rank_zero.stop()
@@ -106,7 +107,7 @@ def test_a_gathered_version_leaves_rank_zero_bit_by_bit_until_it_is_wanted_no_mo
         came = threads.submit(EXCHANGE.pipe(port).met.wait, WAIT_S)
         actor.direct("join", WORKER, meeting)
         came.result()
-        model = actor._trainer.model
+        model = actor.trainer.model
         expected = {name: tensor.clone() for part in model.full() for name, tensor in part.items()}
         for version in (2, 3):  # a worker that is still at version 1 keeps it
             actor.gather(version, [1])
@@ -145,7 +146,7 @@ class Driver:
             leave=remote(lambda worker: self.calls.append(("leave", worker))),
         )
         profile = direct_profile(transport)
-        self.trainer = RayTrainer([self.trainer_actor], profile, samples_dir=Path("samples"))
+        self.trainer = RayTrainer(lambda: [self.trainer_actor], profile, samples_dir=Path("samples"))
         self.worker = RayRolloutWorker(WORKER, self._make_actor, profile)
 
     def _make_actor(self) -> Any:
@@ -153,9 +154,7 @@ class Driver:
         return SimpleNamespace(
             __ray_ready__=remote(lambda: True),
             start=remote(lambda: self.calls.append("started") or ("", "")),
-            connect=remote(
-                lambda rank_zero: self.calls.append(("connect", rank_zero.actor is self.trainer_actor))
-            ),
+            connect=remote(lambda actor: self.calls.append(("connect", actor is self.trainer_actor))),
         )
 
 
@@ -209,7 +208,7 @@ def test_each_wait_outlasts_the_waits_inside_it_so_that_who_knows_most_speaks_fi
         limits[call.partition(" of ")[0]] = limit.seconds or 0.0
         return "10.0.0.7", 2345
 
-    for module in (calls, ray_ports):
+    for module in (driver_rollout, rollout_weights):
         monkeypatch.setattr(module, "answer", answer)
     profile = direct_profile("nccl")
     methods = ("direct", "leave", "load", "connect", "free_address")
@@ -242,7 +241,7 @@ def test_each_wait_outlasts_the_waits_inside_it_so_that_who_knows_most_speaks_fi
 
 def test_a_meeting_that_takes_too_long_says_what_can_be_typed(monkeypatch: pytest.MonkeyPatch) -> None:
     there = Driver(monkeypatch)
-    monkeypatch.setattr(ray_ports, "DRIVER_MARGIN_S", 0.25 - 20.0)
+    monkeypatch.setattr(driver_rollout, "DRIVER_MARGIN_S", 0.25 - 20.0)
 
     async def body() -> None:
         there.worker.actor.connect = SimpleNamespace(remote=lambda actor: asyncio.sleep(WAIT_S))
@@ -310,7 +309,7 @@ def test_a_worker_notes_a_version_and_its_engine_asks_rank_zero_within_the_load(
         meter = RolloutMeter(WORKER, 1, lambda: 0.0, lambda: None)
         loader = Loader(SimpleNamespace(), profile.weights, meter, 2, Places(1, hold=True))
         await loader.prefetch(manifest, [bucket.entries])
-        return loader._received
+        return loader.received
 
     received = asyncio.run(body())
     named = (WORKER, 7, {"a": "b"})

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from asyncrl_cli.base.errors import ExecutorFailed, ExecutorLost
-from asyncrl_cli.job import rank_actors
-from asyncrl_cli.job.ray_ports import RayTrainer
-from asyncrl_cli.job.trainer_actor import TrainerActor
+from asyncrl_cli.job import rank_host
+from asyncrl_cli.job.driver_ranks import RayTrainer
+from asyncrl_cli.job.rank_host import RankHost
 from asyncrl_cli.profile.schema import ModelSection, ProcessPlace, Profile
 
 from .crew import make_model, small_profile
@@ -35,8 +35,7 @@ def test_failed_dumps_are_warned_of_once_and_counted(
         written.append(step)
 
     async def main() -> int:
-        trainer = RayTrainer([], small_profile(), samples_dir=tmp_path)
-        trainer.warn = warnings.append
+        trainer = RayTrainer(list, small_profile(), samples_dir=tmp_path, warn=warnings.append)
         for step in (1, 2, 3, 4):
             await trainer.begin_dump(step, lambda step=step: dump(step))
         await trainer.finish_dumps()
@@ -62,7 +61,7 @@ def test_what_is_no_failure_of_a_dump_is_not_swallowed(tmp_path: Path) -> None:
         raise AssertionError("a bug")
 
     async def main() -> None:
-        trainer = RayTrainer([], small_profile(), samples_dir=tmp_path)
+        trainer = RayTrainer(list, small_profile(), samples_dir=tmp_path)
         await trainer.begin_dump(1, broken)
         await trainer.finish_dumps()
 
@@ -96,9 +95,8 @@ def test_samples_are_decoded_by_a_tokenizers_own_code_if_it_is_trusted(
         "tokenizer_class": "OwnTokenizer",
     }
     (directory / "tokenizer_config.json").write_text(json.dumps(config))
-    monkeypatch.setattr(rank_actors, "set_up_process", lambda **_: None)  # this process is the test's
+    monkeypatch.setattr(rank_host, "set_up_process", lambda **_: None)  # this process is the test's
     profile = Profile(model=ModelSection(trust_remote_code=trust))
-    trainer = TrainerActor(
-        0, profile, ProcessPlace(model_dir=str(directory)), tmp_path, log_path=tmp_path / "log"
-    )
-    assert (trainer._tokenizer.decode([1, 2]) == "decoded by its own code") is trust
+    place = ProcessPlace(model_dir=str(directory))
+    trainer = RankHost(0, "trainer", profile, place, tmp_path, log_path=tmp_path / "log")
+    assert (trainer.tokenizer.decode([1, 2]) == "decoded by its own code") is trust

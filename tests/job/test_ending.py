@@ -14,8 +14,8 @@ import pytest
 from asyncrl_cli.base.errors import AsyncrlError, ExecutorFailed, Interrupted
 from asyncrl_cli.checkpoint.store import CheckpointStore
 from asyncrl_cli.contracts.ports import Cut
-from asyncrl_cli.job.driving import RunResult, run_to_the_end
-from asyncrl_cli.job.process import StopRequests
+from asyncrl_cli.job.driver_loop import RunResult, run_to_the_end
+from asyncrl_cli.job.driver_process import StopRequests
 from asyncrl_cli.simulate.world import run_virtual
 
 DIRECTORY: Any = SimpleNamespace(name="otter", path=Path("otter"), stop_requests=lambda: 0)

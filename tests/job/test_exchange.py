@@ -18,10 +18,9 @@ from asyncrl_cli.base.errors import ExecutorFailed, ExecutorLost
 from asyncrl_cli.contracts.ports import Progress
 from asyncrl_cli.contracts.prompt_group import AttemptKey, Failure, PartKey, PartRequest, PartResult
 from asyncrl_cli.contracts.trajectories import GroupPayload
-from asyncrl_cli.job.calls import Limit, answer
-from asyncrl_cli.job.exchange import PARTS_PER_ANSWER, SETTLE_S, PartDesk, PartExchange
-from asyncrl_cli.job.ray_ports import RayRolloutWorker
-from asyncrl_cli.job.rollout_actor import RolloutActor
+from asyncrl_cli.job.driver_rollout import SETTLE_S, PartExchange, RayRolloutWorker
+from asyncrl_cli.job.ray.calls import Limit, answer
+from asyncrl_cli.job.rollout_host import PARTS_PER_ANSWER, PartDesk, RolloutHost
 from asyncrl_cli.measure.meters import DEBOUNCE_S, POLL_S, LongPoll
 from asyncrl_cli.measure.states import ExecutorReport, State
 from asyncrl_cli.simulate.world import run_virtual
@@ -69,7 +68,7 @@ class Runner:
         self.aborted.append(key)
 
 
-class Actor(RolloutActor):
+class Actor(RolloutHost):
     """The real one without an engine: it runs `runner`'s parts."""
 
     def __init__(self, runner: Any) -> None:
@@ -78,7 +77,7 @@ class Actor(RolloutActor):
         self._changes = LongPoll()
         self._desk = PartDesk(runner.run, self._changes)
 
-    def _progress(self, seen: int, ended: tuple[PartResult, ...]) -> Progress:
+    def report(self, seen: int, ended: tuple[PartResult, ...]) -> Progress:
         return Progress(seen=seen, ended=ended, freed_slots=self._desk.freed_slots, reports=())
 
 
@@ -381,7 +380,7 @@ def test_the_limit_of_a_load_counts_from_the_end_of_its_drain() -> None:
         async def never_ends(version: int, interrupt: str) -> None:
             await asyncio.sleep(10_000)
 
-        actor._progress, actor.load = progress, never_ends  # type: ignore[method-assign, assignment]
+        actor.report, actor.load = progress, never_ends  # type: ignore[method-assign, assignment]
         profile = small_profile(weights={"timeout_s": 100.0})
         worker = RayRolloutWorker("rollout-0", lambda: Handle(actor), profile)
         async with followed(worker):

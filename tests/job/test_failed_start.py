@@ -12,10 +12,9 @@ from typing import Any
 import pytest
 
 from asyncrl_cli.base.errors import ExecutorFailed
-from asyncrl_cli.job import run as run_module
-from asyncrl_cli.job import workers
-from asyncrl_cli.job.ray_ports import RayTrainer
-from asyncrl_cli.job.run import Run
+from asyncrl_cli.job import driver_crew, driver_run
+from asyncrl_cli.job.driver_ranks import RayTrainer
+from asyncrl_cli.job.driver_run import Run
 
 from .crew import small_profile
 
@@ -26,21 +25,22 @@ def test_a_start_that_fails_gives_the_runs_name_free_and_keeps_its_logs(
     seen: list[list[str]] = []
 
     async def prepare(*args: Any) -> Any:
-        return SimpleNamespace(reward=None, tool_class=None, user_code={}, train=()), tmp_path, {}
+        task = SimpleNamespace(reward=None, tool_class=None, user_code={}, train=(), notes=())
+        return task, tmp_path, {}
 
     @contextlib.contextmanager
     def ray_session(*args: Any, **kwargs: Any) -> Iterator[Any]:
-        yield SimpleNamespace(device="cpu")
+        yield SimpleNamespace(device="cpu", warnings=())
 
     @contextlib.asynccontextmanager
-    async def started_workers(*args: Any, **kwargs: Any) -> AsyncIterator[None]:
+    async def started_crew(*args: Any, **kwargs: Any) -> AsyncIterator[None]:
         seen.append(sorted(path.name for path in (tmp_path / "runs").iterdir()))
         raise ExecutorFailed("rollout-0 failed: out of memory")
         yield
 
-    monkeypatch.setattr(run_module, "prepare", prepare)
-    monkeypatch.setattr(run_module, "ray_session", ray_session)
-    monkeypatch.setattr(workers, "started_workers", started_workers)
+    monkeypatch.setattr(driver_run, "prepare", prepare)
+    monkeypatch.setattr(driver_run, "ray_session", ray_session)
+    monkeypatch.setattr(driver_crew, "started_crew", started_crew)
     for _ in range(2):
         run = Run(small_profile(), runs_dir=tmp_path / "runs", name="otter", ui="none")
         with pytest.raises(ExecutorFailed, match="out of memory") as failed:
@@ -56,7 +56,7 @@ def test_a_stop_does_not_wait_for_a_dump_that_hangs(caplog: pytest.LogCaptureFix
         await asyncio.Event().wait()
 
     async def main() -> None:
-        trainer = RayTrainer([], small_profile(), samples_dir=tmp_path)
+        trainer = RayTrainer(list, small_profile(), samples_dir=tmp_path)
         await trainer.begin_dump(1, hang)
         await trainer.stop(0.01)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from asyncrl_cli.envs.episode import Limits
 from asyncrl_cli.envs.gateway.admin_routes import admin_routes
 from asyncrl_cli.envs.gateway.server import Gateway
 from asyncrl_cli.envs.places import Places, TrajectoryPlace
-from asyncrl_cli.job.rollout_actor import Loader
+from asyncrl_cli.job.rollout_weights import Loader
 from asyncrl_cli.measure.meters import RolloutMeter
 from asyncrl_cli.profile.schema import WeightsSection
 from asyncrl_cli.weights.senders import write_manifest
@@ -29,6 +30,14 @@ from tests.waiting import until
 
 __all__ = ["model", "model_dir"]
 PROMPT = [5, 6, 7]
+
+
+class WatchedPlaces(Places):
+    is_draining = False
+
+    def drained(self) -> AbstractAsyncContextManager[None]:
+        self.is_draining = True
+        return super().drained()
 
 
 async def curl(gateway: Gateway, path: str, body: Any = None, key: str | None = None) -> tuple[int, Any]:
@@ -55,7 +64,7 @@ def test_a_worker_loads_what_another_trainer_has_written_and_samples_with_it(
         engine = TransformersEngine(
             *made_for(model_dir, slots=4, max_prompt_tokens=16, max_response_tokens=24)
         )
-        places = Places(4, hold=True)
+        places = WatchedPlaces(4, hold=True)
         meter = RolloutMeter("rollout-0", 4, asyncio.get_running_loop().time, lambda: None)
         loader = Loader(engine, WeightsSection(), meter, 0, places)
         sampling = Sampling(temperature=1.0, max_response_tokens=24)
@@ -92,7 +101,7 @@ def test_a_worker_loads_what_another_trainer_has_written_and_samples_with_it(
         assert choice["logprobs"]["token_logprobs"] == pytest.approx(expected, abs=1e-4)
         await refused(gateway, loaded["fingerprint"])
 
-    async def drained(gateway: Gateway, places: Places) -> None:
+    async def drained(gateway: Gateway, places: WatchedPlaces) -> None:
         """A drain waits for an episode whose agent is at work, though no request runs."""
         place = TrajectoryPlace(places)
         await place.take()
@@ -100,7 +109,7 @@ def test_a_worker_loads_what_another_trainer_has_written_and_samples_with_it(
         load = asyncio.create_task(
             curl(gateway, "/weights/load", {"path": str(version), "interrupt": "drain"})
         )
-        await until(lambda: places._is_closed)
+        await until(lambda: places.is_draining)
         await asyncio.sleep(0.1)
         assert not load.done()
         place.leave()

@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from asyncrl_cli.base.errors import PreflightError
-from asyncrl_cli.job import job_client
-from asyncrl_cli.job.job_server import JobServer
+from asyncrl_cli.job.submit import job_client
+from asyncrl_cli.job.submit.job_server import JobServer
 
 WAIT_S = 30.0
 OK = b"HTTP/1.1 200 OK\r\n"
@@ -117,7 +117,7 @@ def test_the_token_goes_only_to_a_server_that_asks_for_one(monkeypatch: pytest.M
         return (200, VERSION) if not wants or asked[-1] else (401, b"Unauthorized")
 
     async def receive(client: job_client.BoundedClient, *request: object) -> tuple[int, bytes]:
-        return answer(client._headers)
+        return answer(vars(client)["_headers"])
 
     monkeypatch.setattr(job_client.BoundedClient, "_receive", receive)
     wants = False

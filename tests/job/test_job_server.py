@@ -12,9 +12,9 @@ import pytest
 
 from asyncrl_cli.base.errors import ConfigError, PreflightError
 from asyncrl_cli.base.paths import ADDRESS_VARIABLE
-from asyncrl_cli.job import job_server
-from asyncrl_cli.job.job_server import COMMAND, MARK, Job, JobServer, _without_rays_own
-from asyncrl_cli.job.shipping import PROFILE, Cargo
+from asyncrl_cli.job.submit import job_server
+from asyncrl_cli.job.submit.cargo import PROFILE, Cargo
+from asyncrl_cli.job.submit.job_server import COMMAND, MARK, Job, JobServer, _without_rays_own
 
 
 def test_the_entrypoint_keeps_what_was_shipped_and_becomes_the_driver(
@@ -25,7 +25,7 @@ def test_the_entrypoint_keeps_what_was_shipped_and_becomes_the_driver(
     shipped.mkdir()
     Cargo(root=tmp_path, files=(), profile_toml="name = 'x'", notes=()).write(shipped)
     monkeypatch.setattr(
-        "asyncrl_cli.job.job_server.COMMAND", "sh -c 'echo $$ $PWD $*; cat asyncrl-job.toml' asyncrl"
+        "asyncrl_cli.job.submit.job_server.COMMAND", "sh -c 'echo $$ $PWD $*; cat asyncrl-job.toml' asyncrl"
     )
     runs_dir = tmp_path / "the runs"
     cargo = Cargo(root=tmp_path, files=(), profile_toml="", notes=())

@@ -16,9 +16,9 @@ import pytest
 from ray.exceptions import RayActorError
 
 from asyncrl_cli.base.errors import SessionLost
-from asyncrl_cli.job import lifeline as module
-from asyncrl_cli.job.calls import Limit, answer
-from asyncrl_cli.job.lifeline import lifeline, lost_session
+from asyncrl_cli.job.ray import lifeline as module
+from asyncrl_cli.job.ray.calls import Limit, answer
+from asyncrl_cli.job.ray.lifeline import lifeline, lost_session
 
 NEVER_S = 300.0
 """Longer than any limit of a test: a call that waits this long fails its test."""
@@ -150,7 +150,7 @@ def test_a_call_that_is_answered_is_not_disturbed(daemons: dict[str, subprocess.
 
 DRIVER = """
 import asyncio, subprocess, sys, threading, time
-from asyncrl_cli.job import lifeline
+from asyncrl_cli.job.ray import lifeline
 
 lifeline.LOOK_EVERY_S, lifeline.CHECKPOINT_S, lifeline.DEAF_S = 0.05, 0.1, 0.2
 wake, until_s = lifeline.Lifeline._wake, time.monotonic() + 20

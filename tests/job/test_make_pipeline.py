@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from asyncrl_cli.checkpoint.run_directory import RunDirectory
-from asyncrl_cli.job import driving
+from asyncrl_cli.job import driver_loop
 from asyncrl_cli.loop.run_state import World
 from asyncrl_cli.profile.loaded import load
 
@@ -28,12 +28,12 @@ def test_kept_responses_start_again_if_the_engine_would_miss_a_stop_string_that_
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sets: list[str], continues: bool
 ) -> None:
     given: list[World] = []
-    monkeypatch.setattr(driving, "Pipeline", lambda settings, world: given.append(world))
+    monkeypatch.setattr(driver_loop, "Pipeline", lambda settings, world: given.append(world))
     task = SimpleNamespace(train=[{"uid": "a", "metadata": {}}], eval=[], eval_sets={})
     checkpoint = SimpleNamespace(step=2, version=1, loop_state={})
-    crew: Any = (SimpleNamespace(write=None), [], [], [])
+    crew: Any = SimpleNamespace(trainer=SimpleNamespace(write=None), workers=[], scorers=[], payloads=[])
     observers = SimpleNamespace(live=SimpleNamespace(recall=lambda evals: None))
     profile: Any = load("base", sets, environ={}).profile
-    driving.make_pipeline(profile, RunDirectory(tmp_path), task, crew, observers, checkpoint)  # type: ignore[arg-type]
+    driver_loop.make_pipeline(profile, RunDirectory(tmp_path), task, crew, observers, checkpoint)  # type: ignore[arg-type]
     assert given[0].resume_from is not None
     assert given[0].resume_from.continues is continues

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from asyncrl_cli.base.errors import PreflightError
-from asyncrl_cli.job.session import ray_session
+from asyncrl_cli.job.ray.session import ray_session
 from asyncrl_cli.plan.compiler import compile_job
 from asyncrl_cli.plan.job_plan import ROLLOUT, TRAINER, JobPlan
 

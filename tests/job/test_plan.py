@@ -364,7 +364,7 @@ def test_rows_are_plain_values_one_per_role() -> None:
 
 
 @pytest.mark.parametrize(
-    "module", ["asyncrl_cli.job", "asyncrl_cli.plan.compiler", "asyncrl_cli.job.session"]
+    "module", ["asyncrl_cli.job", "asyncrl_cli.plan.compiler", "asyncrl_cli.job.ray.session"]
 )
 def test_planning_imports_neither_ray_nor_torch(module: str) -> None:
     code = (

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from asyncrl_cli.base.errors import PreflightError
+from asyncrl_cli.job.driver_preflight import NodeFacts, Wanted, ahead_s, findings, refuse, token_in
 from asyncrl_cli.job.node_probe import Probe
-from asyncrl_cli.job.preflight import NodeFacts, Wanted, _token_in, ahead_s, findings, refuse
 from asyncrl_cli.plan.machine import Finding
 from asyncrl_cli.profile.schema import ModelSection, RefSection
 
@@ -169,7 +169,7 @@ def test_the_token_and_what_probes_write_beside_it_go_also_where_somebody_else_r
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def main() -> None:
-        async with _token_in(tmp_path) as token:
+        async with token_in(tmp_path) as token:
             (tmp_path / f"{token}.node").touch()
 
     found = Path.glob
@@ -187,7 +187,7 @@ def test_the_token_and_what_probes_write_beside_it_go_also_where_somebody_else_r
 def test_a_probe_reaches_a_port_that_listens_and_no_other() -> None:
     listening, asking = Probe(), Probe()
     assert asking.reach("127.0.0.1", listening.listen(), 60.0) == ""
-    listening._listening.close()
+    listening.listening.close()
     with socket.socket() as bound:
         bound.bind(("127.0.0.1", 0))
         assert "refused" in asking.reach("127.0.0.1", bound.getsockname()[1], 60.0)

@@ -17,7 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3Moe
 from asyncrl_cli.base.errors import ConfigError, PreflightError
 from asyncrl_cli.builtin.tiny import tiny_tokenizer
 from asyncrl_cli.cli.app import run
-from asyncrl_cli.job.preparing import check_adapters, check_prompt_lengths, checked_tokenizer, tokens
+from asyncrl_cli.job.driver_preparation import check_adapters, check_prompt_lengths, checked_tokenizer, tokens
 from asyncrl_cli.profile.schema import LoraSection, Profile
 
 

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 COMPUTE = """
-from asyncrl_cli.job.process import set_up_process
+from asyncrl_cli.job.host_process import set_up_process
 set_up_process(threads=2, log_path=None)
 import torch
 """

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from asyncrl_cli.base.errors import RefusedError
 from asyncrl_cli.contracts.item import fingerprint, make_item
-from asyncrl_cli.job.driving import PromptFeed
+from asyncrl_cli.job.driver_prompts import PromptFeed
 
 
 def items_named(*names: str) -> list:

@@ -13,6 +13,7 @@ import pytest
 import ray
 import torch
 import torch.distributed as dist
+from ray._private.worker import global_worker
 
 from asyncrl_cli.base.errors import ExecutorFailed
 from asyncrl_cli.contracts.ports import Cut, EvalRequest, EvalTry
@@ -25,7 +26,8 @@ from asyncrl_cli.contracts.prompt_group import (
     TrajectoryMeta,
 )
 from asyncrl_cli.contracts.train_step import TrainBatch
-from asyncrl_cli.job.calls import RayRankZero
+from asyncrl_cli.job.driver_crew import CrewOrder, started_crew
+from asyncrl_cli.job.rollout_weights import RayRankZero
 from asyncrl_cli.measure.states import State
 from asyncrl_cli.plan.cluster import LOOPBACK
 from asyncrl_cli.plan.compiler import compile_job
@@ -65,7 +67,7 @@ async def run_parts(worker: Any, *requests: PartRequest) -> list[PartResult]:
 def test_a_round_of_generate_train_publish_load_checkpoint_and_resume(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from asyncrl_cli.job.session import ray_session
+    from asyncrl_cli.job.ray.session import ray_session
 
     # vLLM's tests leave an OpenMP in it, which would load before any log is open
     monkeypatch.delenv("LD_PRELOAD", raising=False)
@@ -88,23 +90,18 @@ def test_a_round_of_generate_train_publish_load_checkpoint_and_resume(
         assert "OMP_WAIT_POLICY = 'PASSIVE'" in (tmp_path / f"logs/{name}.log").read_text()
 
 
-async def _first_attempt(plan: Any, profile: Any, model_dir: Path, tmp_path: Path) -> list[int]:
-    from asyncrl_cli.job.workers import started_workers
+def crew_of(plan: Any, profile: Any, model_dir: Path, tmp_path: Path, **more: Any) -> Any:
+    where = {"model_dir": model_dir, "run_dir": tmp_path / "run", "log_dir": tmp_path / "logs"}
+    return started_crew(CrewOrder(plan=plan, profile=profile, further={}, reward=REWARD, **where, **more))
 
+
+async def _first_attempt(plan: Any, profile: Any, model_dir: Path, tmp_path: Path) -> list[int]:
     said: list[str] = []
     began_s = time.monotonic()
-    async with started_workers(
-        plan,
-        profile,
-        model_dir,
-        REWARD,
-        further={},
-        run_dir=tmp_path / "run",
-        log_dir=tmp_path / "logs",
-        progress=said.append,
-    ) as (trainer, workers, payloads, _):
+    async with crew_of(plan, profile, model_dir, tmp_path, say=said.append) as crew:
+        trainer, workers = crew.trainer, crew.workers
         print("workers started", time.monotonic() - began_s)
-        assert payloads == []
+        assert crew.payloads == []
         assert {"trainer is ready", "rollout-0 is ready", "rollout-1 is ready"} <= set(said)
         await _meet_on_loopback(trainer.actors[0])
         await _publish_and_load(trainer, workers, 0)
@@ -161,8 +158,8 @@ async def _nothing_passes_through_the_driver(payloads: list[Any]) -> None:
     await asyncio.to_thread(ray.wait, payloads, num_returns=len(payloads), fetch_local=False)
     found = ray.experimental.get_object_locations(payloads)
     assert all(300 < at["object_size"] < 100_000 and at["node_ids"] for at in found.values()), found
-    owner = ray._private.worker.global_worker.core_worker.get_owner_address(payloads[0])
-    assert owner == ray._private.worker.global_worker.core_worker.get_owner_address(ray.put(0))
+    owner = global_worker.core_worker.get_owner_address(payloads[0])
+    assert owner == global_worker.core_worker.get_owner_address(ray.put(0))
 
 
 async def _meet_on_loopback(rank_zero: Any) -> None:
@@ -208,7 +205,6 @@ def _cut(payloads: list[Any]) -> Cut:
 async def _second_attempt(plan: Any, profile: Any, model_dir: Path, tmp_path: Path) -> None:
     """On one rank and one worker."""
     from asyncrl_cli.checkpoint.sealed import Checkpoint
-    from asyncrl_cli.job.workers import started_workers
 
     checkpoint = Checkpoint(
         directory=tmp_path / "step-1",
@@ -218,17 +214,9 @@ async def _second_attempt(plan: Any, profile: Any, model_dir: Path, tmp_path: Pa
         loop_state={"groups": {"running": []}},
         run="run",
     )
-    async with started_workers(
-        plan,
-        profile,
-        model_dir,
-        REWARD,
-        further={},
-        run_dir=tmp_path / "run",
-        log_dir=tmp_path / "logs",
-        checkpoint=checkpoint,
-    ) as (trainer, workers, payloads, _):
-        assert [len(payload) for payload in payloads] == [1, 1]  # each group as one object
+    async with crew_of(plan, profile, model_dir, tmp_path, checkpoint=checkpoint) as crew:
+        trainer, workers = crew.trainer, crew.workers
+        assert [len(payload) for payload in crew.payloads] == [1, 1]  # each group as one object
         await _publish_and_load(trainer, workers, 1)
         (group,) = await run_parts(workers[0], part(9))
         assert {version for meta in group.trajectories for version, _ in meta.version_tokens} == {1}

@@ -15,13 +15,13 @@ from pathlib import Path
 import psutil
 import pytest
 
-from asyncrl_cli.job import reaper
+from asyncrl_cli.job.ray import reaper, reaper_handle
 
 ENDS_WITHIN_S = 60.0
 
 TELLING = """
 import sys, time
-from asyncrl_cli.job import reaper
+from asyncrl_cli.job.ray import reaper
 
 def told(call):
     def tell(*arguments):
@@ -75,7 +75,7 @@ def foreign() -> Iterator[SharedMemory]:
 def test_what_cannot_be_removed_keeps_nothing_else() -> None:
     """A directory in the place of a file: to unlink it is an error for every user."""
     memory = SharedMemory(create=True, size=64)
-    resource_tracker.unregister(memory._name, "shared_memory")  # type: ignore[attr-defined]
+    resource_tracker.unregister(f"/{memory.name}", "shared_memory")
     memory.close()
     file = Path("/dev/shm") / memory.name
     directory = Path(tempfile.mkdtemp(prefix="psm_", dir="/dev/shm"))
@@ -300,8 +300,8 @@ def test_a_reaper_that_does_not_end_in_time_leaves_no_directory(
     """As on a machine that is busy with what a hostile reward has forked."""
     directory = tmp_path / "session"
     directory.mkdir()
-    reaping = reaper.Reaper(directory)
-    os.kill(reaping._process.pid, signal.SIGSTOP)
-    monkeypatch.setattr(reaper, "END_TIMEOUT_S", 0.1)
+    reaping = reaper_handle.Reaper(directory)
+    os.kill(reaping.process.pid, signal.SIGSTOP)
+    monkeypatch.setattr(reaper_handle, "END_TIMEOUT_S", 0.1)
     reaping.end()
     assert not directory.exists()

@@ -20,9 +20,9 @@ import torch
 from asyncrl_cli.engines.port import Engine, PauseReport, Scores
 from asyncrl_cli.engines.transformers.transformers_engine import TransformersEngine
 from asyncrl_cli.envs.places import Places
-from asyncrl_cli.job import transports
-from asyncrl_cli.job.rollout_actor import Loader, Received
-from asyncrl_cli.job.transports import GETS_AHEAD
+from asyncrl_cli.job import weight_arrival
+from asyncrl_cli.job.rollout_weights import Loader, Received
+from asyncrl_cli.job.weight_arrival import GETS_AHEAD
 from asyncrl_cli.measure.meters import RolloutMeter
 from asyncrl_cli.measure.states import State
 from asyncrl_cli.profile.schema import Interrupt, WeightsSection
@@ -114,7 +114,7 @@ def test_generation_stands_still_for_the_load_and_its_probe(interrupt: Interrupt
     )
     engine = SlowEngine()
     actor = Worker(engine)
-    actor._received = received(manifest)
+    actor.received = received(manifest)
     actor.meter.running(4)
 
     report = asyncio.run(actor.load(3, interrupt))
@@ -137,7 +137,7 @@ def test_an_engine_that_scores_beside_generation_is_not_called_loading_meanwhile
     engine.stops_to_score = False
     actor = Worker(engine)
     manifest = replace(manifest_of([], 3), probe_tokens=((1, 2, 3),), probe_logprobs=((-1.0, -2.0),))
-    actor._received = received(manifest)
+    actor.received = received(manifest)
     actor.meter.running(4)
 
     asyncio.run(actor.load(3, "keep-kv"))
@@ -168,7 +168,7 @@ def test_a_load_tells_whether_the_engine_computes_with_the_new_weights(is_loaded
         probe_logprobs=(tuple(new),),
         previous_logprobs=(tuple(old),),
     )
-    actor._received = received(manifest)
+    actor.received = received(manifest)
     report = asyncio.run(actor.load(4, "keep-kv"))
     assert (report.verdict, report.loaded_share) == (("loaded", 1.0) if is_loaded else ("not loaded", 0.0))
     assert report.logprob_abs_diff == (0.0 if is_loaded else pytest.approx(1e-4))
@@ -210,9 +210,9 @@ def test_a_taker_that_stops_at_a_bucket_has_only_the_next_ones_fetched(
             begun.append(len(begun))
             return super().submit(*args, **kwargs)
 
-    monkeypatch.setattr(transports, "ThreadPoolExecutor", Counting)
+    monkeypatch.setattr(weight_arrival, "ThreadPoolExecutor", Counting)
     manifest, buckets = sent({name: torch.ones(4) for name in "abcdefgh"}, 3, 16)
-    arriving = transports.arriving(manifest, buckets)
+    arriving = weight_arrival.arriving(manifest, buckets)
     taken = [next(arriving)]
     assert len(begun) == 1 + GETS_AHEAD < len(buckets) == 8
     taken += arriving
@@ -224,7 +224,7 @@ def test_late_and_repeated_manifests_are_refused() -> None:
     async def main() -> None:
         weights = {"a": torch.ones(4)}
         actor = Worker(SlowEngine())
-        actor._engine.receive = lambda buckets: {"n": len(list(buckets))}  # type: ignore
+        actor.engine.receive = lambda buckets: {"n": len(list(buckets))}  # type: ignore
         with pytest.raises(ValueError, match="version 2 of the weights is not newer than version 2"):
             await actor.prefetch(*sent(weights, FIRST_VERSION - 1))
         # the very version of the first weights: it verifies them
@@ -245,7 +245,7 @@ def test_late_and_repeated_manifests_are_refused() -> None:
 def test_a_version_that_arrives_after_a_newer_one_does_not_replace_it() -> None:
     async def main() -> None:
         actor, newer_is_here = Worker(SlowEngine()), threading.Event()
-        actor._engine.receive = lambda buckets: {"bucket": next(iter(buckets))}  # type: ignore
+        actor.engine.receive = lambda buckets: {"bucket": next(iter(buckets))}  # type: ignore
         manifest, (one,) = sent({"a": torch.ones(4)}, 5)
 
         def get() -> Bucket:
@@ -259,9 +259,9 @@ def test_a_version_that_arrives_after_a_newer_one_does_not_replace_it() -> None:
         newer_is_here.set()
         with pytest.raises(ValueError, match="version 5 of the weights is not newer than version 6"):
             await older
-        assert actor._received is not None
-        assert actor._received.manifest.version == 6
-        assert actor._received.weights == {"bucket": newer[1][0].read()}
+        assert actor.received is not None
+        assert actor.received.manifest.version == 6
+        assert actor.received.weights == {"bucket": newer[1][0].read()}
 
     asyncio.run(main())
 

@@ -15,7 +15,7 @@ from asyncrl_cli.contracts.train_step import TrainBatch
 from asyncrl_cli.profile.algorithm_section import RewardModelSection
 from asyncrl_cli.profile.schema import AlgorithmSection
 
-from .crew import made_up_group, make_classifier, make_model, nodes, small_profile
+from .crew import REWARD, made_up_group, make_classifier, make_model, nodes, small_profile
 
 pytestmark = pytest.mark.slow
 
@@ -23,7 +23,7 @@ TASKS = (("train",), ("ref",), ("prox",), ("reward",), ("rollout",))
 
 
 def test_all_scorers_score_what_the_trainer_then_trains_and_are_restarted_as_one(tmp_path: Path) -> None:
-    from asyncrl_cli.job.session import ray_session
+    from asyncrl_cli.job.ray.session import ray_session
 
     model_dir, judge = make_model(tmp_path / "model"), make_classifier(tmp_path / "judge")
     profile = small_profile(placement={"tasks": TASKS, "ratios": (1, 2, 1, 1, 1)})
@@ -41,19 +41,18 @@ def test_all_scorers_score_what_the_trainer_then_trains_and_are_restarted_as_one
 async def _score_and_train(plan: Any, profile: Any, model_dir: Path, tmp_path: Path) -> None:
     import ray
 
-    from asyncrl_cli.job.placing import placed
-    from asyncrl_cli.job.workers import make_scorer, make_trainer
+    from asyncrl_cli.job.driver_crew import CrewOrder, make_scorer, make_trainer
+    from asyncrl_cli.job.ray.placement import placed
     from asyncrl_cli.models.model_directory import further_models
 
     groups = tuple(made_up_group(number, profile.rollout.n) for number in range(2))
     items = [{"prompt": "1+1"}, {"prompt": "2+"}]
+    where = {"model_dir": model_dir, "run_dir": tmp_path, "log_dir": tmp_path}
     further = further_models(profile, model_dir)
+    order = CrewOrder(plan=plan, profile=profile, further=further, reward=REWARD, **where)
     async with placed(plan, timeout_s=60.0) as options:
-        trainer = make_trainer(plan, profile, model_dir, further, options, run_dir=tmp_path, log_dir=tmp_path)
-        scorers = {
-            task: make_scorer(task, plan, profile, model_dir, further, options, tmp_path)
-            for task in plan.scorers
-        }
+        trainer = make_trainer(order, options)
+        scorers = {task: make_scorer(task, order, options) for task in plan.scorers}
         await asyncio.gather(trainer.start(), *(scorer.start() for scorer in scorers.values()))
         await trainer.gather(0)
         await scorers["prox"].load(await trainer.publish(0))
@@ -91,7 +90,7 @@ async def _score_and_train(plan: Any, profile: Any, model_dir: Path, tmp_path: P
 def test_a_critic_apart_learns_what_was_trained_is_in_the_checkpoint_and_is_not_replaced(
     tmp_path: Path,
 ) -> None:
-    from asyncrl_cli.job.session import ray_session
+    from asyncrl_cli.job.ray.session import ray_session
 
     model_dir = make_model(tmp_path / "model")
     profile = small_profile(placement={"tasks": (("train",), ("critic",), ("rollout",)), "ratios": (1, 2, 1)})
@@ -111,13 +110,15 @@ async def scored_until_it_fails(scorer: Any, groups: Any, items: Any) -> None:
 async def _learn_and_restore(plan: Any, profile: Any, model_dir: Path, tmp_path: Path) -> None:
     import ray
 
-    from asyncrl_cli.job.placing import placed
-    from asyncrl_cli.job.workers import make_scorer, make_trainer
+    from asyncrl_cli.job.driver_crew import CrewOrder, make_scorer, make_trainer
+    from asyncrl_cli.job.ray.placement import placed
 
     groups = tuple(made_up_group(number, profile.rollout.n) for number in range(2))
+    where = {"model_dir": model_dir, "run_dir": tmp_path, "log_dir": tmp_path}
+    order = CrewOrder(plan=plan, profile=profile, further={}, reward=REWARD, **where)
     async with placed(plan, timeout_s=60.0) as options:
-        trainer = make_trainer(plan, profile, model_dir, {}, options, run_dir=tmp_path, log_dir=tmp_path)
-        critic = trainer.critic = make_scorer("critic", plan, profile, model_dir, {}, options, tmp_path)
+        critic = make_scorer("critic", order, options)
+        trainer = make_trainer(order, options, critic)
         await asyncio.gather(trainer.start(), critic.start())
 
         async def values() -> list[float]:

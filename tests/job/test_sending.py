@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from asyncrl_cli.job.transports import Sending
+from asyncrl_cli.job.rank_sending import Sending
 from asyncrl_cli.weights.buckets import Bucket, Packing, fingerprint, plan_layout, unpack
 from asyncrl_cli.weights.receivers import verified
 from asyncrl_cli.weights.versions import Manifest
@@ -138,7 +138,7 @@ def test_what_was_sent_of_a_version_that_is_never_published_is_let_go_of() -> No
     assert index is not None
     on_full(gathered, index)
     sending.of(2)
-    assert list(sending._begun) == [2]
+    assert list(sending.begun) == [2]
 
 
 @pytest.mark.parametrize("gather_mb", [0.1, 16], ids=["many buckets", "one bucket"])

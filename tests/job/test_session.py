@@ -17,11 +17,12 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
+from ray._private.worker import global_worker
 
 from asyncrl_cli.base.errors import ConfigError, PreflightError
-from asyncrl_cli.job import local_ray, session
-from asyncrl_cli.job.reaper import families, living
-from asyncrl_cli.job.session import ray_session
+from asyncrl_cli.job.ray import local_ray, session
+from asyncrl_cli.job.ray.reaper import families, living
+from asyncrl_cli.job.ray.session import ray_session
 from asyncrl_cli.plan import machine
 from asyncrl_cli.profile.loaded import load
 
@@ -156,7 +157,7 @@ def test_a_session_is_two_daemons_and_a_token_in_a_directory_that_nobody_else_ca
         token = Path(os.environ["RAY_AUTH_TOKEN_PATH"])
         assert stat.S_IMODE(token.stat().st_mode) == 0o600
         assert stat.S_IMODE(token.parent.stat().st_mode) == 0o700
-        assert token.parent in Path(ray._private.worker.global_worker.node.temp_dir).parents
+        assert token.parent in Path(global_worker.node.temp_dir).parents
         started = Counter(name_of(child) for child in psutil.Process().children() if child not in others)
         assert {name: started[name] for name in started if name != "resource_tracker"} == {
             "gcs_server": 1,

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from asyncrl_cli.base.errors import ConfigError
-from asyncrl_cli.job.shipping import PROFILE, cargo_of
+from asyncrl_cli.job.submit.cargo import PROFILE, cargo_of
 from asyncrl_cli.profile.loaded import load
 
 FILES = (

@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
-from asyncrl_cli.job import workers
-from asyncrl_cli.job.trainer_actor import TrainerActor
+from asyncrl_cli.job import driver_crew
+from asyncrl_cli.job.driver_crew import CrewOrder, started_crew
+from asyncrl_cli.job.rank_host import attention_warnings
 from asyncrl_cli.plan.compiler import compile_job
 
 from .crew import REWARD, nodes, small_profile
@@ -47,26 +48,20 @@ def recorded(monkeypatch: pytest.MonkeyPatch, *, colocate: bool) -> list[str]:
         "placed": placed,
         "is_local_session": lambda: True,
         "make_trainer": lambda *args, **kwargs: Recorded(name="trainer", actors=[], warnings=["it is slow"]),
-        "makers_of": lambda plan, role, *args, **kwargs: {
-            f"{role}-{i}": None for i in range(plan.role(role).workers)
+        "makers_of": lambda order, role, *args: {
+            f"{role}-{i}": None for i in range(order.plan.rollout_workers)
         },
         "RayRolloutWorker": made_worker,
         "partial": lambda *args: None,
         "_stop": stop,
     }.items():
-        monkeypatch.setattr(workers, name, fake)
+        monkeypatch.setattr(driver_crew, name, fake)
 
     async def main() -> None:
-        directory = Path("/nowhere")
-        where = {"run_dir": directory, "log_dir": directory}
-        async with workers.started_workers(
-            plan, profile, directory, REWARD, further={}, warn=warn, **where
-        ) as (
-            trainer,
-            made,
-            *_,
-        ):
-            assert (trainer.name, [worker.name for worker in made]) == ("trainer", [name for name in names])
+        where = dict.fromkeys(("model_dir", "run_dir", "log_dir"), Path("/nowhere"))
+        order = CrewOrder(plan=plan, profile=profile, further={}, reward=REWARD, warn=warn, **where)
+        async with started_crew(order) as crew:
+            assert (crew.trainer.name, [worker.name for worker in crew.workers]) == ("trainer", names)
 
     def warn(text: str) -> None:
         seen.append(f"warned: {text}")
@@ -99,7 +94,6 @@ def test_sides_with_gpus_of_their_own_start_at_once(monkeypatch: pytest.MonkeyPa
 def test_a_trainer_on_a_gpu_warns_of_attention_that_is_slow_there(
     attention: str, device: str, is_warned: bool
 ) -> None:
-    model, ranks = SimpleNamespace(attention=attention), SimpleNamespace(device=SimpleNamespace(type=device))
-    found = TrainerActor._warnings(SimpleNamespace(_trainer=SimpleNamespace(model=model, ranks=ranks)))  # type: ignore[arg-type]
+    found = attention_warnings(attention, is_on_gpu=device == "cuda")
     assert bool(found) == is_warned
     assert all("eager" in warning and "trainer-0" in warning for warning in found)

@@ -17,9 +17,9 @@ import pytest
 
 from asyncrl_cli.base.errors import ExecutorFailed, Interrupted
 from asyncrl_cli.base.storage import appearing_directory, remove_unfinished
-from asyncrl_cli.job.preparing import interruptible
-from asyncrl_cli.job.process import NOTICES, SIGNALS, StopRequests, blocked
-from asyncrl_cli.job.run import Run
+from asyncrl_cli.job.driver_preparation import interruptible
+from asyncrl_cli.job.driver_process import NOTICES, SIGNALS, StopRequests, blocked
+from asyncrl_cli.job.driver_run import Run
 
 from .crew import small_profile
 
@@ -65,7 +65,7 @@ def test_all_notices_of_machines_are_one_request_and_only_people_insist() -> Non
 
 HANGING = """
 import time
-from asyncrl_cli.job.process import StopRequests
+from asyncrl_cli.job.driver_process import StopRequests
 requests = StopRequests(lambda: None)
 with requests.within(0.3):
     requests.request()
@@ -144,7 +144,7 @@ def test_a_request_while_the_run_starts_ends_it_and_leaves_nothing(
     seen: list[str] = []
 
     async def hangs(run: Run) -> None:
-        from asyncrl_cli.job import run as module
+        from asyncrl_cli.job import driver_run as module
 
         async def prepare(profile: object, say: object, *_: object) -> None:
             say("warm start", 120, 500)  # type: ignore[operator]
@@ -166,7 +166,7 @@ def test_a_request_while_the_run_starts_ends_it_and_leaves_nothing(
 def test_a_failure_whose_clean_up_is_interrupted_stays_the_runs_failure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from asyncrl_cli.job import run as module
+    from asyncrl_cli.job import driver_run as module
 
     async def prepare(*_: object) -> None:
         try:

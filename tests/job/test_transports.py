@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl_cli.job import transports
+from asyncrl_cli.job import driver_crew
 
 
 def test_what_is_renamed_while_the_directory_is_removed_goes_too(
@@ -23,7 +23,7 @@ def test_what_is_renamed_while_the_directory_is_removed_goes_too(
             (path / ".version-000001.removing").mkdir(parents=True)
         calls.append(path)
 
-    monkeypatch.setattr(transports.shutil, "rmtree", remove)
-    transports.clear(weights_dir)
+    monkeypatch.setattr(driver_crew.shutil, "rmtree", remove)
+    driver_crew.clear(weights_dir)
     assert calls == [weights_dir, weights_dir]
     assert not weights_dir.exists()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from asyncrl_cli.job.session import ray_session
+from asyncrl_cli.job.ray.session import ray_session
 from asyncrl_cli.plan.job_plan import ROLLOUT, TRAINER
 from tests.cluster import ray_nodes
 

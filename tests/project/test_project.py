@@ -36,7 +36,7 @@ def test_the_public_names_are_these() -> None:
 
 
 def test_the_package_exports_run_and_refuses_other_names() -> None:
-    from asyncrl_cli.job.run import Run
+    from asyncrl_cli.job.driver_run import Run
 
     assert asyncrl_cli.Run is Run
     with pytest.raises(AttributeError, match="no attribute 'Runn'"):

@@ -14,7 +14,7 @@ import pytest
 
 from asyncrl_cli.base.errors import PreflightError
 from asyncrl_cli.cli.app import run
-from asyncrl_cli.job.session import connected
+from asyncrl_cli.job.ray.session import connected
 from asyncrl_cli.plan.compiler import compile_job
 from asyncrl_cli.plan.job_plan import JobPlan
 from asyncrl_cli.plan.machine import Finding
@@ -100,7 +100,7 @@ def where(
     plan: JobPlan, timeout_s: float = 60.0, say: Any = lambda text: None, meanwhile: Any = None
 ) -> dict[str, set[str]]:
     """The nodes of each role, in Ray's own words."""
-    from asyncrl_cli.job.placing import nodes_of, placed
+    from asyncrl_cli.job.ray.placement import nodes_of, placed
 
     async def main() -> dict[str, set[str]]:
         joining = asyncio.create_task(meanwhile()) if meanwhile else None
@@ -151,7 +151,7 @@ def test_nodes_are_disjoint_labelled_waited_for_and_missed(cluster: RayNodes) ->
 
 def wait_until_all_is_free() -> None:
     """Nothing stays reserved, and Ray's view of what is free, which lags behind, says so."""
-    from asyncrl_cli.job.placing import ray_cluster
+    from asyncrl_cli.job.ray.placement import ray_cluster
 
     deadline_s = time.monotonic() + 60
     while (free := ray_cluster(free=True)) != (whole := ray_cluster()):
@@ -162,7 +162,7 @@ def wait_until_all_is_free() -> None:
 def test_probes_tell_what_is_wrong_on_which_node(
     cluster: RayNodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from asyncrl_cli.job.preflight import Wanted, cluster_findings, examined
+    from asyncrl_cli.job.driver_preflight import Wanted, cluster_findings, examined
 
     about, *found = cluster_findings(cluster.address, tmp_path / "runs", lambda text: None)
     assert "127.0.0.3: free 2 of 2 GPUs" in about.found

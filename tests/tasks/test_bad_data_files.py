@@ -23,7 +23,7 @@ import pyarrow.parquet
 import pytest
 
 from asyncrl_cli.base.errors import ConfigError
-from asyncrl_cli.job.driving import PromptFeed
+from asyncrl_cli.job.driver_prompts import PromptFeed
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.tasks.files import read_items
 from asyncrl_cli.tasks.task import Task, load_task

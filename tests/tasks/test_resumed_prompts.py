@@ -17,7 +17,7 @@ from tests.loop.worlds import run_world, settings
 
 from asyncrl_cli.base.errors import RefusedError
 from asyncrl_cli.contracts.item import make_item
-from asyncrl_cli.job.driving import PromptFeed
+from asyncrl_cli.job.driver_prompts import PromptFeed
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.simulate.simulated_worker import SimulatedWorker
 from asyncrl_cli.tasks.task import load_task

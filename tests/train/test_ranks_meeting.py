@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from asyncrl_cli.base.errors import ExecutorFailed
-from asyncrl_cli.job.rank_actors import naming_nodes
+from asyncrl_cli.job.rank_host import naming_nodes
 from asyncrl_cli.train.ranks import RanksMissing, first_collective, meet
 from tests.free_port import free_port
 

@@ -13,7 +13,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from asyncrl_cli.base.errors import AsyncrlError
-from asyncrl_cli.job.transports import arriving, clear
+from asyncrl_cli.job.driver_crew import clear
+from asyncrl_cli.job.weight_arrival import arriving
 from asyncrl_cli.weights.buckets import DamagedWeights, unpack
 from asyncrl_cli.weights.receivers import read_version
 from asyncrl_cli.weights.senders import DiskSender, write_manifest

@@ -14,7 +14,7 @@ from asyncrl_cli.bench.figures import stretches
 from asyncrl_cli.bench.real_runs import make_run, runs_of
 from asyncrl_cli.bench.results import UNEVEN_WORK, Comparison, FinishedRun, Result, summarise, unevenness
 from asyncrl_cli.bench.simulated_runs import SimulatedJob, simulate_all
-from asyncrl_cli.job.process import StopRequests
+from asyncrl_cli.job.driver_process import StopRequests
 from asyncrl_cli.observe.line_figures import spent_s
 from asyncrl_cli.simulate.workload import Workload
 from asyncrl_cli.simulate.workload_files import Residual, profile_for

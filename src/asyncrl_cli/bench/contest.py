@@ -16,7 +16,7 @@ from asyncrl_cli.base.storage import replace_text
 from asyncrl_cli.bench.baseline import BENCH_KEYS, baseline_toml
 from asyncrl_cli.bench.results import Contestant
 from asyncrl_cli.checkpoint.run_directory import stem_of
-from asyncrl_cli.job.session import connected
+from asyncrl_cli.job.ray.session import connected
 from asyncrl_cli.plan.cluster import ClusterResources, local_cluster
 from asyncrl_cli.plan.compiler import compile_job
 from asyncrl_cli.plan.defaults import for_device

@@ -17,7 +17,7 @@ from asyncrl_cli.bench.bars import Bars
 from asyncrl_cli.bench.contest import Entry
 from asyncrl_cli.bench.results import FinishedRun
 from asyncrl_cli.checkpoint.run_directory import stem_of
-from asyncrl_cli.job.process import StopRequests
+from asyncrl_cli.job.driver_process import StopRequests
 from asyncrl_cli.observe.recorded import read_metrics
 
 POLL_S = 0.5

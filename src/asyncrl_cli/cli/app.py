@@ -207,7 +207,7 @@ def main() -> NoReturn:
         signal.signal(number, signal.SIG_IGN)
     if threading.active_count() > 1:
         # A thread is still working. Python would wait for it, or stop it midway, which makes torch abort.
-        from asyncrl_cli.job.process import leave
+        from asyncrl_cli.job.driver_process import leave
 
         sys.stderr.flush()
         leave(code)

@@ -26,7 +26,7 @@ from asyncrl_cli.cli import completion
 from asyncrl_cli.observe.terminal import SafeConsole, neutral
 
 if TYPE_CHECKING:
-    from asyncrl_cli.job.run import Run
+    from asyncrl_cli.job.driver_run import Run
     from asyncrl_cli.profile.loaded import Loaded
 
 STDOUT = "stdout"
@@ -288,8 +288,8 @@ def run_to_its_end(run: Run, *, as_json: bool) -> None:
     """
     import asyncio
 
-    from asyncrl_cli.job.process import collect_garbage_seldom
-    from asyncrl_cli.job.run import NEVER_BEGAN
+    from asyncrl_cli.job.driver_process import collect_garbage_seldom
+    from asyncrl_cli.job.driver_run import NEVER_BEGAN
     from asyncrl_cli.observe.run_status import next_command
 
     collect_garbage_seldom()

@@ -25,7 +25,7 @@ NOT_COUNTED = "not counted: Python, torch and a GPU's context (about 1 GiB per p
 
 def store_warnings(memory: MemoryEstimate) -> list[str]:
     """Why a run on this machine would be refused, if Ray cannot have the object store that it needs."""
-    from asyncrl_cli.job.session import check_shared_memory
+    from asyncrl_cli.job.ray.session import check_shared_memory
 
     try:
         check_shared_memory(memory.profile, memory.store_bytes)

@@ -73,7 +73,7 @@ def print_plan(
         ]
     if (directory := tokenizer_here(profile)) is not None:
         # imported late: most plans have no model on this machine
-        from asyncrl_cli.job.preparing import check_chat
+        from asyncrl_cli.job.driver_preparation import check_chat
 
         check_chat(profile, directory)
     memory = memory_fit.estimate_or_reason(profile, job, _device_memory_bytes(job, is_here, gpu_memory_gib))
@@ -114,7 +114,7 @@ def _rehearsed(profile: Profile) -> Rehearsal | AsyncrlError:
     too."""
     import asyncio
 
-    from asyncrl_cli.job.preparing import check_prompts
+    from asyncrl_cli.job.driver_preparation import check_prompts
 
     # without a rehearsal one item tells whether the task can be loaded
     items = max(1, profile.task.rehearsal_items)
@@ -141,10 +141,10 @@ class _Cluster:
 
     @classmethod
     def at(cls, address: str) -> _Cluster:
-        from asyncrl_cli.job.session import connected
+        from asyncrl_cli.job.ray.session import connected
 
         with connected(address) as found:
-            from asyncrl_cli.job.placing import ray_cluster
+            from asyncrl_cli.job.ray.placement import ray_cluster
 
             return cls(found, ray_cluster(free=True))
 

@@ -30,7 +30,7 @@ from asyncrl_cli.cli.console import (
 from asyncrl_cli.cli.submit import resume_there, say_next, set_words
 
 if TYPE_CHECKING:
-    from asyncrl_cli.job.run import Run
+    from asyncrl_cli.job.driver_run import Run
     from asyncrl_cli.profile.loaded import Loaded
 
 TRAIN_EXAMPLES = """
@@ -84,7 +84,7 @@ def train(
     if settings.run.name is not None and not has_begun:
         check_free(runs_dir, settings.run.name)
     if dry_run:
-        from asyncrl_cli.job.preparing import check_without_making, expectation
+        from asyncrl_cli.job.driver_preparation import check_without_making, expectation
 
         print_plan(loaded, gpus=None, as_json=as_json)
         task = check_without_making(settings, address)
@@ -132,7 +132,7 @@ def _is_cleared(run_dir: Path) -> bool:
 def _run_of(loaded: Loaded, runs_dir: Path, ui: str, address: str | None, *, is_resumed: bool) -> Run:
     """A new run, or the run of this name from its newest checkpoint, with a warning if its settings differ
     from `loaded`."""
-    from asyncrl_cli.job.run import Run
+    from asyncrl_cli.job.driver_run import Run
     from asyncrl_cli.profile.keys import entries_of
     from asyncrl_cli.profile.loaded import is_default
 
@@ -164,7 +164,7 @@ def _detach(
     """Start the command detached from this terminal. Exit with its code if it ends within the first
     seconds."""
     from asyncrl_cli.checkpoint.find import detached_output
-    from asyncrl_cli.job.detaching import detach
+    from asyncrl_cli.job.submit.detached import detach
 
     output = detached_output(runs_dir / name)
     where = ["--runs-dir", str(runs_dir), "--ui", "none", "--address", address or "local"]
@@ -199,8 +199,8 @@ def resume(
     checkpoint depends on. With the address of a job server (http://HEAD:8265), the run resumes as a job
     there."""
     from asyncrl_cli.checkpoint.find import resolve
-    from asyncrl_cli.job.run import Run
-    from asyncrl_cli.job.session import is_job_server
+    from asyncrl_cli.job.driver_run import Run
+    from asyncrl_cli.job.ray.session import is_job_server
 
     if address is not None and is_job_server(address):
         return resume_there(address, target, runs_dir, sets or (), as_json=as_json)

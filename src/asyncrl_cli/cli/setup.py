@@ -108,7 +108,7 @@ def doctor(
         raise typer.Exit(subprocess.run(again, check=False).returncode)
     with ProgressLine("auto", stderr()) as checking:
         if address is not None:
-            from asyncrl_cli.job.preflight import cluster_findings
+            from asyncrl_cli.job.driver_preflight import cluster_findings
 
             findings = cluster_findings(address, runs_dir, checking)
         else:

@@ -23,10 +23,10 @@ from asyncrl_cli.cli.console import (
     stdout,
     warn,
 )
-from asyncrl_cli.job.detaching import WATCHED_S
+from asyncrl_cli.job.submit.detached import WATCHED_S
 
 if TYPE_CHECKING:
-    from asyncrl_cli.job.job_server import Job, JobServer
+    from asyncrl_cli.job.submit.job_server import Job, JobServer
     from asyncrl_cli.observe.run_status import RunStatus
 
 Take = Callable[["RunStatus | str"], None]
@@ -75,8 +75,8 @@ def submit(
     Uploads the profile as resolved here, the modules that it names, and the files of run.ship."""
     from asyncrl_cli.base.paths import check_name
     from asyncrl_cli.checkpoint.run_directory import fresh_name
-    from asyncrl_cli.job.job_server import Job, JobServer
-    from asyncrl_cli.job.shipping import PROFILE, cargo_of
+    from asyncrl_cli.job.submit.cargo import PROFILE, cargo_of
+    from asyncrl_cli.job.submit.job_server import Job, JobServer
 
     loaded = load_profile(profile, sets, name)
     run = loaded.profile.run.name or fresh_name(loaded.profile.name, runs_dir)
@@ -94,7 +94,7 @@ def submit(
 def send(server: JobServer, job: Job, *, wait: bool = False, as_json: bool = False) -> None:
     """Submit the job and print the next commands. Raises the job's error if it fails within the first
     seconds."""
-    from asyncrl_cli.job.job_server import FAILED
+    from asyncrl_cli.job.submit.job_server import FAILED
 
     server.check_version()
     server.submit(job)
@@ -133,7 +133,7 @@ def say_next(run: str, where: str) -> None:
 
 def print_jobs(address: str, *, as_json: bool) -> None:
     """`asyncrl status --address URL`: the runs that were submitted there, the newest first."""
-    from asyncrl_cli.job.job_server import RUN_KEY, RUNS_DIR_KEY, JobServer, state_of
+    from asyncrl_cli.job.submit.job_server import RUN_KEY, RUNS_DIR_KEY, JobServer, state_of
 
     jobs = JobServer(address).runs()
     rows = [
@@ -153,7 +153,7 @@ def set_words(sets: Sequence[str] | None) -> list[str]:
 
 def resume_there(address: str, run: str, runs_dir: Path, sets: Sequence[str], *, as_json: bool) -> None:
     """Submit a job that resumes the run."""
-    from asyncrl_cli.job.job_server import Job, JobServer
+    from asyncrl_cli.job.submit.job_server import Job, JobServer
 
     server = JobServer(address)
     name, place = server.find(run, runs_dir)
@@ -163,7 +163,7 @@ def resume_there(address: str, run: str, runs_dir: Path, sets: Sequence[str], *,
 def followed_there(address: str, run: str | None, runs_dir: Path) -> tuple[str, Callable[[Take, Wait], None]]:
     """The run's name (default: the newest run), and a function that passes its status to `take`: a job there
     prints it once a second."""
-    from asyncrl_cli.job.job_server import TIMED_OUT, JobServer
+    from asyncrl_cli.job.submit.job_server import TIMED_OUT, JobServer
     from asyncrl_cli.observe.run_status import RunStatus
 
     server = JobServer(address)
@@ -195,7 +195,7 @@ def followed_there(address: str, run: str | None, runs_dir: Path) -> tuple[str, 
 def on_cluster(address: str, arguments: Sequence[str], runs_dir: Path) -> None:
     """Run a command for run `arguments[1]` on the cluster, where its files are. Print its output as it
     arrives and exit with its code. For a run that ended before it had files, print the output of its job."""
-    from asyncrl_cli.job.job_server import TIMED_OUT, JobServer
+    from asyncrl_cli.job.submit.job_server import TIMED_OUT, JobServer
 
     server = JobServer(address)
     run, place = server.find(arguments[1], runs_dir)

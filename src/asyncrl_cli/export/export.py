@@ -4,7 +4,7 @@ directory.
 find_source ──> find_model_files ──> writing.py: skeleton, fitted ──> files of at most `max_file_bytes` ──>
 Exported
 
-Configuration and tokenizer are looked for in the run itself (job/run.py keeps a copy there), then where
+Configuration and tokenizer are looked for in the run itself (job/driver_run.py keeps a copy there), then where
 `model.path` points; neither place needs to hold weights. The directory is written under a hidden name,
 flushed and renamed: it is complete or absent.
 

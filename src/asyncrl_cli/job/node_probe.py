@@ -45,8 +45,8 @@ class Probe:
 
     def listen(self) -> int:
         """A port on which this node accepts connections from now on."""
-        self._listening = socket.create_server(("", 0))
-        return int(self._listening.getsockname()[1])
+        self.listening = socket.create_server(("", 0))
+        return int(self.listening.getsockname()[1])
 
     def reach(self, host: str, port: int, timeout_s: float) -> str:
         """Why the port cannot be reached from here; "" if it can."""

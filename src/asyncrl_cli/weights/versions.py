@@ -6,7 +6,7 @@ to a worker, the time limits of the waits for it, and the probes that verify a l
     worker   ref -> bucket ..., and `receivers.verified` checks fingerprints
 
 This module does not import torch, because the driver imports it. The Sender of `object-store` is in
-job/transports.py (its refs are Ray's), those of `disk`, `nccl` and `ipc` in senders.py.
+job/rank_sending.py (its refs are Ray's), those of `disk`, `nccl` and `ipc` in senders.py.
 
 The waits of `nccl` and `ipc` are bounded. Each has a longer limit than the waits inside it, so the innermost
 fails first, with the most precise error. T is `weights.timeout_s`.

@@ -117,7 +117,7 @@ def set_environment(profile: Profile, place: ProcessPlace) -> None:
         "OMP_NUM_THREADS": str(place.threads),
     }
     if place.device == "cpu":
-        defaults["OMP_WAIT_POLICY"] = "passive"  # why: job/process.py
+        defaults["OMP_WAIT_POLICY"] = "passive"  # why: job/host_process.py
         # "auto" pins every engine of a machine to the same first cores.
         defaults["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
         if is_eager(profile, place.device):

@@ -7,6 +7,7 @@ Imports Ray, so job_server.py imports it late.
 from __future__ import annotations
 
 import asyncio
+import io
 from typing import Any
 
 import aiohttp
@@ -15,7 +16,7 @@ from ray._private.authentication.http_token_authentication import format_authent
 from ray.exceptions import AuthenticationError
 from ray.job_submission import JobSubmissionClient
 
-from asyncrl_cli.job.cluster_token import user_token
+from asyncrl_cli.job.submit.cluster_token import user_token
 
 ANSWER_S, ANSWER_BYTES = 30.0, 16 * 2**20
 LOG_S, LOG_BYTES = 120.0, 64 * 2**20
@@ -48,12 +49,12 @@ class BoundedClient(JobSubmissionClient):
         answer = requests.Response()
         answer.url = self._address + endpoint
         try:
-            answer.status_code, answer._content = asyncio.run(
+            answer.status_code, content = asyncio.run(
                 self._receive(method, answer.url, body, most_s, most_bytes)
             )
         except TimeoutError as error:
             raise TimeoutError(f"no whole answer within {most_s:.0f} s") from error
-        answer.encoding = "utf-8"
+        answer.encoding, answer.raw = "utf-8", io.BytesIO(content)
         return answer
 
     async def _receive(

@@ -11,15 +11,14 @@ import logging
 import re
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import ray
 from ray.exceptions import ActorUnavailableError, ObjectLostError, OutOfDiskError, RayError, RayTaskError
 
 from asyncrl_cli.base.errors import AsyncrlError, ExecutorFailed, ExecutorLost, SessionLost, timeout
-from asyncrl_cli.job.lifeline import lost_session, session_wait
+from asyncrl_cli.job.ray.lifeline import lost_session, session_wait
 from asyncrl_cli.profile.schema import Profile
-from asyncrl_cli.weights.versions import AT_ONCE_S, CALL_MARGIN_S, TIMEOUT_KEY, RankZero, turn_s
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -49,13 +48,6 @@ class Limit:
         return f"{self.key} = {self.seconds:g} s" if self.key else f"{self.seconds:g} s"
 
 
-STORED_RETURNS = {"RAY_max_direct_call_object_size": "256"}
-"""An environment variable for a local session: a call's return value with more bytes goes to the object
-store. Ray's default of 100 KB would send the arrays of short responses through the driver. `ray.put` in the
-actor is no alternative: its objects are lost with the actor's process, return values are not. Nodes of a
-cluster have their own variables (docs/cluster.md)."""
-
-
 def start_limit(profile: Profile) -> Limit:
     """Covers imports, loading the model from a slow disk, and an engine's memory profiling."""
     return Limit(profile.placement.start_timeout_s, "placement.start_timeout_s")
@@ -67,7 +59,7 @@ def shown_host(host: str) -> str:
 
 
 async def answer(
-    ref: Any,
+    ref: Awaitable[T],
     *,
     executor: str,
     call: str,
@@ -75,7 +67,7 @@ async def answer(
     since: Callable[[], float] | None = None,
     patient: bool = False,
     host: str = "",
-) -> Any:
+) -> T:
     """Await an ObjectRef. `since()`: a time on the event loop's clock; the limit counts from it if it is
     later than the call. `patient`: keep waiting for a while after the gcs_server has died (lifeline.py).
     `host`: the actor's node, if it is to be named.
@@ -108,7 +100,7 @@ async def _why_session_ended(error: Exception, *, patient: bool) -> SessionLost 
     return lost_session(patient=patient)
 
 
-async def _extended(ref: Any, timeout_s: float, since: Callable[[], float]) -> Any:
+async def _extended(ref: Awaitable[T], timeout_s: float, since: Callable[[], float]) -> T:
     """Await `ref`. TimeoutError `timeout_s` after the call or after `since()`, which may rise meanwhile:
     whichever is later."""
     now = asyncio.get_running_loop().time
@@ -173,32 +165,3 @@ def _died(error: RayError) -> str:
         if "cause" in line.lower() or "exit" in line.lower() or "killed" in line.lower()
     ]
     return (reasons or lines or [type(error).__name__])[0].partition(GUESSES)[0]
-
-
-class RayRankZero(RankZero):
-    """Rank 0 as one rollout worker sees it, by calls to the trainer's first actor.
-
-    Rank 0 limits its own work to `timeout_s`, and a turn to `timeout_s` for each of `workers`. The worker
-    waits longer than that, so that rank 0's own error comes first.
-    """
-
-    def __init__(self, actor: Any, worker: str, timeout_s: float, workers: int) -> None:
-        self.actor = actor
-        self._worker = worker
-        self._timeout_s = timeout_s
-        self._workers = workers
-
-    async def meeting_point(self) -> tuple[str, int]:
-        ref = self.actor.free_address.remote()
-        host, port = await answer(ref, executor="trainer-0", call="an address", limit=Limit(AT_ONCE_S))
-        return host, port
-
-    async def leave(self) -> None:
-        ref = self.actor.leave.remote(self._worker)
-        await answer(ref, executor="trainer-0", call=f"the leave of {self._worker}", limit=Limit(AT_ONCE_S))
-
-    async def ask(self, call: str, *args: Any) -> Any:
-        rank_zeros_s = turn_s(self._timeout_s, self._workers) if call == "turn" else self._timeout_s
-        limit = Limit(rank_zeros_s + CALL_MARGIN_S, TIMEOUT_KEY, self._timeout_s)
-        ref = self.actor.direct.remote(call, self._worker, *args)
-        return await answer(ref, executor="trainer-0", call=f"{call} for {self._worker}", limit=limit)

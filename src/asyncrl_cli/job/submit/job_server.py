@@ -26,9 +26,9 @@ from typing import Any
 from asyncrl_cli import __version__
 from asyncrl_cli.base.errors import AsyncrlError, ConfigError, Interrupted, PreflightError, first_line
 from asyncrl_cli.base.paths import ADDRESS_VARIABLE
-from asyncrl_cli.job.cluster_token import HINT
-from asyncrl_cli.job.session import is_job_server
-from asyncrl_cli.job.shipping import PROFILE, Cargo
+from asyncrl_cli.job.ray.session import is_job_server
+from asyncrl_cli.job.submit.cargo import PROFILE, Cargo
+from asyncrl_cli.job.submit.cluster_token import HINT
 
 START_S = 120.0
 """How long a command may wait for its job to start; the server needs some seconds for one."""
@@ -114,7 +114,7 @@ class JobServer:
             from ray.dashboard.modules import dashboard_sdk
             from ray.dashboard.modules.job import sdk
 
-            from asyncrl_cli.job.job_client import BoundedClient
+            from asyncrl_cli.job.submit.job_client import BoundedClient
 
             for module in (sdk, dashboard_sdk):  # they log each upload and each connection
                 module.logger.setLevel(logging.WARNING)

@@ -1,7 +1,7 @@
 """Watches the processes that a session depends on: when one is gone, every wait for Ray fails within a
 second.
 
-In a local session these are its daemons and the raylet's agents, watched by pid; on a cluster, the head, by
+Runs in the driver. In a local session these are its daemons, watched by pid; on a cluster, the head, by
 connections to its gcs_server. Without a gcs_server Ray itself goes on for a minute and then silently ends the
 driver, in the middle of its work.
 
@@ -9,7 +9,7 @@ driver, in the middle of its work.
                       order, with a checkpoint. Waits for the trainer fail `CHECKPOINT_S` later.
     head is silent    for `HEAD_S`: the same. A gcs_server that is restarted (Ray's fault tolerance) has that long to return
     raylet dies       its workers die with it: every wait fails at once
-    an agent dies     so does the raylet, within seconds: the same
+    an agent dies     so does the raylet, within seconds
     reaper dies       no wait fails: another reaper takes its place
 
 At that moment the driver may be blocked in a call to Ray (making an actor, say), and its event loop does not
@@ -30,12 +30,9 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from subprocess import Popen
 
-import psutil
-
 from asyncrl_cli.base.child_process import how_it_ended
 from asyncrl_cli.base.errors import SessionLost
-from asyncrl_cli.job.process import leave, tell
-from asyncrl_cli.job.reaper import living
+from asyncrl_cli.job.driver_process import leave, tell
 
 LOOK_EVERY_S = 0.2
 CHECKPOINT_S = 5.0
@@ -49,7 +46,7 @@ HINT = (
 )
 OUTLIVED = "gcs_server"
 
-Daemons = Mapping[str, Popen[bytes] | psutil.Process]
+Daemons = Mapping[str, Popen[bytes]]
 Ends = Mapping[str, Callable[[], str]]
 """By name: how it ended, "" while it is alive."""
 
@@ -139,18 +136,14 @@ class ClusterHead:
                 self._ended = f"the cluster's head has not answered at {self._address} for {HEAD_S:g} s"
 
 
-def how_daemon_ended(name: str, daemon: Popen[bytes] | psutil.Process) -> str:
-    if isinstance(daemon, psutil.Process):  # not a child of this process, which does not hear how it ended
-        return "" if living({daemon}) else f"ray's {name} has ended"
-    code = daemon.poll()
-    return "" if code is None else f"ray's {name} has ended ({how_it_ended(code)})"
-
-
 def lifeline(daemons: Daemons, mend: Callable[[], None]) -> contextlib.AbstractContextManager[None]:
     """Watch a local session."""
-    return _watched(
-        Lifeline({name: partial(how_daemon_ended, name, daemon) for name, daemon in daemons.items()}, mend)
-    )
+
+    def how_it_has_ended(name: str) -> str:
+        code = daemons[name].poll()
+        return "" if code is None else f"ray's {name} has ended ({how_it_ended(code)})"
+
+    return _watched(Lifeline({name: partial(how_it_has_ended, name) for name in daemons}, mend))
 
 
 def head_lifeline(address: str) -> contextlib.AbstractContextManager[None]:

@@ -1,8 +1,7 @@
 """Examines the nodes of a cluster before a run loads anything there: what they have in common with the
-driver, and what they see.
+driver, and what they see. Runs in the driver; node_probe.py runs on the nodes.
 
-    probes on all nodes at once ─> NodeFacts of each ─> findings: a line per node, or per problem, each with a
-    remedy
+    probes on all nodes at once ─> NodeFacts of each ─> findings: a line per node, or per problem, with a remedy
 
 The checks are functions of facts. Nothing here blocks the event loop, and every wait is bounded.
 """
@@ -20,13 +19,14 @@ from pathlib import Path
 from typing import Any
 
 import ray
+from ray.actor import ActorHandle
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from asyncrl_cli.base.errors import AsyncrlError, PreflightError, counted
 from asyncrl_cli.job import node_probe
-from asyncrl_cli.job.calls import Limit, answer
-from asyncrl_cli.job.placing import ray_cluster
-from asyncrl_cli.job.session import connected
+from asyncrl_cli.job.ray.calls import Limit, answer
+from asyncrl_cli.job.ray.placement import ray_cluster
+from asyncrl_cli.job.ray.session import connected
 from asyncrl_cli.models.model_directory import BUILTIN, is_on_hub
 from asyncrl_cli.plan.machine import GIB, LEAST_SHARED_MEMORY_BYTES, Finding
 from asyncrl_cli.plan.node_fit import node_lines
@@ -40,6 +40,9 @@ REACH_S = 10.0
 MOST_SKEW_S = 5.0
 """If clocks differ by more, logs of two nodes are hard to read together, and files of one are in the future
 of the other."""
+
+Problem = tuple[str, bool | None, str]
+"""What was found on a node, `Finding.ok` and a hint."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,9 +122,8 @@ def refuse(found: Sequence[Finding]) -> list[str]:
     if wrong := [finding for finding in found if finding.ok is False]:
         lines = "".join(f"\n  - {finding.what}: {finding.found}" for finding in wrong)
         hint = "\n".join(dict.fromkeys(finding.hint for finding in wrong))
-        raise PreflightError(
-            f"{counted(len(wrong), 'problem')} on the nodes of the cluster:{lines}", hint=hint
-        )
+        what = f"{counted(len(wrong), 'problem')} on the nodes of the cluster"
+        raise PreflightError(f"{what}:{lines}", hint=hint)
     return [f"{finding.what}: {finding.found} ({finding.hint})" for finding in found if finding.ok is None]
 
 
@@ -130,119 +132,82 @@ def findings(here: NodeFacts, there: Sequence[NodeFacts], wanted: Wanted) -> Ite
     is_apart = len({facts.address for facts in there}) > 1
     for facts in there:
         if facts.error:
-            yield Finding(
-                facts.address, facts.error, False, "`ray status` and the node's raylet.err may say why"
-            )
-            continue
-        problems = [
-            *_versions(here, facts),
-            *_files(facts, wanted),
-            *_network(facts, is_apart=is_apart),
-            *_clock(facts),
-            *_shared_memory(facts),
-        ]
-        versions = ", ".join(f"{name} {version}" for name, version in facts.versions.items())
-        fine = (
-            f"python {facts.python}, {versions}; {facts.shared_memory_bytes / GIB:.1f} GiB free in /dev/shm"
-        )
-        yield from problems or [Finding(facts.address, fine, True)]
+            problems = [(facts.error, False, "`ray status` and the node's raylet.err may say why")]
+        else:
+            problems = [
+                *_versions(here, facts),
+                *_files(facts, wanted),
+                *_network(facts, is_apart=is_apart),
+                *_clock_and_memory(facts),
+            ]
+        if not problems:
+            versions = ", ".join(f"{name} {version}" for name, version in facts.versions.items())
+            free = f"{facts.shared_memory_bytes / GIB:.1f} GiB free in /dev/shm"
+            yield Finding(facts.address, f"python {facts.python}, {versions}; {free}", True)
+        for found, ok, hint in problems:
+            yield Finding(facts.address, found, ok, hint)
 
 
-def _versions(here: NodeFacts, there: NodeFacts) -> Iterator[Finding]:
+def _versions(here: NodeFacts, there: NodeFacts) -> Iterator[Problem]:
     """Patch versions of Python, and builds of a package (2.13.0+cpu), may differ."""
-    pairs = {"python": (_minor(here.python), _minor(there.python))}
-    pairs |= {
-        name: (_public(ours), _public(there.versions.get(name, "")))
-        for name, ours in here.versions.items()
-        if ours
-    }
+    minor = [".".join(facts.python.split(".")[:2]) for facts in (here, there)]
+    pairs = {"python": (minor[0], minor[1])}
+    for name, version in here.versions.items():
+        if version:
+            pairs[name] = version.split("+")[0], there.versions.get(name, "").split("+")[0]
     for name, (ours, theirs) in pairs.items():
         if ours != theirs:
-            fix = f"{name} {ours} in the environment of that node's `ray start`"
-            yield Finding(
-                there.address, f"{name} {theirs or 'is missing'}, and {ours} on the driver's node", False, fix
-            )
+            found = f"{name} {theirs or 'is missing'}, and {ours} on the driver's node"
+            yield found, False, f"{name} {ours} in the environment of that node's `ray start`"
 
 
-def _minor(version: str) -> str:
-    return ".".join(version.split(".")[:2])
-
-
-def _public(version: str) -> str:
-    return version.split("+")[0]
-
-
-def _files(there: NodeFacts, wanted: Wanted) -> Iterator[Finding]:
+def _files(there: NodeFacts, wanted: Wanted) -> Iterator[Problem]:
     if there.directory_error:
         found = (
             f"it does not see what the driver writes to {wanted.directory}, or cannot write there "
             f"({there.directory_error})"
         )
-        yield Finding(
-            there.address, found, False, "--runs-dir on a file system that all nodes mount at the same path"
-        )
+        yield found, False, "--runs-dir on a file system that all nodes mount at the same path"
     for key in there.missing_models:
         hint = f"a path below a file system that all nodes share: --set {key}=..."
         if key in wanted.downloads:
             hint = "HF_HOME on a file system that all nodes share, or at the same path on each"
         elif key in wanted.builtin:
             hint = "a directory of a file system that all nodes share: --set model.cache_dir=..."
-        yield Finding(there.address, f"{key}: there is no {wanted.models[key]}", False, hint)
+        yield f"{key}: there is no {wanted.models[key]}", False, hint
     for key, error in there.not_fetched.items():
         why = error.message.removeprefix(f"the probe on {there.address}: model.path: ")
-        yield Finding(
-            there.address,
-            f"{key}: {wanted.downloads[key]} cannot be downloaded there: {why}",
-            False,
-            error.hint,
-        )
+        yield f"{key}: {wanted.downloads[key]} cannot be downloaded there: {why}", False, error.hint
 
 
-def _network(there: NodeFacts, *, is_apart: bool) -> Iterator[Finding]:
+def _network(there: NodeFacts, *, is_apart: bool) -> Iterator[Problem]:
     if there.unreached:
         hint = "open all ports between the nodes: Ray's workers, gloo and NCCL take any that is free"
-        yield Finding(there.address, f"it cannot reach {there.unreached}", False, hint)
-    known = ", ".join(own for own in there.interfaces if own != "lo")
-    for name, asked in there.variables.items():
-        wants = asked.lstrip("^=").split(",")
-        is_there = any(own.startswith(one.split(":")[0]) for one in wants for own in there.interfaces)
-        if not asked.startswith("^") and not is_there:
-            yield Finding(
-                there.address,
-                f"{name}={asked}, but there is no such interface",
-                False,
-                f"its interfaces are {known}",
-            )
+        yield f"it cannot reach {there.unreached}", False, hint
+    known = ", ".join(name for name in there.interfaces if name != "lo")
+    for variable, value in there.variables.items():
+        wanted = [one.split(":")[0] for one in value.lstrip("^=").split(",")]
+        is_there = any(name.startswith(prefix) for prefix in wanted for name in there.interfaces)
+        if not value.startswith("^") and not is_there:
+            found = f"{variable}={value}, but there is no such interface"
+            yield found, False, f"its interfaces are {known}"
     if is_apart and there.own_address.startswith("127.") and "GLOO_SOCKET_IFNAME" not in there.variables:
         found = (
             f"its host name resolves to {there.own_address}: gloo would listen there, where other nodes "
             "cannot reach it"
         )
-        yield Finding(
-            there.address, found, False, f"GLOO_SOCKET_IFNAME={known} in the environment of its `ray start`"
-        )
+        yield found, False, f"GLOO_SOCKET_IFNAME={known} in the environment of its `ray start`"
 
 
-def _clock(there: NodeFacts) -> Iterator[Finding]:
+def _clock_and_memory(there: NodeFacts) -> Iterator[Problem]:
     if abs(there.ahead_s) > MOST_SKEW_S:
         direction = "ahead of" if there.ahead_s > 0 else "behind"
-        yield Finding(
-            there.address,
-            f"its clock is {abs(there.ahead_s):.0f} s {direction} the driver's",
-            None,
-            "run chrony or ntpd on all nodes",
-        )
-
-
-def _shared_memory(there: NodeFacts) -> Iterator[Finding]:
+        found = f"its clock is {abs(there.ahead_s):.0f} s {direction} the driver's"
+        yield found, None, "run chrony or ntpd on all nodes"
     if there.shared_memory_bytes < LEAST_SHARED_MEMORY_BYTES:
-        found = (
-            f"{there.shared_memory_bytes / 2**20:.0f} MiB free in /dev/shm: Ray keeps its objects on "
-            "disk then"
-        )
-        yield Finding(
-            there.address, found, None, "docker run --shm-size=8g, or a memory-backed emptyDir at /dev/shm"
-        )
+        free = f"{there.shared_memory_bytes / 2**20:.0f} MiB free in /dev/shm"
+        hint = "docker run --shm-size=8g, or a memory-backed emptyDir at /dev/shm"
+        yield f"{free}: Ray keeps its objects on disk then", None, hint
 
 
 def ahead_s(asked_s: float, told_s: float, answered_s: float) -> float:
@@ -253,7 +218,7 @@ def ahead_s(asked_s: float, told_s: float, answered_s: float) -> float:
 
 async def gathered(nodes: Mapping[str, str], wanted: Wanted, say: Callable[[str], None]) -> list[NodeFacts]:
     """Facts about all nodes, from one probe on each. The others try to reach the first node."""
-    async with _token_in(wanted.directory) as token:
+    async with token_in(wanted.directory) as token:
         with _probes(nodes) as probes:
             first, *others = nodes
             meeting = None
@@ -265,7 +230,7 @@ async def gathered(nodes: Mapping[str, str], wanted: Wanted, say: Callable[[str]
 
 
 async def _facts(
-    probe: Any,
+    probe: ActorHandle,
     address: str,
     wanted: Wanted,
     token: str,
@@ -276,23 +241,20 @@ async def _facts(
     address and port."""
     directory = str(wanted.directory.absolute())
     try:
-        facts = NodeFacts(
-            address=address,
-            **await _ask(probe.look, address, wanted.packages, directory, token, wanted.models),
-        )
+        seen = await _ask(probe.look, address, wanted.packages, directory, token, wanted.models)
+        facts = NodeFacts(address=address, **seen)
         asked_s = time.time()
         facts = replace(facts, ahead_s=ahead_s(asked_s, await _ask(probe.clock, address), time.time()))
         if meeting is not None:
             facts = replace(facts, unreached=await _ask(probe.reach, address, *meeting, REACH_S))
         missing, not_fetched = list[str](), dict[str, PreflightError]()
         for key in facts.missing_models:
-            fetched = ""
+            fetched, name = "", wanted.downloads.get(key)
             try:
-                if name := wanted.downloads.get(key):
+                if name:
                     say(f"downloading {name} to {address}")
-                    fetched = await _ask(
-                        probe.fetch, address, name, wanted.trust_remote_code, limit=DOWNLOAD_LIMIT
-                    )
+                    trust = wanted.trust_remote_code
+                    fetched = await _ask(probe.fetch, address, name, trust, limit=DOWNLOAD_LIMIT)
                 if fetched != wanted.models[key]:
                     missing.append(key)
             except PreflightError as error:  # the download failed
@@ -303,21 +265,18 @@ async def _facts(
 
 
 async def _ask(method: Any, address: str, *args: Any, limit: Limit = LOOK_LIMIT) -> Any:
-    return await answer(
-        method.remote(*args), executor=f"the probe on {address}", call="its examination", limit=limit
-    )
+    executor = f"the probe on {address}"
+    return await answer(method.remote(*args), executor=executor, call="its examination", limit=limit)
 
 
 @contextmanager
-def _probes(nodes: Mapping[str, str]) -> Iterator[dict[str, Any]]:
+def _probes(nodes: Mapping[str, str]) -> Iterator[dict[str, ActorHandle]]:
     """An actor on each node. It requests no CPU, because the job may have reserved them all."""
     ray.cloudpickle.register_pickle_by_value(node_probe)
     try:
+        probe = ray.remote(num_cpus=0)(node_probe.Probe)
         on = {node: NodeAffinitySchedulingStrategy(node, soft=False) for node in nodes}
-        made = {
-            node: ray.remote(num_cpus=0)(node_probe.Probe).options(scheduling_strategy=on[node]).remote()
-            for node in nodes
-        }
+        made = {node: probe.options(scheduling_strategy=on[node]).remote() for node in nodes}
     finally:
         ray.cloudpickle.unregister_pickle_by_value(node_probe)
     try:
@@ -328,7 +287,7 @@ def _probes(nodes: Mapping[str, str]) -> Iterator[dict[str, Any]]:
 
 
 @asynccontextmanager
-async def _token_in(directory: Path) -> AsyncIterator[str]:
+async def token_in(directory: Path) -> AsyncIterator[str]:
     """A file for the nodes to read, with its name as content. Removed afterwards, with the files that they
     wrote beside it."""
     token = f".preflight-{secrets.token_hex(8)}"

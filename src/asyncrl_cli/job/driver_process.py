@@ -1,16 +1,13 @@
-"""What the driver and the workers do as processes: set-up (log file, compute threads, memory), stop requests,
-immediate exit."""
+"""The driver as a process: its log file, requests to stop it, an immediate exit."""
 
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import gc
 import logging
 import math
 import os
 import signal
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -20,16 +17,11 @@ from typing import Any, NoReturn
 import psutil
 
 from asyncrl_cli.base.storage import remove_unfinished
-from asyncrl_cli.job import reaper
+from asyncrl_cli.job.host_process import LOG_FORMAT
+from asyncrl_cli.job.ray.reaper_handle import say_goodbye
 
 log = logging.getLogger("asyncrl")
 
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
-"""mallopt(3)."""
-MMAP_THRESHOLD_BYTES = 32 * 2**20
-"""The largest value that glibc accepts. Larger blocks still come from the kernel and go back at once."""
-KEPT_BYTES = 2**30
-LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 GC_THRESHOLDS = (200_000, 20, 100)
 NOTICES = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 """Signals that machines send: a scheduler before its time limit, Ray's job stop, a closing terminal. Often
@@ -43,42 +35,6 @@ _LOOK_EVERY_S = 0.5
 _SHOW_CURSOR = b"\x1b[?25h"
 
 
-def set_up_process(*, threads: int, log_path: Path | None) -> None:
-    """Call this before torch is imported: OpenMP reads its variables once. `threads` replaces Ray's value,
-    num_cpus."""
-    os.environ["OMP_NUM_THREADS"] = str(threads)
-    # By default OpenMP's threads spin while they wait for one another. Beside a busy process, which keeps one
-    # of them off its core, two threads on two cores were 10 to 60 times slower than with this setting. On idle
-    # cores no cost could be measured.
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    keep_freed_memory()
-    yield_to_computing()
-    if log_path is None:
-        return
-    # All output of the process, also from native code and during a crash, goes to one file.
-    log_path.parent.mkdir(parents=True, exist_ok=True)
-    file = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(file, 1)
-    os.dup2(file, 2)
-    os.close(file)
-    logging.basicConfig(level=logging.INFO, format=LOG_FORMAT, stream=sys.stderr, force=True)
-    logging.captureWarnings(True)
-
-
-def keep_freed_memory() -> None:
-    """With glibc: keep freed memory in the process, up to `KEPT_BYTES`.
-
-    A forward pass on a CPU allocates and frees the same megabytes over and over. By default glibc hands them
-    back to the kernel each time, which then fills them with zeros again, page by page: measured, half of a
-    decode step's time.
-    """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
-    if mallopt is not None:
-        mallopt(M_MMAP_THRESHOLD, MMAP_THRESHOLD_BYTES)
-        mallopt(M_TRIM_THRESHOLD, KEPT_BYTES)
-
-
 def collect_garbage_seldom() -> None:
     """For a process that keeps many small objects (a loop's groups) and makes hardly any cycles.
 
@@ -86,35 +42,6 @@ def collect_garbage_seldom() -> None:
     per group was spent on that with 32,768 running trajectories, an eighth with a tenth as many.
     """
     gc.set_threshold(*GC_THRESHOLDS)
-
-
-@contextmanager
-def no_collection_while_starting() -> Iterator[None]:
-    """Keep Python's garbage collector away while a worker imports libraries and loads its model, and from all
-    of that afterwards.
-
-    The objects made then stay for good. Scanning them for garbage again and again took an eighth of the time
-    of importing torch and transformers (a seventh of vLLM's).
-    """
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
-        gc.freeze()
-
-
-def yield_to_computing() -> None:
-    """On Linux: threads of this process that wake up (for a message or a poll) do not preempt running
-    threads.
-
-    A busy run has as many computing threads as cores, and hundreds of wake-ups per second; each would take a
-    core from a forward pass, and its caches. A process alone on its cores is not slowed down. If the system
-    refuses the setting, nothing changes.
-    """
-    if sys.platform == "linux":
-        with suppress(OSError):
-            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
 class _LogFile(logging.FileHandler):
@@ -155,14 +82,14 @@ class StopRequests:
     does.
     """
 
-    def __init__(self, *actions: Callable[[], None]) -> None:
+    def __init__(self, *actions: Callable[[], object]) -> None:
         self._actions = list(actions or [_interrupt])
         self.again = "a second request"
         self._is_stopping = False
         self._limit_s = math.inf
         self._limit: threading.Timer | None = None
 
-    def mean(self, *actions: Callable[[], None]) -> None:
+    def mean(self, *actions: Callable[[], object]) -> None:
         """From now on each request does the next of `actions`; when only the last is left, every further
         request repeats it.
 
@@ -284,7 +211,7 @@ def leave(exit_code: int = INTERRUPTED) -> NoReturn:
     """End this process now. Python would wait for threads that cannot be interrupted: an import, a download,
     a stuck terminal."""
     remove_unfinished()
-    reaper.say_goodbye()
+    say_goodbye()
     with suppress(OSError):
         if os.isatty(2):
             os.write(2, _SHOW_CURSOR)

@@ -15,27 +15,28 @@ import os
 import secrets
 import socket
 import subprocess
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import psutil
 from ray._private import ray_constants, services, worker
 from ray._private.node import Node
 from ray._private.parameter import RayParams
 from ray._private.resource_isolation_config import ResourceIsolationConfig
 from ray._raylet import AuthenticationTokenLoader, Config, persist_port
 
-from asyncrl_cli.base.errors import SessionLost
-from asyncrl_cli.job.calls import STORED_RETURNS
-from asyncrl_cli.job.lifeline import Daemons, how_daemon_ended
+from asyncrl_cli.job.ray.lifeline import Daemons
 from asyncrl_cli.plan.cluster import LOOPBACK
 
 RAY_DIRECTORY, TOKEN = "ray", "token"
 """Names in the session's directory, which has mode 0700: Ray makes its own directory with 0777."""
+STORED_RETURNS = {"RAY_max_direct_call_object_size": "256"}
+"""An environment variable for a local session: a call's return value with more bytes goes to the object
+store. Ray's default of 100 KB would send the arrays of short responses through the driver. `ray.put` in the
+actor is no alternative: its objects are lost with the actor's process, return values are not. Nodes of a
+cluster have their own variables (docs/cluster.md)."""
 DEFAULT_VARIABLES: dict[str, str | None] = {
     "RAY_USAGE_STATS_ENABLED": "0",
     # Otherwise Ray prints the errors of calls that nobody awaits any more (cancelled at a run's end) after
@@ -75,9 +76,7 @@ SYSTEM_CONFIG = PATIENT | {
     "enable_pipe_based_agent_to_parent_health_check": True,
 }
 AGENT_COMMANDS = "--dashboard_agent_command=", "--runtime_env_agent_command="
-AGENT = "cat"
-NO_AGENT = subprocess.list2cmdline(["sh", "-c", f"exec {AGENT}"])
-AGENTS_TIMEOUT_S = 60.0
+NO_AGENT = subprocess.list2cmdline(["sh", "-c", "exec cat"])
 AGENT_PORTS = (
     "metrics_agent_port",
     "metrics_export_port",
@@ -119,8 +118,8 @@ class LocalNode(Node):
 def local_node(
     directory: Path, *, num_cpus: int, num_gpus: int, object_store_bytes: int
 ) -> Iterator[tuple[str, Daemons]]:
-    """Start a session's daemons for the block. Yields the address to connect to, and the daemons. Raises
-    SessionLost, or what Ray raises, if they do not start."""
+    """Start a session's daemons for the block. Yields the address to connect to, and the daemons. Raises what
+    Ray raises if they do not start."""
     (directory / RAY_DIRECTORY).mkdir(mode=0o700)
     # Calls without this token are refused. Ray's default, one token per user in the home directory, is not
     # touched.
@@ -162,31 +161,9 @@ def local_node(
             parameters, head=True, shutdown_at_exit=False, spawn_reaper=True, ray_init_cluster=True
         )
         try:
-            started: dict[str, subprocess.Popen[bytes]] = {
-                name: infos[0].process for name, infos in node.all_processes.items()
-            }
-            agents = {f"agent (process {agent.pid})": agent for agent in agents_of(started["raylet"])}
-            yield node.address, {**started, **agents}
+            yield node.address, {name: infos[0].process for name, infos in node.all_processes.items()}
         finally:
             node.kill_all_processes(check_alive=False, allow_graceful=True)
-
-
-def agents_of(raylet: subprocess.Popen[bytes]) -> list[psutil.Process]:
-    """Wait until the raylet has its agents, and return them. Raises SessionLost if it ends or has none after
-    `AGENTS_TIMEOUT_S`."""
-    until_s = time.monotonic() + AGENTS_TIMEOUT_S
-    while not (how := how_daemon_ended("raylet", raylet)):
-        with contextlib.suppress(psutil.NoSuchProcess):  # the raylet, or a child: the next look notices
-            found = [child for child in psutil.Process(raylet.pid).children() if child.cmdline() == [AGENT]]
-            if len(found) == len(AGENT_COMMANDS):
-                return found
-        if time.monotonic() >= until_s:
-            how = (
-                f"ray's raylet has not started its {len(AGENT_COMMANDS)} agents within {AGENTS_TIMEOUT_S:g} s"
-            )
-            break
-        time.sleep(0.02)
-    raise SessionLost(how)
 
 
 @contextlib.contextmanager

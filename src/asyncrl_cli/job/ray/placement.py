@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import ray
+from ray._private import state
 from ray.exceptions import RayError
 from ray.util.placement_group import (
     PlacementGroup,
@@ -20,7 +21,7 @@ from ray.util.placement_group import (
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from asyncrl_cli.base.errors import PreflightError, timeout
-from asyncrl_cli.job.lifeline import lost_session
+from asyncrl_cli.job.ray.lifeline import lost_session
 from asyncrl_cli.plan.cluster import LOOPBACK, ClusterResources, NodeResources
 from asyncrl_cli.plan.job_plan import ROLLOUT, JobPlan
 from asyncrl_cli.plan.node_fit import asked, check_fit, fitting_hint, node_lines
@@ -168,7 +169,7 @@ def _no_room(plan: JobPlan, timeout_s: float) -> PreflightError:
 
 def ray_cluster(*, free: bool = False) -> ClusterResources:
     """All resources of the connected cluster's living nodes; with `free`, only those that no job uses now."""
-    left = ray._private.state.available_resources_per_node() if free else {}
+    left = state.available_resources_per_node() if free else {}
     nodes = []
     for node in (node for node in ray.nodes() if node["Alive"]):
         has = left.get(node["NodeID"], {}) if free else node["Resources"]

@@ -14,17 +14,13 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
 
-from asyncrl_cli.base.errors import ConfigError, Interrupted, PreflightError, RefusedError, first_line
+from asyncrl_cli.base.errors import ConfigError, Interrupted, PreflightError, first_line
 from asyncrl_cli.builtin.builtin_tasks import environment_of
 from asyncrl_cli.builtin.tiny import UNTAUGHT, demonstrations_of
-from asyncrl_cli.checkpoint.sealed import Checkpoint
 from asyncrl_cli.contracts.item import messages_of
 from asyncrl_cli.engines.port import check_engine
 from asyncrl_cli.envs import check_environment
-from asyncrl_cli.job.driving import PromptFeed
-from asyncrl_cli.job.session import check_reachable
-from asyncrl_cli.loop.cuts import read_state
-from asyncrl_cli.loop.groups import GroupsState
+from asyncrl_cli.job.ray.session import check_reachable
 from asyncrl_cli.models.inspection import check_model, check_vocabulary
 from asyncrl_cli.models.model_directory import (
     fetched_tokenizer,
@@ -33,11 +29,9 @@ from asyncrl_cli.models.model_directory import (
     model_here,
     resolve_model,
 )
-from asyncrl_cli.observe import observers
 from asyncrl_cli.observe.sinks import check_sinks
 from asyncrl_cli.plan.cluster import local_cluster
 from asyncrl_cli.plan.compiler import compile_job, device_of
-from asyncrl_cli.profile.arithmetic import LoopSettings
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.sandbox.rehearsal import rehearse
 from asyncrl_cli.tasks.code_choice import has_tool_class
@@ -262,64 +256,6 @@ def check_prompt_lengths(profile: Profile, task: Task, tokens: Callable[[Sequenc
             hint=f"--set rollout.max_prompt_tokens={longest}, or leave such prompts out of "
             f"{profile.task.source}",
         )
-
-
-def check_resumable(checkpoint: Checkpoint, profile: Profile) -> None:
-    """Raises RefusedError unless the checkpoint's loop state, observer state and finished groups fit each
-    other and `profile`."""
-    state = read_state(checkpoint.loop_state, LoopSettings.of(profile))
-    if state["step"] != checkpoint.step:
-        raise _refused(checkpoint, f"its loop is at step {state['step']}")
-    if len(state["observers"]) != 1:
-        raise _refused(checkpoint, f"it has figures of {len(state['observers'])} observers, not of one")
-    observers.read_state(state["observers"][0])
-    if not _fit(state["groups"], checkpoint.directory):
-        raise _refused(checkpoint, "its tokens are not those of its groups")
-
-
-def _fit(groups: GroupsState, directory: Path) -> bool:
-    """Whether the arrays are those of the finished groups, of running groups' ended parts, and of their
-    unfinished parts."""
-    from asyncrl_cli.checkpoint.payloads import read_payloads  # imports numpy, which a dry run does not need
-
-    payloads, running = read_payloads(directory), groups["running"]
-    ended = [
-        (entry["key"], part["result"].trajectories) for entry in running for part in entry.get("ended", ())
-    ]
-    whole = [*((entry["result"].key, entry["result"].trajectories) for entry in groups["finished"]), *ended]
-    kept = [(entry["key"], entry["kept"]) for entry in running if entry.get("kept")]
-    if [(p.uid, p.epoch, p.attempt) for p in payloads] != [key for key, _ in (*whole, *kept)]:
-        return False
-    if any(len(p.trajectories) != len(metas) for p, (_, metas) in zip(payloads, whole, strict=False)):
-        return False
-    so_far = [
-        [sum(len(s.tokens_T) for s in t.segments) for t in p.trajectories] for p in payloads[len(whole) :]
-    ]
-    return all(
-        index < len(tokens) and tokens[index] == one.tokens
-        for tokens, (_, ones) in zip(so_far, kept, strict=True)
-        for index, one in ones.items()
-    )
-
-
-def refuse_other_prompts(checkpoint: Checkpoint, task: Task, seed: int) -> None:
-    """Raises RefusedError unless the task still has the same items, also for evals, and the prompts that the
-    checkpoint names."""
-    feed = PromptFeed(task.train, seed=seed, eval_sets={"": task.eval, **task.eval_sets})
-    groups = checkpoint.loop_state["groups"]
-    feed.restore(groups["feed"])
-    for entry in (
-        *groups["running"],
-        *groups["again"],
-        *(finished["try"] for finished in groups["finished"]),
-    ):
-        feed.find(*entry["key"][:2])
-
-
-def _refused(checkpoint: Checkpoint, why: str) -> RefusedError:
-    return RefusedError(
-        f"checkpoint {checkpoint.directory} is refused: {why}", hint="take another checkpoint"
-    )
 
 
 async def interruptible(work: Callable[[Callable[[], None]], T]) -> T:

@@ -10,8 +10,8 @@ communicate through these; Python's resource tracker, which would remove them, i
 driver died, the reaper prints an error, which names a Ray daemon only if that ended first: Ray silently ends
 a driver whose raylet is gone.
 
-Runs as a script: `python -P reaper.py DRIVER_PID DIRECTORY [SPARED_PID ...]`. The class `Reaper` starts it
-from the driver.
+Runs as a script in a process of its own: `python -P reaper.py DRIVER_PID DIRECTORY [SPARED_PID ...]`. The driver
+starts it by `reaper_handle.py`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ import os
 import select
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Iterable, Mapping
@@ -34,7 +33,6 @@ DAEMONS_EVERY_S = 0.1
 GRACE_S = 3.0
 GIVE_UP_S = 10.0
 REMOVE_S = 3.0
-END_TIMEOUT_S = 20.0
 GOODBYE = b"."
 """What the driver writes to the pipe at an orderly end: the reaper then prints no error."""
 KILLED = "this run's process was killed and could not report why"
@@ -67,7 +65,8 @@ def families(pids: Iterable[int]) -> Processes:
     found: Processes = set()
     for pid in pids:
         with contextlib.suppress(psutil.NoSuchProcess):
-            found |= {root := psutil.Process(pid), *root.children(recursive=True)}
+            root = psutil.Process(pid)
+            found |= {root, *root.children(recursive=True)}
     return found
 
 
@@ -81,7 +80,7 @@ def shared_memory_of(process: psutil.Process) -> set[str]:
 def name_of(process: psutil.Process) -> str:
     """Empty if it has ended."""
     with contextlib.suppress(psutil.Error):
-        return process.name()
+        return str(process.name())
     return ""
 
 
@@ -185,60 +184,6 @@ def main(driver_pid: int, directory: str, spared: Iterable[int]) -> None:
     reap(seen)
     remove_shared_memory(memory)
     remove_directory(directory, {driver_pid, os.getpid(), *spared})
-
-
-_pipe: int | None = None
-"""In the driver: the file descriptor of the pipe to the current reaper."""
-
-
-class Reaper:
-    """The driver's handle on the reaper process, which cleans up after the driver."""
-
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
-        others = [str(child.pid) for child in psutil.Process().children()]
-        self._words = [sys.executable, "-P", __file__, str(os.getpid()), str(directory), *others]
-        self._process = self._start()
-
-    def mend(self) -> None:
-        """If the reaper is dead, start another, which also covers everything started since the first one."""
-        if self._process.poll() is not None:
-            self._close_pipe()
-            self._process = self._start()
-
-    def end(self) -> None:
-        """Say goodbye, and return when the reaper has cleaned up and ended."""
-        self.mend()
-        say_goodbye()
-        self._close_pipe()
-        try:
-            self._process.wait(END_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-            shutil.rmtree(self._directory, ignore_errors=True)
-
-    def _start(self) -> subprocess.Popen[bytes]:
-        global _pipe
-        process = subprocess.Popen(
-            self._words, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True
-        )
-        assert process.stdin is not None
-        _pipe = process.stdin.fileno()
-        return process
-
-    def _close_pipe(self) -> None:
-        global _pipe
-        assert self._process.stdin is not None
-        _pipe = None  # the descriptor's number may soon belong to another file
-        self._process.stdin.close()
-
-
-def say_goodbye() -> None:
-    """In the driver: announce an orderly end. Safe in a signal handler."""
-    if _pipe is not None:
-        with contextlib.suppress(OSError):  # the reaper is dead itself
-            os.write(_pipe, GOODBYE)
 
 
 if __name__ == "__main__":

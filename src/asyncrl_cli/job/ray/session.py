@@ -24,9 +24,9 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from asyncrl_cli.base.errors import ConfigError, PreflightError, first_line
-from asyncrl_cli.job.cluster_token import token_variables
-from asyncrl_cli.job.lifeline import head_lifeline, lifeline
-from asyncrl_cli.job.reaper import Reaper
+from asyncrl_cli.job.ray.lifeline import head_lifeline, lifeline
+from asyncrl_cli.job.ray.reaper_handle import Reaper
+from asyncrl_cli.job.submit.cluster_token import token_variables
 from asyncrl_cli.models.shape import ShapeUnknown, shape_of_directory
 from asyncrl_cli.plan.cluster import ClusterResources, local_cluster
 from asyncrl_cli.plan.compiler import compile_job
@@ -76,7 +76,7 @@ def ray_session(
 def connected(address: str) -> Iterator[ClusterResources]:
     """Connect to a cluster and yield what it has. Raises as `ray_session`."""
     check_reachable(address)
-    from asyncrl_cli.job.local_ray import ray_variables
+    from asyncrl_cli.job.ray.local_ray import ray_variables
 
     with contextlib.ExitStack() as stack:
         # For `auto`, Ray itself finds out whether the cluster asks for a token.
@@ -85,7 +85,7 @@ def connected(address: str) -> Iterator[ClusterResources]:
             stack.enter_context(_connection(address=address))
         except (ConnectionError, RuntimeError, OSError, ValueError, TimeoutError) as error:
             raise _unreachable(address, error) from error
-        from asyncrl_cli.job.placing import ray_cluster
+        from asyncrl_cli.job.ray.placement import ray_cluster
 
         yield ray_cluster()
 
@@ -125,7 +125,7 @@ def _start_here(
     reaping = Reaper(directory)
     stack.callback(reaping.end)
     try:
-        from asyncrl_cli.job.local_ray import local_node
+        from asyncrl_cli.job.ray.local_ray import local_node
 
         cpus, gpus = max(plan.cpus, cluster.cpus), max(plan.gpus, cluster.gpus)
         node = local_node(directory, num_cpus=cpus, num_gpus=gpus, object_store_bytes=store_bytes)

@@ -1,6 +1,8 @@
-"""A run from its profile to its end: prepare, start Ray and the workers, wire the loop, watch, clean up.
+"""A run from its profile to its end: prepare, start Ray and the workers, wire the loop, watch, clean up. Runs in the
+driver.
 
-    profile -> run directory -> engine, task, model -> Ray, placement, actors -> Pipeline -> RunResult
+    profile -> run directory -> driver_preparation.py: engine, task, model -> ray/: session, placement
+            -> driver_crew.py: actors -> driver_loop.py: Pipeline -> RunResult
 
 Whatever can be refused is refused before anything is started. A run that never began leaves nothing behind.
 """
@@ -9,20 +11,29 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from asyncrl_cli.base.errors import AsyncrlError, ExecutorFailed, Interrupted
 from asyncrl_cli.checkpoint.find import detached_output, refuse_ended, resolve
 from asyncrl_cli.checkpoint.run_directory import RunDirectory, fresh_name
 from asyncrl_cli.checkpoint.sealed import Checkpoint, load_checkpoint
-from asyncrl_cli.job.driving import Crew, RunResult, make_observers, make_pipeline, run_to_the_end
-from asyncrl_cli.job.preparing import check_resumable, prepare, refuse_other_prompts
-from asyncrl_cli.job.process import END_S, StopRequests, end_descendants, leave, leave_soon, logged_to, tell
-from asyncrl_cli.job.session import ray_session
+from asyncrl_cli.job.driver_loop import RunResult, make_observers, make_pipeline, run_to_the_end
+from asyncrl_cli.job.driver_preparation import prepare
+from asyncrl_cli.job.driver_process import (
+    END_S,
+    StopRequests,
+    end_descendants,
+    leave,
+    leave_soon,
+    logged_to,
+    tell,
+)
+from asyncrl_cli.job.driver_prompts import check_resumable, refuse_other_prompts
+from asyncrl_cli.job.ray.session import ray_session
 from asyncrl_cli.models.shape import ShapeUnknown, shape_of_directory
 from asyncrl_cli.observe.live_status import facts_of
 from asyncrl_cli.observe.startup import ProgressLine, StartStatus
@@ -39,9 +50,28 @@ from asyncrl_cli.tasks.code_records import keep_record, origin
 from asyncrl_cli.tasks.task import Task
 from asyncrl_cli.weights.model_files import keep_model_files
 
+if TYPE_CHECKING:
+    from asyncrl_cli.job.driver_crew import Crew  # it needs Ray
+
 PROBE_ITEMS = 64
 """How many prompts give the probes their text: enough for prompts of a few tokens each."""
 NEVER_BEGAN = "interrupted while the run was starting: no step was trained"
+
+
+class Warnings:
+    """Takes warnings of a start, and keeps them until there is a screen to show them."""
+
+    def __init__(self) -> None:
+        self._waiting: list[str] = []
+        self._show: Callable[[str], None] = self._waiting.append
+
+    def __call__(self, text: str) -> None:
+        self._show(text)
+
+    def show_by(self, show: Callable[[str], None]) -> None:
+        self._show = show
+        for text in self._waiting:
+            show(text)
 
 
 @dataclass
@@ -124,59 +154,64 @@ class Run:
             stack.enter_context(logged_to(attempt_dir / "driver.log"))
             watching = asyncio.ensure_future(self.requests.watch(directory.stop_requests))
             stack.callback(watching.cancel)
-            self._start = StartStatus(
-                directory.status, facts_of(self.profile, directory.path, directory.attempts)
-            )
+            facts = facts_of(self.profile, directory.path, directory.attempts)
+            self._start = StartStatus(directory.status, facts)
+            warnings = Warnings()
             with ProgressLine(self.ui, listen=self._start) as say:
-                task, crew, warnings = await self._start_everything(stack, directory, attempt_dir, say)
+                task, crew = await self._start_everything(stack, directory, attempt_dir, say, warnings)
             self._start = None
             return await self._to_the_end(directory, task, crew, warnings)
 
     async def _start_everything(
-        self, stack: AsyncExitStack, directory: RunDirectory, log_dir: Path, say: ProgressLine
-    ) -> tuple[Task, Crew, Sequence[str]]:
-        """Start all that the loop needs. Returns the task, the workers and the warnings to show; `stack` ends
-        what was started."""
+        self,
+        stack: AsyncExitStack,
+        directory: RunDirectory,
+        log_dir: Path,
+        say: ProgressLine,
+        warnings: Warnings,
+    ) -> tuple[Task, Crew]:
+        """Start all that the loop needs. Returns the task and the workers; `stack` ends what was started."""
         if self.address is None:
-            self._resolve(device_of(self.profile, local_cluster()))
-        profile = self.profile
+            self.resolve_for(device_of(self.profile, local_cluster()))
         resumed = directory.path if self.checkpoint else None
-        task, model_dir, further = await prepare(profile, say, self.address, resumed, say.show)
+        task, model_dir, further = await prepare(self.profile, say, self.address, resumed, say.show)
         if self.checkpoint is not None:
-            refuse_other_prompts(self.checkpoint, task, profile.run.seed)
+            refuse_other_prompts(self.checkpoint, task, self.profile.run.seed)
         say("starting Ray")
-        plan = stack.enter_context(ray_session(profile, address=self.address, model_dir=model_dir))
-        self._resolve(plan.device)
+        plan = stack.enter_context(ray_session(self.profile, address=self.address, model_dir=model_dir))
+        for text in (*self.warnings, *plan.warnings, *task.notes):
+            warnings(text)
+        # Only now are the job's device (on a cluster) and its sizes known: the defaults that follow from them.
+        self.resolve_for(plan.device)
         self._set_limits(plan, model_dir)
-        profile = self.profile
         keep_model_files(model_dir, directory.path)
         for record, code in task.user_code.items():
             keep_record(directory.path, record, code)
             if note := origin(directory.path, record, code):
                 # whatever `ui` is: the record may be somebody else's
                 print(neutral(note), file=sys.stderr, flush=True)
-        from asyncrl_cli.job.workers import started_workers
+        from asyncrl_cli.job.driver_crew import CrewOrder, started_crew
 
-        of_nodes: list[str] = []
-        crew = started_workers(
-            plan,
-            profile,
-            model_dir,
-            task.reward,
-            task.tool_class,
+        items = {item["uid"]: item for item in task.train}
+        order = CrewOrder(
+            plan=plan,
+            profile=self.profile,
+            model_dir=model_dir,
             further=further,
             run_dir=directory.path,
             log_dir=log_dir,
+            reward=task.reward,
+            tool_class=task.tool_class,
             probe_items=task.train[:PROBE_ITEMS],
             checkpoint=self.checkpoint,
-            progress=say,
-            warn=of_nodes.append,
+            expected=lambda uid: task.expected(items[uid]),
+            say=say,
+            warn=warnings,
         )
-        started = await stack.enter_async_context(crew)
-        return task, started, [*self.warnings, *plan.warnings, *task.notes, *of_nodes]
+        return task, await stack.enter_async_context(started_crew(order))
 
     async def _to_the_end(
-        self, directory: RunDirectory, task: Task, crew: Crew, warnings: Sequence[str]
+        self, directory: RunDirectory, task: Task, crew: Crew, warnings: Warnings
     ) -> RunResult:
         observers = make_observers(self.profile, directory, self.ui)
         try:
@@ -184,21 +219,16 @@ class Run:
         except BaseException as failure:
             observers.close("failed", str(failure))
             raise
-        for warning in warnings:
-            observers.warning(warning)
-        trainer, *_ = crew
-        trainer.warn = observers.warning
-        items = {item["uid"]: item for item in task.train}
-        trainer.expected = lambda uid: task.expected(items[uid])
+        warnings.show_by(observers.warning)
         self._unbegun = None
         detached_output(directory.path).unlink(missing_ok=True)
         directory.keep_profile(*self._documents())  # the next checkpoints have it
-        result = await run_to_the_end(pipeline, trainer, directory, observers, self.requests)
+        result = await run_to_the_end(pipeline, crew.trainer, directory, observers, self.requests)
         if self.ui != "none":
             tell("shutting down")  # Ray and the workers take seconds to end
         return result
 
-    def _resolve(self, device: str) -> None:
+    def resolve_for(self, device: str) -> None:
         """Fill in the default of `model.dtype`. A resumed run keeps the dtype that it began with, also on
         another device."""
         if self.checkpoint is None:

@@ -1,0 +1,207 @@
+"""Starts and ends the actors of a job, all of them at once, each in its bundle (ray/placement.py). Runs in the
+driver."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray import ObjectRef
+from ray.actor import ActorHandle
+
+from asyncrl_cli.base.errors import AsyncrlError
+from asyncrl_cli.checkpoint.payloads import read_payloads
+from asyncrl_cli.checkpoint.sealed import Checkpoint
+from asyncrl_cli.contracts.item import Item
+from asyncrl_cli.contracts.reward_spec import RewardSpec
+from asyncrl_cli.job.driver_preflight import Wanted, examined, refuse
+from asyncrl_cli.job.driver_ranks import RayRanks, RayScorer, RayTrainer
+from asyncrl_cli.job.driver_rollout import RayRolloutWorker
+from asyncrl_cli.job.rank_host import THREADS, WEIGHTS_DIR, RankHost
+from asyncrl_cli.job.ray.calls import all_of
+from asyncrl_cli.job.ray.placement import Options, Say, is_local_session, placed, used_nodes
+from asyncrl_cli.job.rollout_host import RolloutHost
+from asyncrl_cli.plan.job_plan import ROLLOUT, TRAINER, JobPlan, place_of
+from asyncrl_cli.profile.schema import DIRECT_TRANSPORTS, Profile
+from asyncrl_cli.profile.sharing import CRITIC
+from asyncrl_cli.tasks.tool_class import ToolClass
+
+STOP_TIMEOUT_S = 1.0
+"""A kill after that loses nothing of value: checkpoints and publishes were awaited. A second Ctrl-C must end
+a run in 5 s."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CrewOrder:
+    """What a crew is to be. `further`: what `further_models` found. `log_dir`: where each actor writes
+    `<name>.log`. `probe_items`: the probes are pieces of their prompts. `expected`: the reference answer of a
+    prompt's uid, for the samples. `warn` gets warnings of nodes and of the trainer."""
+
+    plan: JobPlan
+    profile: Profile
+    model_dir: Path
+    further: Mapping[str, str]
+    run_dir: Path
+    log_dir: Path
+    reward: RewardSpec
+    tool_class: ToolClass | None = None
+    probe_items: Sequence[Item] = ()
+    checkpoint: Checkpoint | None = None
+    expected: Callable[[str], str | None] = lambda uid: None
+    say: Say = lambda text: None
+    warn: Say = lambda text: None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Crew:
+    """The executors of a job, started. `payloads`: in a resumed run, the handles of the arrays of the checkpoint's
+    groups, in the order of the file."""
+
+    trainer: RayTrainer
+    workers: Sequence[RayRolloutWorker]
+    scorers: Sequence[RayScorer]
+    payloads: Sequence[tuple[ObjectRef]] = ()
+
+
+@asynccontextmanager
+async def started_crew(order: CrewOrder) -> AsyncIterator[Crew]:
+    """Start all trainer ranks, rollout workers and scorers, and yield them when all are ready.
+
+    Workers hold the weights of `model_dir` until the loop has published a version. Leaving the block ends the
+    actors and releases the bundles, within about `STOP_TIMEOUT_S`.
+
+    Raises:
+        PreflightError: no room for the plan within `placement.timeout_s`, or a node that cannot be used.
+        ExecutorFailed: an actor failed to start, or not all were ready in time.
+        RefusedError: the checkpoint belongs to another model.
+    """
+    plan, profile, say = order.plan, order.profile, order.say
+    say("placing the job")
+    async with placed(plan, timeout_s=profile.placement.timeout_s, say=say) as options:
+        if not is_local_session():
+            wanted = Wanted.of(profile, order.model_dir, order.further, order.run_dir)
+            for warning in refuse(await examined(used_nodes(plan, options), wanted, say)):
+                order.warn(warning)
+        weights_dir = order.run_dir / WEIGHTS_DIR
+        await asyncio.to_thread(clear, weights_dir)
+        scorers = [make_scorer(name, order, options) for name in plan.scorers]
+        critic = next((scorer for scorer in scorers if scorer.name == CRITIC), None)
+        trainer, workers = make_trainer(order, options, critic), list[RayRolloutWorker]()
+        try:
+            say(f"starting {plan}")
+            if plan.shares_gpus:
+                # each rank has its GPU before a worker is given the rest of one (RANK_SHARE)
+                await trainer.prepare()
+            version = order.checkpoint.version if order.checkpoint else 0
+            place = place_of(plan, ROLLOUT, order.model_dir, version)
+            for name, make in makers_of(order, ROLLOUT, RolloutHost, options).items():
+                make_actor = partial(make, profile, place, order.reward, order.tool_class)
+                workers.append(RayRolloutWorker(name, make_actor, profile, place.workers))
+            # vLLM counts what others take of a GPU while it measures as its own, so the trainer takes none
+            # before vLLM is ready.
+            ranks: list[RayRanks] = [trainer, *scorers]
+            turns = [workers, ranks] if plan.shares_gpus else [[*workers, *ranks]]
+            for executors in turns:
+                await all_of(_started(executor, say) for executor in executors)
+            if profile.weights.transport in DIRECT_TRANSPORTS:
+                # one by one: making an NCCL group changes rank 0's environment for a moment
+                for worker in workers:
+                    say(f"connecting {worker.name} to trainer-0 for weights")
+                    await worker.connect(trainer.actors[0])
+            for warning in trainer.warnings:
+                order.warn(warning)
+            payloads = await _restored(trainer, order.checkpoint, say) if order.checkpoint else []
+            yield Crew(trainer=trainer, workers=workers, scorers=scorers, payloads=payloads)
+        finally:
+            await _stop([trainer, *workers, *scorers])
+            await asyncio.to_thread(clear, weights_dir)
+
+
+def make_trainer(order: CrewOrder, options: Options, critic: RayScorer | None = None) -> RayTrainer:
+    """The trainer with the actors of its ranks, not yet started."""
+    make_actors = partial(_make_ranks, TRAINER, order, options, order.probe_items)
+    samples_dir = order.run_dir / "samples"
+    return RayTrainer(
+        make_actors,
+        order.profile,
+        samples_dir=samples_dir,
+        critic=critic,
+        warn=order.warn,
+        expected=order.expected,
+    )
+
+
+def make_scorer(name: str, order: CrewOrder, options: Options) -> RayScorer:
+    """A scorer with the actors of its processes, not yet started."""
+    return RayScorer(name, partial(_make_ranks, name, order, options), order.profile)
+
+
+def _make_ranks(
+    role: str, order: CrewOrder, options: Options, probe_items: Sequence[Item] = ()
+) -> list[ActorHandle]:
+    is_direct = order.profile.weights.transport in DIRECT_TRANSPORTS
+    threads = THREADS | {"direct": order.plan.rollout_workers if is_direct else 1}
+    place = replace(place_of(order.plan, role, order.model_dir), **order.further)
+    makers = makers_of(order, role, RankHost, options, concurrency_groups=threads)
+    run_dir = order.run_dir.absolute()
+    return [make(role, order.profile, place, run_dir, probe_items) for make in makers.values()]
+
+
+def makers_of(
+    order: CrewOrder, role: str, host: type, options: Options, **settings: Any
+) -> dict[str, Callable[..., ActorHandle]]:
+    """By worker name, a function that creates its actor in its bundle, with its own log. `settings` are for
+    `ray.remote`."""
+    actor_class = ray.remote(max_restarts=0, max_task_retries=0, **settings)(host)
+    makers: dict[str, Callable[..., ActorHandle]] = {}
+    for index in range(order.plan.role(role).workers):
+        name = f"{role}-{index}"
+        make = actor_class.options(**options(role, index)).remote
+        makers[name] = partial(make, index, log_path=order.log_dir.absolute() / f"{name}.log")
+    return makers
+
+
+async def _started(executor: RayRanks | RayRolloutWorker, say: Say) -> None:
+    await executor.start()
+    say(f"{executor.name} is ready")
+
+
+async def _restored(trainer: RayTrainer, checkpoint: Checkpoint, say: Say) -> list[tuple[ObjectRef]]:
+    """Load the trainer's state. Returns handles of the arrays, in the order of the file. The loop publishes
+    the checkpoint's version."""
+    say(f"restoring {checkpoint.directory.name}")
+    await trainer.restore(checkpoint.directory)
+    payloads = await asyncio.to_thread(read_payloads, checkpoint.directory)
+    # the last ones are of groups that go on: their handles are of lists, as a worker's are (`PartialResult`)
+    num_going_on = sum(bool(entry.get("kept")) for entry in checkpoint.loop_state["groups"]["running"])
+    num_whole = len(payloads) - num_going_on
+    whole, going_on = payloads[:num_whole], payloads[num_whole:]
+    return [(ray.put(payload),) for payload in whole] + [(ray.put([payload]),) for payload in going_on]
+
+
+async def _stop(executors: Sequence[RayRanks | RayRolloutWorker]) -> None:
+    """Ask all actors to stop, wait `STOP_TIMEOUT_S` in total, then kill them. Does not raise for an actor
+    that is already dead."""
+    stops = [executor.stop(STOP_TIMEOUT_S) for executor in executors]
+    outcomes = await asyncio.gather(*stops, return_exceptions=True)
+    for actor in (actor for executor in executors for actor in executor.actors):
+        ray.kill(actor)
+    for outcome in outcomes:
+        if isinstance(outcome, BaseException) and not isinstance(outcome, AsyncrlError):
+            raise outcome
+
+
+def clear(weights_dir: Path) -> None:
+    """Remove the weight files that this attempt, or an earlier killed one, has left. May take long: call it
+    in a thread."""
+    shutil.rmtree(weights_dir, ignore_errors=True)
+    if weights_dir.exists():
+        # rank 0, which was just killed, renamed something after it was listed
+        shutil.rmtree(weights_dir, ignore_errors=True)

@@ -1,0 +1,188 @@
+"""The loop of a run: built from its prompts, checkpoints and observers, and run to its end. Runs in the driver.
+
+A stop or a failure becomes part of the `RunResult`; only a cancellation from outside is raised."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from asyncrl_cli.base.errors import (
+    AsyncrlError,
+    ConfigError,
+    ExecutorFailed,
+    Interrupted,
+    SessionLost,
+)
+from asyncrl_cli.base.paths import as_typed
+from asyncrl_cli.base.storage import storage_error
+from asyncrl_cli.checkpoint.run_directory import RunDirectory
+from asyncrl_cli.checkpoint.sealed import Checkpoint, sealed_checkpoints, step_of
+from asyncrl_cli.checkpoint.store import CheckpointStore
+from asyncrl_cli.engines.port import continues_kept
+from asyncrl_cli.envs.call_log import RepeatedCalls
+from asyncrl_cli.job.driver_process import StopRequests, leave, tell
+from asyncrl_cli.job.driver_prompts import PromptFeed
+from asyncrl_cli.loop.pipeline import Pipeline
+from asyncrl_cli.loop.run_state import ResumeFrom, World
+from asyncrl_cli.observe.file_sinks import EventsFile, MetricsFile, StatusFile, TimelineFile
+from asyncrl_cli.observe.live_status import facts_of
+from asyncrl_cli.observe.observers import Observers
+from asyncrl_cli.observe.recorded import Recorded
+from asyncrl_cli.observe.screen import make_ui
+from asyncrl_cli.observe.sinks import Sink, make_sinks
+from asyncrl_cli.profile.arithmetic import LoopSettings
+from asyncrl_cli.profile.schema import Profile
+from asyncrl_cli.tasks.task import Task
+from asyncrl_cli.weights.versions import all_loads_s
+
+if TYPE_CHECKING:
+    from asyncrl_cli.job.driver_crew import Crew  # they need Ray
+    from asyncrl_cli.job.driver_ranks import RayTrainer
+
+log = logging.getLogger("asyncrl")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunResult:
+    """How a run ended. `summary` is the last status (what status.json holds); `error` is the failure, if it
+    failed."""
+
+    run_dir: Path
+    exit_code: int
+    summary: Mapping[str, Any]
+    error: AsyncrlError | None = None
+
+
+def make_pipeline(
+    profile: Profile,
+    directory: RunDirectory,
+    task: Task,
+    crew: Crew,
+    observers: Observers,
+    checkpoint: Checkpoint | None,
+) -> Pipeline:
+    """The loop and everything it works with. `checkpoint`: where a resumed run continues."""
+    store = CheckpointStore(
+        directory.path, keep=profile.checkpoint.keep, profile=profile.name, write_trainer=crew.trainer.write
+    )
+    resume_from = None
+    if checkpoint is not None:
+        store.abandon_newer(checkpoint.step, checkpoint.version)
+        resume_from = ResumeFrom(
+            loop_state=checkpoint.loop_state, payloads=crew.payloads, continues=continues_kept(profile)
+        )
+    eval_sets = {"": task.eval, **task.eval_sets}
+    world = World(
+        feed=PromptFeed(task.train, seed=profile.run.seed, eval_sets=eval_sets),
+        trainer=crew.trainer,
+        workers=crew.workers,
+        scorers=crew.scorers,
+        eval_sets=eval_sets,
+        observers=[observers],
+        checkpoints=store,
+        resume_from=resume_from,
+    )
+    pipeline = Pipeline(LoopSettings.of(profile, all_loads_s(profile.weights, len(crew.workers))), world)
+    if checkpoint is not None:
+        try:
+            observers.live.recall(list(Recorded(directory.path).events("eval")))
+        except ConfigError as error:
+            observers.warning(f"the screen shows no evals from after the checkpoint: {error}")
+    return pipeline
+
+
+def make_observers(profile: Profile, directory: RunDirectory, ui: str) -> Observers:
+    """The run's files, the sinks of `[logging]`, and the screen if it is wanted."""
+    sinks: list[Sink] = [
+        MetricsFile(directory.metrics),
+        EventsFile(directory.events),
+        TimelineFile(directory.timeline),
+        StatusFile(directory.status),
+    ]
+    sinks += make_sinks(profile, directory.path)
+    if (screen := make_ui(ui)) is not None:
+        sinks.append(screen)
+    facts = facts_of(profile, directory.path, directory.attempts)
+    return Observers(facts, sinks, further=RepeatedCalls(directory.logs))
+
+
+async def run_to_the_end(
+    pipeline: Pipeline,
+    trainer: RayTrainer,
+    directory: RunDirectory,
+    observers: Observers,
+    requests: StopRequests,
+) -> RunResult:
+    """Run the loop. The first stop request ends it in an orderly way, the second cancels it. Raises
+    CancelledError if the caller's task is cancelled."""
+    this = asyncio.current_task()
+    assert this is not None
+
+    async def loop_and_last_dump() -> None:
+        try:
+            await pipeline.run()
+        except Interrupted:  # an orderly stop: the last samples are being written
+            await trainer.finish_dumps()
+            raise
+        await trainer.finish_dumps()
+
+    running = asyncio.ensure_future(loop_and_last_dump())
+    in_loop = asyncio.get_running_loop().call_soon_threadsafe
+
+    def stop() -> None:
+        pipeline.request_stop()
+        if not running.done():  # the observers are closed next
+            observers.warning(f"stopping after this train step; {requests.again} ends the run at once")
+
+    def leave_at_once() -> None:
+        tell("ended at once: finished checkpoints are kept; the reaper ends this run's processes")
+        leave()
+
+    requests.mean(partial(in_loop, stop), partial(in_loop, running.cancel), leave_at_once)
+    error: AsyncrlError | None = None
+    try:
+        await running
+    except asyncio.CancelledError:
+        if this.cancelling():  # this task itself was cancelled, and not only the loop
+            observers.close("stopped")
+            raise
+        hint = f"asyncrl resume {as_typed(directory.path)}"
+        error = Interrupted("aborted: the step in progress is lost", hint=hint)
+    except Exception as failure:
+        error = _as_ours(failure, directory)
+        if isinstance(error, Interrupted):
+            log.info("%s", error)
+        else:
+            log.error("%s", error, exc_info=failure)
+    finally:
+        requests.mean(lambda: None)
+    phase = "done" if error is None else "stopped" if isinstance(error, Interrupted) else "failed"
+    summary = observers.close(phase, str(error) if phase == "failed" else "")
+    exit_code = 0 if error is None else error.exit_code
+    return RunResult(run_dir=directory.path, exit_code=exit_code, summary=summary, error=error)
+
+
+def _as_ours(failure: Exception, directory: RunDirectory) -> AsyncrlError:
+    """The failure as an error for the user, with a hint about what to do next."""
+    run = as_typed(directory.path)
+    if isinstance(failure, OSError):
+        return storage_error(failure)
+    if not isinstance(failure, AsyncrlError):
+        what = f"asyncrl itself failed: {type(failure).__name__}: {failure}"
+        return AsyncrlError(what, hint="the traceback is in the log")
+    if isinstance(failure, SessionLost):
+        step = next(map(step_of, sealed_checkpoints(directory.checkpoints)), None)
+        where = "its start" if step is None else f"step {step}"
+        failure.hint = f"`asyncrl resume {run}` continues from {where}"
+    elif isinstance(failure, Interrupted):
+        failure.hint = failure.hint or f"asyncrl resume {run}"
+    elif isinstance(failure, ExecutorFailed):
+        hint = f"`asyncrl logs {run}` shows more, `asyncrl resume {run}` continues from the last checkpoint"
+        failure.hint = failure.hint or hint
+    return failure

@@ -1,0 +1,200 @@
+"""The prompts of a run, and what a checkpoint must share with the run that resumes from it. Runs in the driver."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from asyncrl_cli.base.errors import RefusedError
+from asyncrl_cli.checkpoint.sealed import Checkpoint
+from asyncrl_cli.contracts.item import Item, fingerprint
+from asyncrl_cli.contracts.prompt_group import Prompt
+from asyncrl_cli.loop.cuts import read_state
+from asyncrl_cli.loop.group_states import GroupsState
+from asyncrl_cli.observe import observers
+from asyncrl_cli.profile.arithmetic import LoopSettings
+from asyncrl_cli.profile.schema import Profile
+from asyncrl_cli.tasks.task import Task
+
+ANOTHER_CHECKPOINT = "take another checkpoint"
+SAME_DATA = (
+    "resume with the run's original data: task.source's file as it was then, or the same version of "
+    "reasoning-gym"
+)
+SAME_EVALS = (
+    "later evals could not be compared with earlier ones: restore the files of task.eval_path and "
+    "eval.sets as they were"
+)
+
+
+class PromptFeed:
+    """Implements `contracts.ports.Feed` on a task's training items: shuffled per epoch, endless, resumable at any
+    point.
+
+    An epoch's order is a function of (seed, epoch) alone, so the state is a position, not a history:
+    `{"seed", "epoch", "cursor", "num_items", "fingerprint", "evals"}`. The uids consumed so far are the first
+    `cursor` of that order and all items of every earlier epoch. The loop does not stop between epochs: the
+    next prompt is one of the next epoch.
+
+    `eval_sets`: the feed does not give these items. Their fingerprints (`evals`) tell a resumed run whether
+    they have changed.
+    """
+
+    def __init__(
+        self, items: Sequence[Item], *, seed: int, eval_sets: Mapping[str, Sequence[Item]] | None = None
+    ) -> None:
+        if not items:
+            raise ValueError("a feed needs at least one item")
+        self._items = tuple(items)
+        self._index_of = {item["uid"]: index for index, item in enumerate(self._items)}
+        if len(self._index_of) != len(self._items):
+            raise ValueError(f"{len(self._items)} items have only {len(self._index_of)} different uids")
+        self._fingerprint = fingerprint(self._items)
+        self._evals = {name: fingerprint(evals) for name, evals in (eval_sets or {}).items()}
+        self._seed = seed
+        self._enter(epoch=0, cursor=0)
+
+    def next(self) -> Prompt:
+        if self._cursor == len(self._items):
+            self._enter(epoch=self._epoch + 1, cursor=0)
+        item = self._items[self._order[self._cursor]]
+        self._cursor += 1
+        return Prompt(uid=item["uid"], epoch=self._epoch, item=item)
+
+    def find(self, uid: str, epoch: int) -> Prompt:
+        index = self._index_of.get(uid)
+        if index is None:
+            raise RefusedError(
+                f"the checkpoint names prompt {uid}, which is not among the {len(self._items)} of the task",
+                hint=SAME_DATA,
+            )
+        if epoch > self._epoch or (epoch == self._epoch and self._order.index(index) >= self._cursor):
+            raise RefusedError(
+                f"the checkpoint names prompt {uid} of epoch {epoch}, which the feed never reached",
+                hint=SAME_DATA,
+            )
+        return Prompt(uid=uid, epoch=epoch, item=self._items[index])
+
+    def state(self) -> dict[str, Any]:
+        return {
+            "seed": self._seed,
+            "epoch": self._epoch,
+            "cursor": self._cursor,
+            "num_items": len(self._items),
+            "fingerprint": self._fingerprint,
+            "evals": self._evals,
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Raises RefusedError if `state` is damaged or belongs to other items or another seed."""
+        for key, kind in {
+            "seed": int,
+            "epoch": int,
+            "cursor": int,
+            "num_items": int,
+            "fingerprint": str,
+        }.items():
+            if type(state.get(key)) is not kind:
+                raise RefusedError(
+                    f"the prompt feed's state is damaged: {key} is {state.get(key)!r:.80}",
+                    hint=ANOTHER_CHECKPOINT,
+                )
+        if state["fingerprint"] != self._fingerprint:
+            raise RefusedError(
+                f"the checkpoint was made with other prompts: {state['num_items']} items with fingerprint "
+                f"{state['fingerprint'][:8]}, now {len(self._items)} with {self._fingerprint[:8]}",
+                hint=SAME_DATA,
+            )
+        self._compare_evals(state.get("evals"))
+        if state["seed"] != self._seed:
+            raise RefusedError(
+                f"the checkpoint's prompts were shuffled with seed {state['seed']}, now {self._seed}",
+                hint=f"resume with run.seed = {state['seed']}",
+            )
+        epoch, cursor = state["epoch"], state["cursor"]
+        if epoch < 0 or not 0 <= cursor <= len(self._items):
+            where = f"epoch {epoch}, cursor {cursor} of {len(self._items)} items"
+            raise RefusedError(f"the prompt feed's state is damaged: {where}", hint=ANOTHER_CHECKPOINT)
+        self._enter(epoch=epoch, cursor=cursor)
+
+    def _compare_evals(self, before: Any) -> None:
+        if before is None:  # older checkpoints have no fingerprints of evals
+            return
+        if not isinstance(before, Mapping):
+            raise RefusedError(
+                f"the prompt feed's state is damaged: evals is {before!r:.80}", hint=ANOTHER_CHECKPOINT
+            )
+        changed = [name for name in {**before, **self._evals} if before.get(name) != self._evals.get(name)]
+        if changed:
+            names = ", ".join(f"eval.sets.{name:.80}" if name else "the eval prompts" for name in changed)
+            raise RefusedError(
+                f"the checkpoint was made with other items for evals: {names} changed", hint=SAME_EVALS
+            )
+
+    def _enter(self, *, epoch: int, cursor: int) -> None:
+        # Sorting by Random.random() and not Random.shuffle: only random() is promised to stay the same in
+        # every Python.
+        rng = Random(f"prompts {self._seed} {epoch}")
+        keys = [rng.random() for _ in self._items]
+        self._order = sorted(range(len(self._items)), key=keys.__getitem__)
+        self._epoch, self._cursor = epoch, cursor
+
+
+def check_resumable(checkpoint: Checkpoint, profile: Profile) -> None:
+    """Raises RefusedError unless the checkpoint's loop state, observer state and finished groups fit each
+    other and `profile`."""
+    state = read_state(checkpoint.loop_state, LoopSettings.of(profile))
+    if state["step"] != checkpoint.step:
+        raise _refused(checkpoint, f"its loop is at step {state['step']}")
+    if len(state["observers"]) != 1:
+        raise _refused(checkpoint, f"it has figures of {len(state['observers'])} observers, not of one")
+    observers.read_state(state["observers"][0])
+    if not _fit(state["groups"], checkpoint.directory):
+        raise _refused(checkpoint, "its tokens are not those of its groups")
+
+
+def _fit(groups: GroupsState, directory: Path) -> bool:
+    """Whether the arrays are those of the finished groups, of running groups' ended parts, and of their
+    unfinished parts."""
+    from asyncrl_cli.checkpoint.payloads import read_payloads  # imports numpy, which a dry run does not need
+
+    payloads, running = read_payloads(directory), groups["running"]
+    ended = [
+        (entry["key"], part["result"].trajectories) for entry in running for part in entry.get("ended", ())
+    ]
+    whole = [*((entry["result"].key, entry["result"].trajectories) for entry in groups["finished"]), *ended]
+    kept = [(entry["key"], entry["kept"]) for entry in running if entry.get("kept")]
+    if [(p.uid, p.epoch, p.attempt) for p in payloads] != [key for key, _ in (*whole, *kept)]:
+        return False
+    if any(len(p.trajectories) != len(metas) for p, (_, metas) in zip(payloads, whole, strict=False)):
+        return False
+    so_far = [
+        [sum(len(s.tokens_T) for s in t.segments) for t in p.trajectories] for p in payloads[len(whole) :]
+    ]
+    return all(
+        index < len(tokens) and tokens[index] == one.tokens
+        for tokens, (_, ones) in zip(so_far, kept, strict=True)
+        for index, one in ones.items()
+    )
+
+
+def refuse_other_prompts(checkpoint: Checkpoint, task: Task, seed: int) -> None:
+    """Raises RefusedError unless the task still has the same items, also for evals, and the prompts that the
+    checkpoint names."""
+    feed = PromptFeed(task.train, seed=seed, eval_sets={"": task.eval, **task.eval_sets})
+    groups = checkpoint.loop_state["groups"]
+    feed.restore(groups["feed"])
+    for entry in (
+        *groups["running"],
+        *groups["again"],
+        *(finished["try"] for finished in groups["finished"]),
+    ):
+        feed.find(*entry["key"][:2])
+
+
+def _refused(checkpoint: Checkpoint, why: str) -> RefusedError:
+    return RefusedError(
+        f"checkpoint {checkpoint.directory} is refused: {why}", hint="take another checkpoint"
+    )

@@ -1,0 +1,367 @@
+"""The trainer and the scorers as the loop sees them: `Trainer` and `Scorer` of contracts/ports.py on all processes
+of each (rank_host.py). Runs in the driver.
+
+Nothing here blocks the driver's event loop, every wait is bounded, and Ray never retries a call: an optimizer
+step made twice would be worse than a failed run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from dataclasses import replace
+from itertools import chain
+from pathlib import Path
+from typing import Any, TypeVar
+from weakref import WeakValueDictionary
+
+import ray
+from ray import ObjectRef
+from ray.actor import ActorHandle
+
+from asyncrl_cli.base.errors import AsyncrlError, ExecutorFailed, ExecutorLost, timeout
+from asyncrl_cli.contracts.item import Item
+from asyncrl_cli.contracts.ports import Cut, EvalResult
+from asyncrl_cli.contracts.prompt_group import GroupResult
+from asyncrl_cli.contracts.train_step import TrainBatch, TrainReport
+from asyncrl_cli.contracts.weight_version import Published
+from asyncrl_cli.job.rank_host import SampleFacts
+from asyncrl_cli.job.ray.calls import Limit, all_of, answer, shown_host, start_limit
+from asyncrl_cli.loop.worker_tasks import CALL_KEY
+from asyncrl_cli.measure.states import ExecutorReport
+from asyncrl_cli.measure.values import Last
+from asyncrl_cli.plan.job_plan import TRAINER
+from asyncrl_cli.profile.arithmetic import train_steps_of
+from asyncrl_cli.profile.schema import Profile
+from asyncrl_cli.profile.sharing import CRITIC, REF, REWARD
+from asyncrl_cli.train.sample_dump import choose_samples, is_dump_step
+from asyncrl_cli.train.step_plan import (
+    RankPlan,
+    needs_columns,
+    plan_train_step,
+    split_by_tokens,
+    training_order,
+)
+from asyncrl_cli.weights.versions import TIMEOUT_KEY as WEIGHTS_KEY
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+Dump = Callable[[], Coroutine[Any, Any, None]]
+Shares = tuple[list[GroupResult], list[RankPlan], list[list[Any]]]
+
+
+class RayRanks:
+    """All processes of the trainer or of a scorer as one executor: makes the same calls to each process, in the
+    same order, and collects all answers."""
+
+    def __init__(self, name: str, make_actors: Callable[[], list[ActorHandle]], profile: Profile) -> None:
+        """`make_actors()` creates the actors of all processes in their bundles, now and at every restart."""
+        self.name = name
+        self.actors = make_actors()
+        self._make_actors = make_actors
+        self._profile = profile
+        self._calls = Limit(profile.rollout.call_timeout_s, CALL_KEY)
+        self._weights = Limit(profile.weights.timeout_s, WEIGHTS_KEY)
+        self._starts = start_limit(profile)
+        self._steps = Limit(profile.trainer.step_timeout_s, "trainer.step_timeout_s")
+        self._checkpoints = Limit(profile.checkpoint.timeout_s, "checkpoint.timeout_s")
+        self._hosts: dict[int, str] = {}
+        self.warnings: list[str] = []
+        """Of the last start, for the user."""
+
+    async def prepare(self) -> list[str]:
+        """Wait until every process exists and has imported what it needs; none uses its device yet. Returns
+        their nodes."""
+        return await self.collective("its imports", "prepare", limit=self._starts)
+
+    async def start(self) -> None:
+        self._hosts = {}
+        nodes = await self.prepare()
+        meeting = self.actors[0].meeting_point.remote()
+        init_method = await self._answer(meeting, "its start", self._starts)
+        answers = await self.collective("its start", "start", init_method, nodes, limit=self._starts)
+        self.warnings = list(dict.fromkeys(chain.from_iterable(answers)))
+        self._hosts = {rank: shown_host(node) for rank, node in enumerate(nodes)}
+
+    async def report(self) -> ExecutorReport:
+        return await self._answer(self.actors[0].report.remote(), "a report", self._calls)
+
+    async def stop(self, timeout_s: float) -> None:
+        await self.collective("its shutdown", "stop", limit=Limit(timeout_s))
+
+    async def collective(self, call: str, method: str, *args: Any, limit: Limit) -> list[Any]:
+        """Call `method` on all processes and return their answers. `call`: its name in errors."""
+        refs = [getattr(actor, method).remote(*args) for actor in self.actors]
+        return await self._answers(refs, call, limit)
+
+    async def checkpointed(self, call: str, method: str, *args: Any) -> None:
+        """A call of a checkpoint, to all processes."""
+        await self.collective(call, method, *args, limit=self._checkpoints)
+
+    async def train_share(
+        self, batch: TrainBatch, shares: Shares, call: str
+    ) -> list[tuple[TrainReport, ExecutorReport]]:
+        """Make a train step. Every process gets its own share."""
+        refs = [
+            actor.train.remote(batch.step, batch.step_in_window, *share)
+            for actor, share in zip(self.actors, shares[2], strict=True)
+        ]
+        return await self._answers(refs, call, self._steps)
+
+    def shares(self, batch: TrainBatch, names: Sequence[str], profile: Profile) -> Shares:
+        """Split a train step over ranks and mini-batches, by metadata. Returns the batch's groups in training
+        order, each process's plan, and the arguments of its call: the plan, `names`, the handles of each named
+        column for the plan's groups, and the handles of these groups' parts."""
+        minibatches, seed = profile.async_training.require_batches, profile.run.seed
+        groups = training_order(batch.groups, num_minibatches=minibatches, seed=seed, step=batch.step)
+        plans = plan_train_step(groups, profile, ranks=len(self.actors), step=batch.step, window=batch.window)
+        given: list[list[Any]] = []
+        for plan in plans:
+            chosen = [groups[index] for index in plan.groups]
+            columns = [batch.columns[group.key][name] for name in names for group in chosen]
+            given.append([plan, names, *columns, *chain.from_iterable(group.payload for group in chosen)])
+        return groups, plans, given
+
+    async def _answers(self, refs: Sequence[Awaitable[T]], call: str, limit: Limit) -> list[T]:
+        return await all_of(self._answer(ref, call, limit, rank) for rank, ref in enumerate(refs))
+
+    async def _answer(self, ref: Awaitable[T], call: str, limit: Limit, rank: int = 0) -> T:
+        """Await the answer of a process. Errors name the trainer's rank, but the whole scorer, which is restarted
+        as a whole. (When a process is lost, the others' collectives fail, and their error may come first.)"""
+        host = self._hosts.get(rank, "")
+        if self.name == TRAINER:
+            executor = f"{TRAINER}-{rank}"
+            return await answer(ref, executor=executor, call=call, limit=limit, patient=True, host=host)
+        try:
+            process = f"{call} (process {rank})"
+            return await answer(ref, executor=self.name, call=process, limit=limit, host=host)
+        except ExecutorLost:
+            raise
+        except ExecutorFailed as error:
+            raise ExecutorLost(error.cause, hint=error.hint, executor=self.name) from error
+
+
+class RayScorer(RayRanks):
+    """`Scorer` on all its processes. A column's handle is its ObjectRef. The driver owns it, so it outlives the
+    process that made it, but the column goes straight to the trainer's ranks. (Only rewards come to the
+    driver.)"""
+
+    def __init__(self, name: str, make_actors: Callable[[], list[ActorHandle]], profile: Profile) -> None:
+        super().__init__(name, make_actors, profile)
+        self.call_tokens = len(self.actors) * profile.trainer.max_tokens_per_microbatch
+        self._num_judged = 0
+
+    async def load(self, published: Published) -> None:
+        manifest, bucket_refs = published.handle
+        call = f"the load of version {published.version}"
+        await self.collective(call, "load", manifest, list(bucket_refs), limit=self._weights)
+
+    async def score(
+        self, groups: Sequence[GroupResult], items: Sequence[Item]
+    ) -> tuple[Sequence[Any], ExecutorReport]:
+        """Divide the groups between the processes by their number of tokens, and score them."""
+        lengths = [
+            sum(meta.prompt_tokens + meta.response_tokens for meta in group.trajectories) for group in groups
+        ]
+        shares = split_by_tokens(lengths, len(self.actors))
+        num_tokens = sum(group.response_tokens for group in groups)
+        reports, columns = [], dict[int, ObjectRef]()
+        for actor, share in zip(self.actors, shares, strict=True):
+            prompts = [items[index] for index in share] if self.name == REWARD else []
+            parts = chain.from_iterable(groups[index].payload for index in share)
+            made = actor.score.options(num_returns=1 + len(share)).remote(num_tokens, prompts, *parts)
+            report, *handles = made if share else [made]
+            reports.append(report)
+            columns |= dict(zip(share, handles, strict=True))
+        call = f"the scores of {len(groups)} groups"
+        first, *_ = await self._answers(reports, call, self._calls)
+        scores: list[Any] = [columns[index] for index in range(len(groups))]
+        if self.name == REWARD:
+            scores = await all_of(self._answer(handle, call, self._calls) for handle in scores)
+        return scores, first
+
+    async def judge(self, result: EvalResult, items: Sequence[Item]) -> Sequence[float]:
+        """An eval's calls go to the processes in turn."""
+        self._num_judged += 1
+        index = self._num_judged % len(self.actors)
+        call = f"the scores of {len(items)} trajectories of an eval"
+        scores = self.actors[index].judge.remote(items, result.payload)
+        return await self._answer(scores, call, self._calls, index)
+
+    async def learn(self, batch: TrainBatch) -> tuple[TrainReport, ExecutorReport]:
+        """`critic`: make the same optimizer steps as the trainer, each with the same groups. A `score` that is
+        called later uses the updated weights."""
+        names = (CRITIC, REF) if self._profile.algorithm.use_kl_in_reward else (CRITIC,)
+        # its processes do not share sequences, whatever the trainer's do
+        trainer = self._profile.trainer.model_copy(update={"sequence_parallel_size": 1})
+        shares = self.shares(batch, names, self._profile.model_copy(update={"trainer": trainer}))
+        return (await self.train_share(batch, shares, f"what it learns in step {batch.step}"))[0]
+
+    async def restart(self) -> None:
+        """Kill all actors, dead or alive, and start new ones, which get their bundles once the old actors are
+        gone."""
+        for actor in self.actors:
+            ray.kill(actor)
+        self.actors = self._make_actors()
+        await self.start()
+
+
+class HeldRefs(list[ObjectRef]):
+    """A version's refs in the driver. While this list lives a worker may want the version, and the next
+    gather keeps it."""
+
+
+class RayTrainer(RayRanks):
+    """`Trainer` on all its ranks.
+
+    Samples are dumped beside training, one step at a time: each dump first awaits the previous one, so that
+    no failure goes unseen. A failed dump loses its samples, not the step: `warn` is called for the first
+    failure, and all failures are counted. `expected`: the reference answer of a prompt's uid, for the
+    samples.
+
+    `critic`: the critic in its own processes, if there is one. Its state is part of the checkpoints.
+    """
+
+    def __init__(
+        self,
+        make_actors: Callable[[], list[ActorHandle]],
+        profile: Profile,
+        *,
+        samples_dir: Path,
+        critic: RayScorer | None = None,
+        warn: Callable[[str], None] = logger.warning,
+        expected: Callable[[str], str | None] = lambda uid: None,
+    ) -> None:
+        super().__init__(TRAINER, make_actors, profile)
+        self._critic = critic
+        self._warn = warn
+        self._expected = expected
+        self._samples_dir = samples_dir
+        self.failed_dumps = 0
+        self._dumping: tuple[int, asyncio.Task[None]] | None = None
+        self._wanted: WeakValueDictionary[int, HeldRefs] = WeakValueDictionary()
+
+    async def train(self, batch: TrainBatch) -> tuple[TrainReport, ExecutorReport]:
+        """Ray brings each rank the parts and columns of its own groups."""
+        names = tuple(next(iter(batch.columns.values()), {}))
+        shares = self.shares(batch, names, self._profile)
+        logging = self._profile.logging
+        is_dumped = is_dump_step(batch.step, logging.samples_every_steps, train_steps_of(self._profile))
+        # called before the ranks train: the samples are scored by the weights that they are trained from
+        dump = self.chosen_samples(batch, *shares[:2]) if is_dumped else None
+        answers = await self.train_share(batch, shares, f"train step {batch.step}")
+        reports = [report for report, _ in answers]
+        if dump is not None:
+            await self.begin_dump(batch.step, dump)
+        failed_dumps = {"samples/failed_dumps": Last(self.failed_dumps)} if self.failed_dumps else {}
+        slowest_s = max(report.train_s for report in reports)
+        column_s = {name: max(report.column_s[name] for report in reports) for name in reports[0].column_s}
+        metrics = {**reports[0].metrics, **failed_dumps}
+        return replace(reports[0], train_s=slowest_s, column_s=column_s, metrics=metrics), answers[0][1]
+
+    # --- samples
+
+    async def begin_dump(self, step: int, dump: Dump) -> None:
+        """Start `dump()` once the previous dump has ended. `dump` must have a time limit of its own."""
+        await self.finish_dumps()
+        self._dumping = step, asyncio.create_task(dump(), name=f"samples of step {step}")
+
+    async def finish_dumps(self) -> None:
+        if self._dumping is None:
+            return
+        (step, dumping), self._dumping = self._dumping, None
+        try:
+            await dumping
+        except AsyncrlError as error:
+            self.failed_dumps += 1
+            logger.warning("the samples of step %d are lost: %s", step, error)
+            if self.failed_dumps == 1:
+                self._warn(
+                    f"the samples of step {step} are lost, training goes on: {error} (further failures "
+                    "are only counted)"
+                )
+
+    def chosen_samples(
+        self, batch: TrainBatch, groups: Sequence[GroupResult], plans: Sequence[RankPlan]
+    ) -> Dump:
+        """Choose samples of the step, and have the ranks score them before they train it. Returns a function
+        that dumps them, to be called after the train step: rank 0 writes them beside training, for
+        `weights.timeout_s` at most."""
+        logging, sharing = self._profile.logging, self._profile.trainer.sequence_parallel_size
+        seed = f"samples {self._profile.run.seed}/{batch.step}"
+        sizes = choose_samples([len(group.trajectories) for group in groups], logging.samples_per_step, seed)
+        planned = (t for plan in plans for step in plan.optimizer_steps for t in step.trajectories)
+        is_planned = not needs_columns(self._profile.algorithm)
+        advantages = {(t.group, t.trajectory): t.advantage for t in planned if is_planned}
+        facts: dict[int, SampleFacts] = {
+            index: {
+                "advantages": [advantages.get((index, number)) for number in range(size)],
+                "rewards": [meta.reward for meta in groups[index].trajectories],
+                "answer": self._expected(groups[index].key.uid),
+            }
+            for index, size in sizes.items()
+        }
+        indices, columns = list(facts), list[ObjectRef]()
+        for rank, actor in enumerate(self.actors if logging.samples_per_step else ()):
+            # ranks that share sequences score the same groups
+            scored = indices[rank // sharing :: len(self.actors) // sharing]
+            parts = chain.from_iterable(groups[index].payload for index in scored)
+            columns.append(actor.logprobs.remote(scored, *parts))
+
+        async def dump() -> None:
+            parts = list(chain.from_iterable(groups[index].payload for index in indices))
+            directory = str(self._samples_dir.absolute())
+            ref = self.actors[0].dump.remote(directory, batch.step, batch.window, facts, parts, *columns)
+            await self._answer(ref, f"the dump of the samples of step {batch.step}", self._weights)
+
+        return dump
+
+    # --- versions of the weights
+
+    async def gather(self, version: int) -> tuple[float, ExecutorReport]:
+        call = f"the gather of version {version}"
+        answers = await self.collective(call, "gather", version, sorted(self._wanted), limit=self._weights)
+        return max(seconds for seconds, _ in answers), answers[0][1]
+
+    async def publish(self, version: int) -> Published:
+        began_s = time.monotonic()
+        ref = self.actors[0].publish.remote(version)
+        manifest, bucket_refs = await self._answer(ref, f"the publish of version {version}", self._weights)
+        refs = self._wanted[version] = HeldRefs(bucket_refs)
+        publish_s, handle = time.monotonic() - began_s, (manifest, refs)
+        return Published(version=version, num_bytes=manifest.num_bytes, publish_s=publish_s, handle=handle)
+
+    # --- checkpoints, of which a critic in its own processes writes its part
+
+    async def snapshot(self, step: int) -> None:
+        learners = [self] if self._critic is None else [self, self._critic]
+        await all_of(one.checkpointed(f"the snapshot of step {step}", "snapshot", step) for one in learners)
+
+    async def restore(self, directory: Path) -> None:
+        """Load a checkpoint."""
+        learners = [self] if self._critic is None else [self, self._critic]
+        call, path = f"the load of {directory}", str(directory.absolute())
+        await all_of(one.checkpointed(call, "restore", path) for one in learners)
+
+    async def write(self, directory: Path, cut: Cut) -> None:
+        """Write the snapshot of the cut's step beside training: trainer state, the arrays of `cut.payloads`
+        and `cut.kept`, and, within a window, the weights of the last gathered version as they were at the
+        snapshot."""
+        call, path = f"the checkpoint of step {cut.step}", str(directory.absolute())
+        cut = replace(cut, loop_state={})  # the driver writes that
+        writes = [self.checkpointed(call, "write", path, cut)]
+        if self._critic is not None:
+            without_groups = replace(cut, payloads=(), kept=(), so_far=())
+            writes.append(self._critic.checkpointed(call, "write", path, without_groups))
+        await all_of(writes)
+
+    async def stop(self, timeout_s: float) -> None:
+        try:
+            async with timeout(timeout_s):
+                await self.finish_dumps()
+        except TimeoutError:
+            logger.warning("the last dump of samples was still being written: it is lost")
+        await super().stop(timeout_s)

@@ -1,0 +1,397 @@
+"""The actor of one process of the trainer or of a scorer (`ref`, `prox`, `critic`, the reward model). Runs in that
+process; the driver's side is driver_ranks.py.
+
+    group main     one thread, for joint computation: start, train, gather, snapshot, restore, load, score. All processes get the
+                   same calls in the same order, except `judge`: one process alone scores an eval's trajectories
+    group publish  trainer, rank 0: fingerprints and sends the weights that gather copied, beside training (or beside gather)
+    group write    writes snapshots and dumps of samples to disk, beside training
+    group direct   trainer, rank 0: sends weights to a rollout worker that asks for them (`nccl`, `ipc`), beside training
+    group control  report, meeting_point, free_address, leave: answered at once, whatever else runs
+
+Who waits for whom: collectives in `main` for the other processes' `main`; `direct` for the vLLM processes of the
+calling worker, for `weights.timeout_s` at most, and in a `turn` for the workers before it.
+
+A process gets its share of a train step as arguments of the call: its plan, and the columns and parts of the
+plan's groups. Ray delivers the arguments before the call begins: small ones with the call, large ones through
+the object store. A `ray.get` of each would be a call to its owner.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cached_property, partial
+from importlib import import_module
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypedDict
+
+import ray
+from ray import ObjectRef
+
+from asyncrl_cli.base.errors import ExecutorFailed
+from asyncrl_cli.base.safe_files import MIB
+from asyncrl_cli.base.storage import telling_storage
+from asyncrl_cli.contracts.item import Item
+from asyncrl_cli.contracts.trajectories import GroupPayload, joined, overlaid
+from asyncrl_cli.engines.port import kind_of
+from asyncrl_cli.job.host_process import no_collection_while_starting, set_up_process
+from asyncrl_cli.job.rank_sending import ObjectStoreSender, Sending
+from asyncrl_cli.job.weight_arrival import arriving, merging
+from asyncrl_cli.measure.meters import CallMeter
+from asyncrl_cli.measure.states import ExecutorReport, State
+from asyncrl_cli.plan.cluster import LOOPBACK
+from asyncrl_cli.plan.job_plan import TRAINER
+from asyncrl_cli.profile.arithmetic import Schedule
+from asyncrl_cli.profile.schema import ProcessPlace, Profile
+from asyncrl_cli.profile.sharing import CRITIC, PROX, REWARD
+from asyncrl_cli.train.sample_dump import SampledGroup, dump_samples
+
+if TYPE_CHECKING:  # torch: the driver imports this module
+    from transformers import PreTrainedTokenizerBase
+
+    from asyncrl_cli.contracts.ports import Cut
+    from asyncrl_cli.contracts.train_step import TrainReport
+    from asyncrl_cli.train.batch import Column, Columns
+    from asyncrl_cli.train.critic import CriticApart
+    from asyncrl_cli.train.policy_model import PolicyModel
+    from asyncrl_cli.train.reward_model import RewardModel
+    from asyncrl_cli.train.step_plan import RankPlan
+    from asyncrl_cli.weights.versions import Manifest, Sender
+
+logger = logging.getLogger(__name__)
+
+THREADS = {"main": 1, "control": 1, "publish": 1, "write": 1}
+"""Threads of each concurrency group. driver_crew.py adds `direct`: a thread for each rollout worker, which makes
+one call at a time."""
+WEIGHTS_DIR, VERSIONS_DIR = "weights", "versions"
+"""In the run's directory: versions on their way to the workers, if `weights.transport` is `disk`; versions
+that are kept."""
+EAGER = (
+    "the trainer attends by the model's own function (eager), not by sdpa: slow on a GPU, with all scores in "
+    "memory and padded rows; the log of trainer-0 says why"
+)
+
+
+class SampleFacts(TypedDict):
+    """What the driver knows of a group to dump: fields of `SampledGroup`."""
+
+    advantages: Sequence[float | None]
+    rewards: Sequence[float]
+    answer: str | None
+
+
+class RankHost:
+    """One process. `role`: `trainer`, or a scorer's name. `run_dir`: where versions are kept, or travel as files.
+    `probe_items`: their prompts are the probes' text.
+
+    The methods mirror `Trainer` and `Scorer` of contracts/ports.py. Which of them a process gets depends on its
+    role.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        role: str,
+        profile: Profile,
+        place: ProcessPlace,
+        run_dir: Path,
+        probe_items: Sequence[Item] = (),
+        *,
+        log_path: Path,
+    ) -> None:
+        set_up_process(threads=place.threads, log_path=log_path)
+        self._rank = rank
+        self._role = role
+        self._profile = profile
+        self._place = place
+        self._run_dir = run_dir
+        self._probe_items = probe_items
+        kind = ("trainer", "groups") if role == TRAINER else ("scorer", "finished groups")
+        self._meter = CallMeter(role, *kind, time.monotonic)
+
+    def __repr__(self) -> str:
+        return f"{self._role}-{self._rank}"
+
+    # --- start and end
+
+    @ray.method(concurrency_group="control")
+    def meeting_point(self) -> str:
+        """An address on this process's node. In a local session it is a file in the session's directory: torch
+        would listen on all interfaces."""
+        if ray.util.get_node_ip_address() == LOOPBACK:
+            session_dir = Path(os.environ["RAY_AUTH_TOKEN_PATH"]).parent
+            return f"file://{tempfile.mkdtemp(dir=session_dir)}/ranks"
+        return "tcp://{}:{}".format(*self.free_address())
+
+    @ray.method(concurrency_group="control")
+    def free_address(self) -> tuple[str, int]:
+        """This node's address and a port that is free there now, for a group that vLLM's processes join."""
+        host = ray.util.get_node_ip_address()
+        with socket.socket() as free:
+            free.bind(("", 0))
+            return host, free.getsockname()[1]
+
+    @ray.method(concurrency_group="main")
+    def prepare(self) -> str:
+        """Import what `start` needs, separately because this takes each process a different time. Returns the
+        node's address."""
+        modules = {TRAINER: "policy_trainer", REWARD: "reward_model"}
+        with no_collection_while_starting():
+            import_module(f"asyncrl_cli.train.{modules.get(self._role, 'critic')}")
+        return str(ray.util.get_node_ip_address())
+
+    @ray.method(concurrency_group="main")
+    def start(self, init_method: str, nodes: Sequence[str]) -> list[str]:
+        """Join the other processes and load the model. `nodes`: the node of every process. Returns warnings
+        for the user: the same text on all processes that warn of the same."""
+        warnings: list[str] = []
+        with no_collection_while_starting(), naming_nodes(nodes):
+            if self._role == TRAINER:
+                self._make_trainer(init_method)
+                is_on_gpu = self.trainer.ranks.device.type == "cuda"
+                warnings += attention_warnings(self.trainer.model.attention, is_on_gpu=is_on_gpu)
+            else:
+                self._make_scorer(init_method)
+        logger.info("%r started at %s", self, self._place)
+        return warnings
+
+    def _make_trainer(self, init_method: str) -> None:
+        from asyncrl_cli.envs.chat import render_prompts
+        from asyncrl_cli.train.policy_trainer import PolicyTrainer
+
+        self.trainer = PolicyTrainer(
+            self._profile,
+            self._place,
+            rank=self._rank,
+            init_method=init_method,
+            total_optimizer_steps=Schedule.of(self._profile).optimizer_steps,
+            probe_text=list(chain.from_iterable(render_prompts(self.tokenizer, self._probe_items))),
+        )
+        self._end_ranks = self.trainer.close
+        self._sending = Sending(self._make_sender(), overlap=self._profile.weights.overlap)
+
+    def _make_sender(self) -> Sender:
+        weights = self._profile.weights
+        if self._rank > 0 or weights.transport == "object-store":
+            return ObjectStoreSender()
+        if weights.transport == "disk":
+            from asyncrl_cli.weights.senders import DiskSender
+
+            return DiskSender(self._run_dir / WEIGHTS_DIR, Path(self._place.model_dir))
+        from asyncrl_cli.weights.senders import HeldVersions
+
+        # with `nccl` and `ipc` the buckets stay here until a worker asks for them (`direct`)
+        held = HeldVersions()
+        self._direct_end = kind_of(self._profile).rank_zero_end(weights, held, self.trainer.ranks.device)
+        return held
+
+    def _make_scorer(self, init_method: str) -> None:
+        role, profile, place = self._role, self._profile, self._place
+        self._whole = merging(profile, place) if role == PROX else iter
+        if role == REWARD:  # the processes of a reward model do not work together
+            from asyncrl_cli.train.reward_model import RewardModel
+
+            decode = partial(self.tokenizer.decode, skip_special_tokens=True)
+            self._scorer: PolicyModel | CriticApart | RewardModel = RewardModel(profile, place, decode)
+            self._end_ranks = lambda: None
+            return
+        from asyncrl_cli.train.critic import CriticApart
+        from asyncrl_cli.train.policy_model import frozen_model
+        from asyncrl_cli.train.ranks import Ranks
+
+        ranks = Ranks(profile, place, rank=self._rank, init_method=init_method)
+        self._end_ranks = ranks.close
+        if role == CRITIC:
+            self._scorer = self._critic = CriticApart(profile, place, ranks)
+        else:
+            self._scorer = self._frozen = frozen_model(role, profile, place, ranks)
+
+    @cached_property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        from asyncrl_cli.envs.chat import load_tokenizer
+
+        return load_tokenizer(self._place.model_dir, trust_remote_code=self._profile.model.trust_remote_code)
+
+    @ray.method(concurrency_group="main")
+    def stop(self) -> None:
+        self._end_ranks()
+
+    @ray.method(concurrency_group="control")
+    def report(self) -> ExecutorReport:
+        return self._meter.report()
+
+    # --- trainer and critic: they learn, and have state in checkpoints
+
+    @ray.method(concurrency_group="main")
+    def train(
+        self, step: int, step_in_window: int, plan: RankPlan, names: Sequence[str], *given: Any
+    ) -> tuple[TrainReport, ExecutorReport]:
+        """One train step on the groups of `plan.groups`. `given`: their columns, in the order of `names`, and
+        then their parts."""
+        began_s = time.monotonic()
+        with self._meter.doing(State.BUSY):
+            values = iter(given)
+            columns: Columns = {name: {group: next(values) for group in plan.groups} for name in names}
+            payloads = dict(zip(plan.groups, joined(values), strict=True))
+            if self._role == CRITIC:
+                report = self._critic.learn(plan, payloads, columns)
+            else:
+                report = self.trainer.train(
+                    step_in_window=step_in_window, plan=plan, payloads=payloads, columns=columns
+                )
+        if self._role == TRAINER:
+            busy_s, gauges = time.monotonic() - began_s, {"step": step}
+            self._meter.add(busy_s=busy_s, trained_tokens=report.tokens, gauges=gauges)
+        return report, self._meter.report()
+
+    @ray.method(concurrency_group="main")
+    def snapshot(self, step: int) -> None:
+        with self._meter.doing(State.BUSY, "a checkpoint's snapshot"):
+            (self._critic if self._role == CRITIC else self.trainer).snapshot(step)
+
+    @ray.method(concurrency_group="write")
+    def write(self, directory: str, cut: Cut) -> None:
+        """Write the snapshot of the cut's step to `directory`; the trainer's rank 0 adds the arrays of untrained
+        groups."""
+        from asyncrl_cli.checkpoint.payloads import write_payloads
+
+        with telling_storage():
+            if self._role == CRITIC:
+                self._critic.write(cut.step, Path(directory))
+                return
+            self.trainer.write(cut.step, Path(directory), not cut.at_window_boundary)
+            if self._rank == 0:
+                whole = [joined(ray.get([*parts]))[0] for parts in cut.payloads]
+                so_far = chain.from_iterable(ray.get([*cut.so_far]))
+                write_payloads(Path(directory), [*whole, *overlaid(cut.kept, so_far)])
+
+    @ray.method(concurrency_group="main")
+    def restore(self, directory: str) -> None:
+        """Load a checkpoint's state."""
+        with self._meter.doing(State.BUSY, "a checkpoint to be read"):
+            if self._role == CRITIC:
+                self._critic.restore(Path(directory))
+            else:
+                self.trainer.load(Path(directory))
+
+    # --- trainer: versions of the weights
+
+    @ray.method(concurrency_group="main")
+    def gather(self, version: int, wanted: Sequence[int] = ()) -> tuple[float, ExecutorReport]:
+        """Gather this version's weights. Returns the seconds, and this rank's report to save the loop another
+        call.
+
+        `wanted`: older versions that a worker may still ask for; rank 0 drops all others.
+        """
+        with self._meter.doing(State.SYNCING, "weights to be gathered"):
+            gather_s = self.trainer.gather(version, self._sending.of(version, wanted))
+        return gather_s, self._meter.report()
+
+    @ray.method(concurrency_group="publish")
+    def publish(self, version: int) -> tuple[Manifest, list[Any]]:
+        """Rank 0: send the gathered buckets. Returns the manifest and the refs by which workers get the
+        buckets."""
+        from asyncrl_cli.weights.senders import keep_version
+
+        manifest, buckets = self.trainer.published(version)
+        refs = self._sending.sent(manifest, buckets)
+        if num_kept := self._profile.weights.keep_versions:
+            with telling_storage():
+                versions, model_dir = self._run_dir / VERSIONS_DIR, Path(self._place.model_dir)
+                keep_version(versions, manifest, buckets, model_dir, num_kept)
+        return manifest, refs
+
+    @ray.method(concurrency_group="direct")
+    def direct(self, call: str, worker: str, *args: Any) -> Any:
+        """Rank 0: call `join`, `turn`, `broadcast` or `export` of the engine's `EngineKind.rank_zero_end` for
+        `worker`."""
+        return getattr(self._direct_end, call)(worker, *args)
+
+    @ray.method(concurrency_group="control")
+    def leave(self, worker: str) -> None:
+        self._direct_end.leave(worker)
+
+    # --- trainer: samples for the user
+
+    @ray.method(concurrency_group="main")
+    def logprobs(self, indices: Sequence[int], *parts: GroupPayload) -> Column:
+        """Logprobs of these groups' sampled tokens under the current weights. A collective: a rank has its
+        own groups, or none."""
+        with self._meter.doing(State.BUSY, "samples to be scored"):
+            return self.trainer.model.column(dict(zip(indices, joined(parts), strict=True)))
+
+    @ray.method(concurrency_group="write")
+    def dump(
+        self,
+        directory: str,
+        step: int,
+        window: int,
+        facts: Mapping[int, SampleFacts],
+        part_refs: list[ObjectRef],
+        *columns: Column,
+    ) -> None:
+        """Rank 0: write trajectories of a train step as text lines, beside training.
+
+        `facts`: of each chosen group, by its index in the step, in the order of `part_refs`. `columns`: the
+        logprobs that the ranks have computed, if any.
+        """
+        logprobs = {index: arrays for column in columns for index, arrays in column.items()}
+        groups = [
+            SampledGroup(payload=payload, logprobs=logprobs.get(index), **known)
+            for payload, (index, known) in zip(joined(ray.get(part_refs)), facts.items(), strict=True)
+        ]
+        with telling_storage():
+            dump_samples(
+                Path(directory),
+                step,
+                groups,
+                window=window,
+                decode=self.tokenizer.decode,
+                max_bytes=self._profile.logging.samples_max_mb * MIB,
+            )
+
+    # --- scorers
+
+    @ray.method(concurrency_group="main")
+    def load(self, manifest: Manifest, bucket_refs: list[Any]) -> None:
+        """`prox`: fetch a version's buckets and load this process's part of it."""
+        with self._meter.doing(State.LOADING, "weights"):
+            self._frozen.load(manifest, self._whole(arriving(manifest, bucket_refs)))
+
+    @ray.method(concurrency_group="main")
+    def score(self, num_tokens: int, items: Sequence[Item], *parts: GroupPayload) -> Any:
+        """Returns this process's report, then the column of each group. A group is one or more of `parts`.
+        `num_tokens`: sampled tokens that all processes together score in this call."""
+        with self._meter.doing(State.BUSY):
+            columns = self._scorer.score(joined(parts), items)
+            self._meter.add(scored_tokens=num_tokens)
+        report = self._meter.report()
+        return (report, *columns) if columns else report  # Ray: one object, or as many as the call asked for
+
+    @ray.method(concurrency_group="main")
+    def judge(self, items: Sequence[Item], groups: Sequence[GroupPayload]) -> list[float]:
+        """The reward model's scores of an eval's trajectories, each a group of its own."""
+        with self._meter.doing(State.BUSY):
+            return [score for (score,) in self._scorer.score(groups, items)]
+
+
+def attention_warnings(attention: str, *, is_on_gpu: bool) -> list[str]:
+    return [EAGER] if is_on_gpu and attention != "sdpa" else []
+
+
+@contextmanager
+def naming_nodes(nodes: Sequence[str]) -> Iterator[None]:
+    """Add each missing rank's node to the error about missing ranks. `nodes`: the node of every rank."""
+    from asyncrl_cli.train.ranks import RanksMissing
+
+    try:
+        yield
+    except RanksMissing as missing:
+        where = ", ".join(f"rank {rank} on {nodes[rank]}" for rank in missing.ranks)
+        raise ExecutorFailed(f"{missing.cause}: {where}", hint=missing.hint) from missing

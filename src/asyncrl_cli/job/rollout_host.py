@@ -1,0 +1,326 @@
+"""The actor of one rollout worker: an engine, a group runner and the rewards in one asyncio process. Runs in that
+process; the driver's side is driver_rollout.py.
+
+    exchange ─> PartDesk ─> GroupRunner ─> Engine (slots) ─> RewardPool (child processes) ─> (PartResult, GroupPayload) ─> exchange
+    prefetch ─> second buffer ─> load ─> Engine.load at an interrupt ─> probes scored by the engine itself
+
+Who waits for whom: a part for slots, the engine and rewards; `prefetch` for the transport, in a thread,
+beside generation; `load` for the engine's interrupt (with `drain`: for running trajectories, tools included);
+`exchange` for a change, one second at most.
+
+Without a second buffer (`weights.dual_buffer = false`) `prefetch` only notes where the buckets are, and
+`load` fetches them during the interrupt; with `nccl` and `ipc`, rank 0 sends them then (rollout_weights.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import ray
+from ray.actor import ActorHandle
+
+from asyncrl_cli.base.errors import ExecutorFailed
+from asyncrl_cli.builtin.builtin_tasks import environment_of
+from asyncrl_cli.contracts.environment import Environment
+from asyncrl_cli.contracts.ports import EvalRequest, EvalResult, PartialResult, Progress
+from asyncrl_cli.contracts.prompt_group import AttemptKey, PartKey, PartRequest, PartResult
+from asyncrl_cli.contracts.reward_spec import RewardSpec
+from asyncrl_cli.contracts.trajectories import GroupPayload
+from asyncrl_cli.contracts.weight_version import LoadReport
+from asyncrl_cli.engines.port import Sampling, make_engine
+from asyncrl_cli.envs import find_environment
+from asyncrl_cli.envs.call_log import SUFFIX, CallLog
+from asyncrl_cli.envs.places import Places
+from asyncrl_cli.envs.tool_environment import ToolEnvironment
+from asyncrl_cli.job.host_process import no_collection_while_starting, set_up_process
+from asyncrl_cli.job.rollout_weights import Loader, RayRankZero
+from asyncrl_cli.job.weight_arrival import merging
+from asyncrl_cli.measure.meters import LongPoll, MeteredRewards, RolloutMeter
+from asyncrl_cli.profile.schema import Interrupt, ProcessPlace, Profile
+from asyncrl_cli.sandbox.parent_processes import ProcessEnded, Processes, environment_processes
+from asyncrl_cli.sandbox.parent_rewards import RewardPool, default_workers
+from asyncrl_cli.tasks.code_choice import import_limit_s
+from asyncrl_cli.tasks.tool_class import ToolClass
+from asyncrl_cli.weights.versions import Manifest
+
+if TYPE_CHECKING:
+    from asyncrl_cli.envs.gateway.server import Gateway
+    from asyncrl_cli.envs.group_runner import GroupRunner
+
+logger = logging.getLogger(__name__)
+
+PARTS_PER_ANSWER = 4
+"""The most parts that one answer brings. Each has a Ray object for its arrays, which do not pass through the
+driver. If more parts have ended, the next answer comes at once."""
+CLOSE_S = 2.0
+"""How long `PartDesk.close` waits for cancelled parts, whose tools may not end at once."""
+
+EndedPart = tuple[PartResult, GroupPayload]
+RunPart = Callable[[PartRequest, Callable[[int], None]], Awaitable[EndedPart]]
+
+
+class RolloutHost:
+    """Its methods mirror `RolloutWorker` of contracts/ports.py."""
+
+    def __init__(
+        self,
+        index: int,
+        profile: Profile,
+        place: ProcessPlace,
+        reward: RewardSpec,
+        tool_class: ToolClass | None = None,
+        *,
+        log_path: Path,
+    ) -> None:
+        set_up_process(threads=place.threads, log_path=log_path)
+        self._name = f"rollout-{index}"
+        self._profile = profile
+        self._place = place
+        self._reward = reward
+        self._tool_class = tool_class
+        self._log_path = log_path
+        self._processes: Processes | None = None
+        self._gateway: Gateway | None = None
+
+    def __repr__(self) -> str:
+        return self._name
+
+    async def start(self) -> tuple[str, str]:
+        """Load the model and start the reward processes, side by side. May take minutes. Returns its node's
+        id and address."""
+        profile, place = self._profile, self._place
+        with no_collection_while_starting():
+            self._changes = LongPoll()
+            self._desk = PartDesk(self._play, self._changes)
+            self._meter = RolloutMeter(self._name, profile.rollout.slots, time.monotonic, self._changes.note)
+            self._engine = make_engine(profile, place, self._meter.running)
+            self._pool = self._make_pool()
+            rewards_name = self._name.replace("rollout", "reward")
+            self._rewards = MeteredRewards(rewards_name, self._pool.score, time.monotonic)
+            # an environment that rewards its own episodes leaves the pool without work
+            pool = [] if self._reward.kind == "episode" else [self._pool.start()]
+            await asyncio.gather(self._engine.start(), *pool, self._start_environments())
+            self._places = Places(profile.rollout.slots, hold=profile.rollout.hold_slots)
+            whole = await asyncio.to_thread(merging, profile, place)
+            # one version less than the engine has: the first load may bring that same version, to verify it
+            self._loader = Loader(
+                self._engine, profile.weights, self._meter, place.version - 1, self._places, whole
+            )
+            self._runner = await self._make_runner()
+        logger.info("%s started: %s", self._name, place)
+        return ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address()
+
+    def _make_pool(self) -> RewardPool:
+        """The processes that compute rewards, or that play agents."""
+        task, env = self._profile.task, self._profile.env
+        workers = task.reward_workers or default_workers()
+        timeout_s, block_s, name = task.reward_timeout_s, None, "reward"
+        if task.has_agent:
+            timeout_s, block_s, name = env.episode_timeout_s, env.tool_timeout_s, "agent"
+        log_path = self._log_path.with_name(f"{self._name.replace('rollout', name)}.log")
+        return RewardPool(
+            self._reward, timeout_s=timeout_s, block_s=block_s, workers=workers, log_path=log_path
+        )
+
+    async def _start_environments(self) -> None:
+        if self._tool_class is not None:
+            import_s = import_limit_s(self._profile)
+            self._processes = environment_processes(self._tool_class, import_limit_s=import_s)
+            try:
+                await self._processes.start()
+            except ProcessEnded as why:
+                raise ExecutorFailed(f"environments cannot start: {why}") from None
+
+    async def _make_runner(self) -> GroupRunner:
+        """What plays groups: with an agent against a gateway, with tools against the environments' processes, else
+        in an environment of asyncrl."""
+        from asyncrl_cli.envs.chat import load_chat
+        from asyncrl_cli.envs.episode import Limits, Means
+        from asyncrl_cli.envs.group_runner import GroupRunner
+
+        profile = self._profile
+        limits, sampling = Limits.of(profile), Sampling.of(profile.rollout, profile.rollout.temperature)
+        trusted, max_tokens = profile.model.trust_remote_code, limits.max_context_tokens
+        chat = load_chat(self._place.model_dir, trust_remote_code=trusted, max_tokens=max_tokens)
+        environment: Callable[[], Environment]
+        if profile.task.has_agent:
+            from asyncrl_cli.envs.gateway.admin_routes import admin_routes
+            from asyncrl_cli.envs.gateway.agent_episodes import AgentEnvironment
+            from asyncrl_cli.envs.gateway.server import Gateway
+
+            gateway = self._gateway = Gateway(self._engine, chat, sampling, limits)
+            await gateway.start(admin_routes(gateway, self._loader))
+            # its address and the admin's key, for this user alone
+            gateway.write_address(self._log_path.with_suffix(".gateway.json"))
+            environment = partial(AgentEnvironment, gateway, self._rewards)
+        elif self._tool_class is not None and self._processes is not None:
+            rewards = None if self._reward.kind == "episode" else self._rewards
+            log, timeout_s = CallLog(self._log_path.with_suffix(SUFFIX)), profile.env.tool_timeout_s
+            environment = partial(ToolEnvironment, self._processes, self._tool_class, rewards, log, timeout_s)
+        else:
+            environment = partial(find_environment(environment_of(profile.task)), self._rewards)
+        means = Means(self._engine, chat, environment, limits, self._places, self._meter.waiting)
+        return GroupRunner(means, sampling)
+
+    async def connect(self, rank_zero: ActorHandle) -> None:
+        """For `nccl` and `ipc`: connect the engine's processes to the trainer's first actor. Both have
+        started."""
+        timeout_s = self._profile.weights.timeout_s
+        await self._engine.connect(RayRankZero(rank_zero, self._name, timeout_s, self._place.workers))
+
+    async def stop(self) -> None:
+        """End the running parts, the processes of rewards and environments, the gateway and the engine."""
+        await self._desk.close()
+        if self._gateway is not None:
+            await self._gateway.close()
+        ends = [] if self._processes is None else [self._processes.close()]
+        await asyncio.gather(self._pool.close(), self._engine.close(), *ends)
+
+    async def _play(self, request: PartRequest, on_sequence: Callable[[int], None]) -> EndedPart:
+        (so_far,) = await request.so_far if request.goes_on else (None,)
+        return await self._runner.run(request, on_sequence, so_far)
+
+    @ray.method(num_returns=2)
+    async def so_far(self) -> tuple[PartialResult, Sequence[GroupPayload]]:
+        """What running parts have so far; the tokens are a separate Ray object."""
+        return self._runner.so_far()
+
+    async def submit(self, requests: Sequence[PartRequest]) -> None:
+        self._desk.begin(requests)
+
+    @ray.method(num_returns=1 + PARTS_PER_ANSWER)
+    async def exchange(
+        self, requests: Sequence[PartRequest], seen: int
+    ) -> tuple[Progress | GroupPayload | None, ...]:
+        """New parts in, ended ones and a report out (see driver_rollout.py). Answers when something has changed
+        since `seen`.
+
+        Each part's arrays are a separate Ray object, which the trainer fetches: the driver gets the metadata
+        only. Unused objects are None.
+        """
+        self._desk.begin(requests)
+        seen = await self._changes.after(seen)
+        ended = self._desk.take()
+        progress = self.report(seen, tuple(result for result, _ in ended))
+        return progress, *(payload for _, payload in ended), *[None] * (PARTS_PER_ANSWER - len(ended))
+
+    async def abort(self, key: AttemptKey) -> None:
+        await asyncio.sleep(0)  # let a part begin that was submitted in the same turn of the loop
+        await self._runner.abort(key)
+
+    async def prefetch(self, manifest: Manifest, bucket_refs: list[Any]) -> float:
+        return await self._loader.prefetch(manifest, bucket_refs)
+
+    async def load(self, version: int, interrupt: Interrupt) -> LoadReport:
+        return await self._loader.load(version, interrupt)
+
+    @ray.method(num_returns=2)
+    async def evaluate(self, request: EvalRequest) -> tuple[EvalResult, Any]:
+        """The tokens, for a reward model, are a separate Ray object."""
+        sampling = Sampling.of(self._profile.rollout, self._profile.eval.temperature)
+        self._meter.evals(+1)
+        try:
+            with_tokens = self._profile.reward_model.path is not None
+            result = await self._runner.evaluate(request, sampling, with_tokens=with_tokens)
+            return replace(result, payload=None), result.payload
+        finally:
+            self._meter.evals(-1)
+
+    async def abort_evals(self) -> None:
+        await self._runner.abort(None)
+
+    async def pause(self) -> None:
+        self._meter.pause(True)
+        await self._engine.sleep()
+
+    async def resume(self) -> None:
+        await self._engine.wake()
+        self._meter.pause(False)
+
+    def report(self, seen: int, ended: tuple[PartResult, ...]) -> Progress:
+        counters = self._engine.counters()
+        report = self._meter.report(
+            version=self._engine.version,
+            sampled_tokens=self._engine.sampled_tokens,
+            decode_steps=self._engine.decode_steps,
+            running_tokens=self._runner.running_tokens,
+            sums=counters.sums,
+            gauges=counters.gauges,
+            stays=self._engine.take_stays(),
+        )
+        finished = {key: number for key, number in self._desk.freed_slots.items() if number}
+        reports = (report, self._rewards.report())
+        return Progress(seen=seen, ended=ended, freed_slots=finished, reports=reports)
+
+
+class PartDesk:
+    """The parts that run here, a task for each. Call it from the event loop.
+
+    `run(request, on_sequence)` runs a part. `changes` is notified of every change, urgently if no part runs
+    any more.
+    """
+
+    def __init__(self, run: RunPart, changes: LongPoll) -> None:
+        self._run = run
+        self._changes = changes
+        self.freed_slots: dict[PartKey, int] = {}
+        """How many sequences of each running part have finished."""
+        self._ended: deque[EndedPart] = deque()
+        self._failure: Exception | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._is_closed = False
+
+    async def close(self) -> None:
+        """Cancel all parts: nobody asks for them any more, so their end is no failure."""
+        self._is_closed = True
+        for task in self._tasks:
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=CLOSE_S)
+
+    def begin(self, requests: Sequence[PartRequest]) -> None:
+        for request in requests:
+            task = asyncio.create_task(self._follow(request), name=f"part {request.key}")
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    def take(self) -> list[EndedPart]:
+        """Return the parts that ended first, at most `PARTS_PER_ANSWER`. With none left, raise the first
+        error of any part: such an error is the engine's, not the part's.
+
+        If more is left to take, notes an urgent change, so that the next answer comes at once.
+        """
+        if self._failure is not None and not self._ended:
+            raise self._failure
+        taken = [self._ended.popleft() for _ in range(min(PARTS_PER_ANSWER, len(self._ended)))]
+        if self._ended or self._failure is not None:
+            self._changes.note(is_urgent=True)
+        return taken
+
+    async def _follow(self, request: PartRequest) -> None:
+        self.freed_slots[request.key] = 0
+
+        def on_sequence(finished: int) -> None:
+            self.freed_slots[request.key] = finished
+            self._changes.note()
+
+        try:
+            self._ended.append(await self._run(request, on_sequence))
+        except (Exception, asyncio.CancelledError) as error:  # `take` raises it
+            if self._is_closed:
+                return
+            logger.exception("part %s failed", request.key)
+            if not isinstance(error, Exception):
+                error = ExecutorFailed(f"part {request.key} was cancelled")
+            self._failure = self._failure or error
+        finally:
+            del self.freed_slots[request.key]
+            self._changes.note(is_urgent=not self.freed_slots)

@@ -1,0 +1,200 @@
+"""A rollout worker's side of a weight sync: a version is received, swapped in and verified. Runs in the worker's
+process (rollout_host.py)."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from ray.actor import ActorHandle
+
+from asyncrl_cli.contracts.weight_version import LoadReport
+from asyncrl_cli.engines.port import Engine
+from asyncrl_cli.envs.places import Places
+from asyncrl_cli.job.ray.calls import Limit, answer
+from asyncrl_cli.job.weight_arrival import arriving
+from asyncrl_cli.measure.meters import RolloutMeter
+from asyncrl_cli.profile.schema import DIRECT_TRANSPORTS, Interrupt, WeightsSection
+from asyncrl_cli.weights.versions import (
+    AT_ONCE_S,
+    CALL_MARGIN_S,
+    TIMEOUT_KEY,
+    Manifest,
+    RankZero,
+    judge,
+    mean_abs_diff,
+    median_abs_diff,
+    turn_s,
+)
+
+if TYPE_CHECKING:
+    import torch
+
+    from asyncrl_cli.job.weight_arrival import Whole
+    from asyncrl_cli.weights.buckets import Bucket
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Received:
+    """A version that waits to be loaded. `weights` is None if the load itself is to fetch them by `refs`."""
+
+    manifest: Manifest
+    refs: Sequence[Any]
+    weights: Mapping[str, torch.Tensor] | None
+
+
+class Loader:
+    """A rollout worker's side of a weight sync. Versions only rise: it refuses a version that is not newer
+    than the loaded one and any that waits to be loaded.
+
+    `held`: version of the engine's weights; one less if the first load may bring that same version, to verify
+    it. `fingerprint`: of the last version that was loaded; "" before. `places`: a drain waits for the
+    trajectories that have begun there, even if they are waiting for a tool. `whole`: converts the buckets
+    that arrive to the engine's.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        weights: WeightsSection,
+        meter: RolloutMeter,
+        held: int,
+        places: Places,
+        whole: Whole = iter,
+    ) -> None:
+        self.engine = engine
+        self._whole = whole
+        self._weights = weights
+        self._meter = meter
+        self._places = places
+        self.held = held
+        self.fingerprint = ""
+        self.last_load: LoadReport | None = None
+        self.received: Received | None = None
+
+    async def prefetch(self, manifest: Manifest, refs: Sequence[Any]) -> float:
+        """Fetch, check and copy the buckets in a thread, unless the load is to fetch them. Returns the
+        seconds.
+
+        Raises ValueError for a version not newer than what this worker holds or has received, also if a newer
+        one came meanwhile.
+        """
+        began_s = time.monotonic()
+        self._check_newer(manifest.version)
+        weights = await asyncio.to_thread(self._receive, manifest, refs)
+        self._check_newer(manifest.version)
+        self.received = Received(manifest=manifest, refs=refs, weights=weights)
+        return time.monotonic() - began_s
+
+    async def load(self, version: int, interrupt: Interrupt) -> LoadReport:
+        """Swap the received weights in. Raises ValueError, with the old version still loaded, if `version`
+        was not received."""
+        async with self._places.drained() if interrupt == "drain" else nullcontext():
+            return await self._load_now(version, interrupt)
+
+    async def _load_now(self, version: int, interrupt: Interrupt) -> LoadReport:
+        received, engine = self.received, self.engine
+        if received is None or received.manifest.version != version:
+            raise ValueError(f"asked to load version {version}, which was not received")
+        manifest, weights = received.manifest, received.weights
+        self._meter.load_begins(interrupt)
+        try:
+            try:
+                if weights is not None:
+                    pause = await engine.load(weights, version, interrupt)
+                else:
+                    pause = await engine.load_in_place(
+                        lambda: list(self._arriving(manifest, received.refs)), version, interrupt
+                    )
+            finally:
+                if self.received is received:
+                    self.received = None  # also if it failed: the version may come again
+            self.held, self.fingerprint = version, manifest.fingerprint
+            if engine.stops_to_score:
+                # the probe also freezes the responses that began after a drain
+                self._meter.load_begins("keep-kv")
+            else:
+                self._meter.load_ended()
+            report = self.last_load = LoadReport(
+                version=version,
+                send_s=pause.fetch_s,
+                load_s=pause.load_s,
+                pause_s=pause.pause_s,
+                logprob_abs_diff=None,
+            )
+            return await self._probed(report, manifest) if manifest.probe_tokens else report
+        finally:
+            self._meter.load_ended()
+
+    async def _probed(self, report: LoadReport, manifest: Manifest) -> LoadReport:
+        """Add the probes' result to `report`: the engine's logprobs against the trainer's of this version and
+        the previous one."""
+        probes = [list(tokens) for tokens in manifest.probe_tokens]
+        scores = await self.engine.score(probes, manifest.temperature)
+        judged = None  # the first version of a process has none before it
+        if manifest.previous_logprobs:
+            judged = judge(scores.logprobs, manifest.probe_logprobs, manifest.previous_logprobs)
+        return replace(
+            report,
+            pause_s=report.pause_s + scores.pause_s,
+            logprob_abs_diff=mean_abs_diff(scores.logprobs, manifest.probe_logprobs),
+            logprob_abs_diff_median=median_abs_diff(scores.logprobs, manifest.probe_logprobs),
+            verdict=judged.verdict if judged else None,
+            loaded_share=judged.share if judged else None,
+        )
+
+    def _receive(self, manifest: Manifest, refs: Sequence[Any]) -> Mapping[str, torch.Tensor] | None:
+        """Runs in a thread. With `weights.overlap` a bucket is copied while the next ones arrive. Returns
+        once all are verified."""
+        if self._weights.transport in DIRECT_TRANSPORTS:
+            from asyncrl_cli.weights.receivers import AnnouncedWeights
+
+            return AnnouncedWeights(refs)
+        if not self._weights.dual_buffer:
+            return None
+        buckets = self._arriving(manifest, refs)
+        return self.engine.receive(buckets if self._weights.overlap else list(buckets))
+
+    def _arriving(self, manifest: Manifest, refs: Sequence[Any]) -> Iterator[Bucket]:
+        return self._whole(arriving(manifest, refs))
+
+    def _check_newer(self, version: int) -> None:
+        newest = self.held if self.received is None else max(self.held, self.received.manifest.version)
+        if version <= newest:
+            raise ValueError(
+                f"version {version} of the weights is not newer than version {newest}, which this worker has "
+                "already received"
+            )
+
+
+class RayRankZero(RankZero):
+    """Rank 0 as one rollout worker sees it, by calls to the trainer's first actor.
+
+    Rank 0 limits its own work to `timeout_s`, and a turn to `timeout_s` for each of `workers`. The worker
+    waits longer than that, so that rank 0's own error comes first.
+    """
+
+    def __init__(self, actor: ActorHandle, worker: str, timeout_s: float, workers: int) -> None:
+        self._actor = actor
+        self._worker = worker
+        self._timeout_s = timeout_s
+        self._workers = workers
+
+    async def meeting_point(self) -> tuple[str, int]:
+        ref = self._actor.free_address.remote()
+        host, port = await answer(ref, executor="trainer-0", call="an address", limit=Limit(AT_ONCE_S))
+        return host, port
+
+    async def leave(self) -> None:
+        ref = self._actor.leave.remote(self._worker)
+        await answer(ref, executor="trainer-0", call=f"the leave of {self._worker}", limit=Limit(AT_ONCE_S))
+
+    async def ask(self, call: str, *args: Any) -> Any:
+        rank_zeros_s = turn_s(self._timeout_s, self._workers) if call == "turn" else self._timeout_s
+        limit = Limit(rank_zeros_s + CALL_MARGIN_S, TIMEOUT_KEY, self._timeout_s)
+        ref = self._actor.direct.remote(call, self._worker, *args)
+        return await answer(ref, executor="trainer-0", call=f"{call} for {self._worker}", limit=limit)
