@@ -15,9 +15,8 @@ from asyncrl_cli.cli.app import run as asyncrl
 from asyncrl_cli.contracts.trajectories import GroupPayload, Segment, Trajectory
 from asyncrl_cli.observe.recorded import Recorded
 from asyncrl_cli.observe.terminal import SafeConsole
+from asyncrl_cli.report.dumps import choose, shown, trajectories_of
 from asyncrl_cli.report.samples_page import samples_html
-from asyncrl_cli.report.samples_text import shown
-from asyncrl_cli.report.trajectories import choose, trajectories_of
 from asyncrl_cli.train.sample_dump import SampledGroup, dump_samples
 
 WORDS = {1: "say ", 2: "it", 3: "one ", 4: "two ", 5: "three", 6: "<tool>", 7: "<b>&\x1b[31m", 8: "bye"}
@@ -129,7 +128,7 @@ def test_dumps_of_older_versions_are_shown_with_the_text_of_whole_stretches(run)
         del line[key]
     path.write_text(json.dumps(line) + "\n")
     (one,) = trajectories_of(run, 20)
-    assert "".join(map(one.text, one.stretches)) == line["text"]
+    assert "".join(map(one.text, one.passages)) == line["text"]
     assert one.both_probabilities == {}
     line["versions"].pop()
     path.write_text(json.dumps(line) + "\n")

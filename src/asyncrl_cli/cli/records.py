@@ -156,8 +156,7 @@ def samples(
 ) -> None:
     """Show sampled trajectories: prompt, response with versions, reward, advantage, probabilities."""
     from asyncrl_cli.observe.recorded import Recorded
-    from asyncrl_cli.report.samples_text import shown
-    from asyncrl_cli.report.trajectories import choose
+    from asyncrl_cli.report.dumps import choose, shown
 
     recorded = Recorded.find(run, runs_dir)
     try:
@@ -201,7 +200,7 @@ def trace(
     """Write a trace for Perfetto or chrome://tracing: who did what when, and how each group became a
     version."""
     from asyncrl_cli.observe.recorded import Recorded
-    from asyncrl_cli.report.trace import write_trace
+    from asyncrl_cli.report.perfetto import write_trace
 
     first, last = parse_steps(steps)
     recorded = Recorded.find(run, runs_dir)

@@ -17,8 +17,7 @@ from asyncrl_cli.observe.run_status import read_status
 from asyncrl_cli.profile.arithmetic import LoopSettings
 from asyncrl_cli.profile.loaded import Loaded
 from asyncrl_cli.profile.schema import PlacementSection
-from asyncrl_cli.report.columns import columns_of, rounded
-from asyncrl_cli.report.timeline import Timeline
+from asyncrl_cli.report.series import Timeline, columns_of, rounded
 from asyncrl_cli.report.verdict import Remark, learned, verdict_of, warned
 
 MARKS = {

@@ -10,7 +10,7 @@ from asyncrl_cli.base.errors import ConfigError
 from asyncrl_cli.contracts.trajectories import NOT_SAMPLED
 from asyncrl_cli.observe.format import evenly
 from asyncrl_cli.observe.recorded import Recorded
-from asyncrl_cli.report.trajectories import AGE_COLOURS, Passage, Sampled, trajectories_of
+from asyncrl_cli.report.dumps import AGE_COLOURS, Passage, Sampled, trajectories_of
 
 MAX_STEPS, PER_STEP = 12, 4
 MAX_CHARACTERS = 1_000_000
@@ -51,50 +51,42 @@ def samples_html(run: Recorded, title: str = "Samples", max_characters: int = MA
 
 def _of_step(run: Recorded, step: int) -> Iterator[str]:
     try:
-        for one in islice(trajectories_of(run, step), PER_STEP):
-            yield "".join(_folded(one))
+        yield from map(_folded, islice(trajectories_of(run, step), PER_STEP))
     except ConfigError as error:
         yield f'<p class="dim">{escape(error.message)}</p>'
 
 
-def _folded(one: Sampled) -> Iterator[str]:
-    advantage = one.line.get("advantage")
-    told = [f"step {one.step}", f"{one.group}/{one.number}", f"reward {one.reward:.4g}"]
-    told += [f"advantage {advantage:+.3g}"] if advantage is not None else []
-    told += [f"{len(one.sampled)} tokens", f"staleness {one.staleness}", f"span {one.span}"]
-    sampler, trainer = one.probability(one.logprobs), one.trainer_probability
-    told += (
-        [f"mean probability {sampler:.3f}" + (f", trainer's {trainer:.3f}" if trainer is not None else "")]
-        if sampler
-        else []
+def _folded(one: Sampled) -> str:
+    advantage, sampler, trainer = (
+        one.line.get("advantage"),
+        one.probability(one.logprobs),
+        one.trainer_probability,
     )
-    yield f'<details class="sample"><summary>{escape(" · ".join(told))}</summary>'
+    facts = [f"step {one.step}", f"{one.group}/{one.number}", f"reward {one.reward:.4g}"]
+    facts += [f"advantage {advantage:+.3g}"] if advantage is not None else []
+    facts += [f"{len(one.sampled)} tokens", f"staleness {one.staleness}", f"span {one.span}"]
+    if sampler:
+        by_trainer = f", trainer's {trainer:.3f}" if trainer is not None else ""
+        facts.append(f"mean probability {sampler:.3f}{by_trainer}")
+    parts = [f'<details class="sample"><summary>{escape(" · ".join(facts))}</summary>']
     if one.answer is not None:
-        yield f'<div class="turn"><b>expected</b><div>{escape(one.answer)}</div></div>'
-    for whose, stretches in one.turns:
-        yield (
-            '<div class="turn '
-            f'{whose}"><b>{whose}</b><div>{"".join(_marked(one, stretch) for stretch in stretches)}</div></div>'
-        )
-    yield "</details>"
+        parts.append(f'<div class="turn"><b>expected</b><div>{escape(one.answer)}</div></div>')
+    for speaker, passages in one.turns:
+        text = "".join(_marked(one, passage) for passage in passages)
+        parts.append(f'<div class="turn {speaker}"><b>{speaker}</b><div>{text}</div></div>')
+    return "".join([*parts, "</details>"])
 
 
-def _marked(one: Sampled, stretch: Passage) -> str:
-    if stretch.version == NOT_SAMPLED:
-        return f'<span class="told">{escape(one.text(stretch))}</span>'
-    text = "".join(_token(one, index) for index in stretch.tokens)
-    mark = (
-        (f'<sup class="load">v{stretch.version}</sup>')
-        if stretch.is_load
-        else f"<sup>v{stretch.version}</sup>"
-    )
-    return f'<span class="by">{mark}<span class="age{one.age(stretch.version)}">{text}</span></span>'
-
-
-def _token(one: Sampled, index: int) -> str:
-    text = escape(one.texts[index])
-    if index not in one.both_probabilities:
-        return text
-    sampler, trainer = one.both_probabilities[index]
-    is_notable = abs(sampler - trainer) >= NOTABLE_CHANGE
-    return f'<mark title="sampler {sampler:.3f}, trainer {trainer:.3f}">{text}</mark>' if is_notable else text
+def _marked(one: Sampled, passage: Passage) -> str:
+    if passage.version == NOT_SAMPLED:
+        return f'<span class="told">{escape(one.text(passage))}</span>'
+    tokens = []
+    for index in passage.tokens:
+        text = escape(one.texts[index])
+        sampler, trainer = one.both_probabilities.get(index, (0.0, 0.0))
+        if abs(sampler - trainer) >= NOTABLE_CHANGE:
+            text = f'<mark title="sampler {sampler:.3f}, trainer {trainer:.3f}">{text}</mark>'
+        tokens.append(text)
+    load = ' class="load"' if passage.is_load else ""
+    colour = f'<span class="age{one.age(passage.version)}">{"".join(tokens)}</span>'
+    return f'<span class="by"><sup{load}>v{passage.version}</sup>{colour}</span>'

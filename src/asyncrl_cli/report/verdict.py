@@ -15,7 +15,6 @@ from asyncrl_cli.measure.bands import SIGNALS
 from asyncrl_cli.observe.format import clock, number, scored, share, small
 from asyncrl_cli.observe.line_figures import Totals
 from asyncrl_cli.observe.line_types import EventLine
-from asyncrl_cli.profile.algorithm_section import AlgorithmSection
 from asyncrl_cli.profile.arithmetic import LoopSettings
 from asyncrl_cli.report.side_by_side import change_of, change_text
 
@@ -82,49 +81,28 @@ class Remark:
     change: str = ""
 
 
-def verdict_of(totals: Totals, settings: LoopSettings, *, is_divisible: bool) -> list[Remark]:
-    """The findings, in the order in which a page shows them. `is_divisible`: a side has more than one
-    process, so that resources could be divided differently."""
-    return [
-        *_idle(totals, settings.schedule.mode, is_divisible),
-        *_beside(totals),
-        *_staleness(totals, settings),
-        *_signals(totals, settings.profile.algorithm),
-        *_syncs(totals, settings),
-        *_fooled(totals),
-        *_losses(totals),
-    ]
-
-
 def learned(evals: Sequence[EventLine], totals: Totals, begin: str) -> Remark:
     """`evals`: those of the held-out split, in order. `begin`: a text before the sentences. Only a rise whose
     interval leaves out 0 is good news."""
     if len(evals) < 2:
         first, last = totals.first.get("reward/mean"), totals.last.get("reward/mean")
-        begin += (
-            f"Training reward went from {number(first, 3)} to {number(last, 3)}; there are no two "
-            "evals "
-            "to compare."
-        )
+        begin += f"Training reward went from {number(first, 3)} to {number(last, 3)}; "
+        begin += "there are no two evals to compare."
         if first == last == 0 and not any(event.get("reward_mean") for event in evals):
             begin += " A reward of 0 everywhere teaches nothing: `asyncrl samples` shows the answers."
         return Remark("learning", "note", begin)
     begin += f"Held-out reward went from {scored(evals[0])} to {scored(evals[-1])}"
     change = change_of(evals[0], evals[-1])
     if change is None:
-        return Remark(
-            "learning", "note", f"{begin}. An older version recorded no intervals, so it may be chance."
-        )
+        unknown = "An older version recorded no intervals, so it may be chance."
+        return Remark("learning", "note", f"{begin}. {unknown}")
     over = f"{'the same ' if change.paired else ''}{counted(change.num_prompts, 'prompt')}"
     text = f"{begin}, a change of {change_text(change)} over {over}"
     if change.is_clear:
         return Remark("learning", "good" if change.mean > 0 else "bad", f"{text}.")
-    enough = change.enough_prompts
-    more = (
-        (f"A change of this size would show with about eval.prompts = {enough}.")
-        if enough and enough <= MOST_PROMPTS
-        else ""
-    )
+    enough, more = change.enough_prompts, ""
+    if enough and enough <= MOST_PROMPTS:
+        more = f"A change of this size would show with about eval.prompts = {enough}."
     return Remark("learning", "note", f"{text}: too few prompts to tell it from no change.", more)
 
 
@@ -139,81 +117,63 @@ def warned(warnings: Sequence[EventLine], name: str) -> Iterator[Remark]:
         yield Remark("warning", "note", f"And {counted(more, 'further warning')}.", f"asyncrl logs {name}")
 
 
-def _idle(totals: Totals, mode: str, is_divisible: bool) -> Iterator[Remark]:
+def verdict_of(totals: Totals, settings: LoopSettings, *, is_divisible: bool) -> list[Remark]:
+    """The findings, in the order in which a page shows them. `is_divisible`: a side has more than one
+    process, so that resources could be divided differently."""
+    idle = _idle(totals, settings.schedule.mode, is_divisible)
+    return [*([idle] if idle else []), *_costs(totals), *_data(totals, settings), *_losses(totals)]
+
+
+def _idle(totals: Totals, mode: str, is_divisible: bool) -> Remark | None:
+    """Which side waited for the other, and what would let it work."""
     trainer, rollout = totals.mean("trainer/idle_ratio"), totals.mean("rollouter/idle_ratio")
     if trainer is None or rollout is None:
-        return
-    slots, evals = totals.mean("rollouter/slot_utilization"), totals.share("eval")
+        return None
+    evals = totals.share("eval")
     trainer = max(trainer - evals, 0.0)  # generating more at a time does not make evals shorter
     besides = f", and {share(evals)} more during evals;" if evals > DEAR else ","
     figures = f"the trainer idled {share(trainer)} of the time{besides} the rollout workers {share(rollout)}."
+    waits = f"the trainer waited for groups {share(totals.share('wait_data'))} of the time."
+    or_partial = "" if mode == "partial-rollout" else ", or async_training.partial_rollout = true"
+
+    def more(side: str, key: str) -> str:
+        if is_divisible:
+            return f"Give {side} a larger share of the resources (placement.ratio or {key})"
+        return f"If there are free cores or GPUs, give {side} a second process ({key} = 2)"
+
     if mode == "colocate":
         text = f"Each side while the other used their shared resources: {figures}"
-        yield Remark(
-            "who idled", "note", text, "Compare with an asynchronous mode: asyncrl bench --compare colocate."
-        )
-    elif max(trainer, rollout) <= IDLE:
-        yield Remark("who idled", "good", f"Hardly anyone: {figures}")
-    elif min(trainer, rollout) > IDLE and abs(trainer - rollout) <= APART:
-        text = f"Both: {figures} They wait for each other: {_waits(totals)}"
-        yield Remark("who idled", "bad", text, _looser(mode))
-    elif trainer > rollout:
-        yield _generation_limits(figures, slots, totals, mode, is_divisible)
-    else:
-        text = (
-            f"Mostly the rollout workers: {figures} Training limits the run; workers stand still because "
-            "no group may start yet."
-        )
-        change = _more("the trainer", "placement.trainer_workers", is_divisible)
+        compare = "Compare with an asynchronous mode: asyncrl bench --compare colocate."
+        return Remark("who idled", "note", text, compare)
+    if max(trainer, rollout) <= IDLE:
+        return Remark("who idled", "good", f"Hardly anyone: {figures}")
+    if min(trainer, rollout) > IDLE and abs(trainer - rollout) <= APART:
+        ahead = f"Allow more to be generated ahead (async_training.staleness_threshold){or_partial}."
+        if mode in ("on-policy-pipeline", "stream-off-policy"):
+            ahead = (
+                "Allow staleness (async_training.staleness_threshold = 0.5 or 1), so that both can work at "
+            )
+            ahead += "the same time."
+        return Remark("who idled", "bad", f"Both: {figures} They wait for each other: {waits}", ahead)
+    if trainer <= rollout:
+        text = f"Mostly the rollout workers: {figures} Training limits the run; "
+        text += "workers stand still because no group may start yet."
         why = "More staleness would not help: groups that are generated earlier only wait longer."
-        yield Remark("who idled", "bad", text, f"{change}. {why}")
-
-
-def _more(side: str, key: str, is_divisible: bool) -> str:
-    if is_divisible:
-        return f"Give {side} a larger share of the resources (placement.ratio or {key})"
-    return f"If there are free cores or GPUs, give {side} a second process ({key} = 2)"
-
-
-def _generation_limits(
-    figures: str, slots: float | None, totals: Totals, mode: str, is_divisible: bool
-) -> Remark:
-    text = f"Mostly the trainer: {figures} Generation limits the run; {_waits(totals)}"
+        return Remark("who idled", "bad", text, f"{more('the trainer', 'placement.trainer_workers')}. {why}")
+    text = f"Mostly the trainer: {figures} Generation limits the run; {waits}"
+    slots = totals.mean("rollouter/slot_utilization")
     if slots is not None and slots < EMPTY:
-        text += (
-            f" Only {share(slots)} of the slots were used: the longest responses keep workers busy with "
-            "small batches."
-        )
+        text += f" Only {share(slots)} of the slots were used: "
+        text += "the longest responses keep workers busy with small batches."
         longer = "Let more groups run at once: a larger async_training.staleness_threshold"
-        return Remark("who idled", "bad", text, f"{longer}{_or_partial(mode)}.")
-    used = (
-        ""
-        if slots is None
-        else (f" {share(slots)} of the slots were used, so the workers themselves are the limit.")
-    )
+        return Remark("who idled", "bad", text, f"{longer}{or_partial}.")
+    if slots is not None:
+        text += f" {share(slots)} of the slots were used, so the workers themselves are the limit."
     shorter = "ask for shorter responses (rollout.max_response_tokens)"
-    change = f"{_more('rollout', 'rollout.workers', is_divisible)}, or {shorter}."
-    return Remark("who idled", "bad", text + used, change)
+    return Remark("who idled", "bad", text, f"{more('rollout', 'rollout.workers')}, or {shorter}.")
 
 
-def _waits(totals: Totals) -> str:
-    return f"the trainer waited for groups {share(totals.share('wait_data'))} of the time."
-
-
-def _looser(mode: str) -> str:
-    if mode in ("on-policy-pipeline", "stream-off-policy"):
-        return (
-            "Allow staleness (async_training.staleness_threshold = 0.5 or 1), so that both can work at "
-            "the same time."
-        )
-    return f"Allow more to be generated ahead (async_training.staleness_threshold){_or_partial(mode)}."
-
-
-def _or_partial(mode: str) -> str:
-    return "" if mode == "partial-rollout" else ", or async_training.partial_rollout = true"
-
-
-def _beside(totals: Totals) -> Iterator[Remark]:
+def _costs(totals: Totals) -> Iterator[Remark]:
     """What takes time besides training and generation."""
     for part, (about, text, change) in BESIDE.items():
         if (spent := totals.share(part)) > DEAR:
@@ -223,136 +183,84 @@ def _beside(totals: Totals) -> Iterator[Remark]:
         text = (
             f"Workers ran nothing {share(tools)} of the time because all their trajectories waited for tools."
         )
-        yield Remark(
-            "tools", "note", text, "rollout.hold_slots = false lets other trajectories use their slots."
-        )
+        change = "rollout.hold_slots = false lets other trajectories use their slots."
+        yield Remark("tools", "note", text, change)
 
 
-def _staleness(totals: Totals, settings: LoopSettings) -> Iterator[Remark]:
-    mean, most, bound = (
-        totals.mean("staleness/mean"),
-        totals.most("staleness/max"),
-        settings.schedule.max_staleness,
-    )
-    if mean is None or most is None:
-        return
-    if settings.profile.async_training.on_stale != "wait":
-        limit = f'on_stale = "{settings.profile.async_training.on_stale}" sets no strict bound'
-        yield Remark(
-            "staleness",
-            "note",
-            f"Tokens were {number(mean)} versions old on average, {most:.0f} at most; {limit}.",
-        )
-    elif bound == 0 and most == 0:
-        yield Remark(
-            "staleness", "good", "None: every token was trained in the window of the version that sampled it."
-        )
-    else:
-        held = "held" if most <= bound else "was broken: please report it"
-        text = (
-            f"Tokens were {number(mean)} versions old on average, {most:.0f} at most: the bound of "
-            f"{bound} {held}."
-        )
-        yield Remark("staleness", "good" if most <= bound else "bad", text)
-
-
-def _signals(totals: Totals, algorithm: AlgorithmSection) -> Iterator[Remark]:
-    """The figures of training that should stay within a band, and the loop's advice if their mean does
-    not."""
+def _data(totals: Totals, settings: LoopSettings) -> Iterator[Remark]:
+    """Whether the data was too old: its age, the figures of training that should stay within a band (and the
+    loop's advice if their mean does not), and whether workers computed with the trainer's weights."""
+    training, algorithm = settings.profile.async_training, settings.profile.algorithm
+    mean, most = totals.mean("staleness/mean"), totals.most("staleness/max")
+    if mean is not None and most is not None:
+        bound = settings.schedule.max_staleness
+        ages = f"Tokens were {number(mean)} versions old on average, {most:.0f} at most"
+        if training.on_stale != "wait":
+            limit = f'on_stale = "{training.on_stale}" sets no strict bound'
+            yield Remark("staleness", "note", f"{ages}; {limit}.")
+        elif bound == most == 0:
+            text = "None: every token was trained in the window of the version that sampled it."
+            yield Remark("staleness", "good", text)
+        else:
+            held = "held" if most <= bound else "was broken: please report it"
+            text = f"{ages}: the bound of {bound} {held}."
+            yield Remark("staleness", "good" if most <= bound else "bad", text)
     for name, key, side, advice in SIGNALS:
         figure, limit = totals.mean(name), getattr(algorithm, key)
         if figure is None:
             continue
         about, text = SIGNS[name]
         is_outside = figure < limit if side == "below" else figure > limit
-        told = f"{text.format(number(figure, 4))}{_by_age(totals, name)}"
-        text = f"{told}: {side if is_outside else 'within'} the limit of {limit:g}."
-        yield Remark(
-            about,
-            "bad" if is_outside else "good",
-            text,
-            f"{advice[:1].upper()}{advice[1:]}." if is_outside else "",
-        )
+        fresh, stale = (totals.mean(f"{name}/stale_{age}") for age in (0, 1))
+        by_age = ""
+        if fresh is not None and stale is not None:
+            by_age = f" ({number(fresh, 4)} for fresh tokens, {number(stale, 4)} for those one version old)"
+        place = f"{side if is_outside else 'within'} the limit of {limit:g}"
+        change = f"{advice[:1].upper()}{advice[1:]}." if is_outside else ""
+        text = f"{text.format(number(figure, 4))}{by_age}: {place}."
+        yield Remark(about, "bad" if is_outside else "good", text, change)
     if (clipped := totals.mean("correction/clipped_ratio") or 0.0) > CLIPPED:
         text = f"The loss clipped {share(clipped)} of the tokens, which then teach nothing."
-        yield Remark(
-            "clipping",
-            "bad",
-            text,
-            "A smaller trainer.lr, wider clip_ratio_low and clip_ratio_high, or less staleness.",
-        )
-
-
-def _by_age(totals: Totals, name: str) -> str:
-    fresh, stale = (totals.mean(f"{name}/stale_{age}") for age in (0, 1))
-    if fresh is None or stale is None:
-        return ""
-    return f" ({number(fresh, 4)} for fresh tokens, {number(stale, 4)} for those one version old)"
-
-
-def _syncs(totals: Totals, settings: LoopSettings) -> Iterator[Remark]:
-    most, limit = totals.most("sync/logprob_abs_diff_median"), settings.max_logprob_diff
-    if most is None:
-        return
-    text = (
-        f"Trainer and workers had a median absolute logprob difference of at most {small(most)}; the "
-        f"limit is {small(limit)}."
-    )
-    doubt = "See docs/weights.md: a worker may be computing with other weights than it was sent."
-    yield (
-        Remark("weight syncs", "good", text) if most <= limit else Remark("weight syncs", "bad", text, doubt)
-    )
-
-
-def _fooled(totals: Totals) -> Iterator[Remark]:
-    """Rewarded responses that do not contain the reference answer."""
-    without = totals.mean("reward/without_reference_ratio")
-    if without is None or without <= WITHOUT_REFERENCE:
-        return
-    text = (
-        f"In {share(without)} of the rewarded responses the reference answer does not stand, in any "
-        "usual "
-        "form."
-    )
-    look = (
-        "Unless many answers are right, the reward may be fooled: look at `asyncrl samples RUN`, and at "
-        "the rehearsal in `plan`."
-    )
-    yield Remark("reward", "note", text, look)
+        change = "A smaller trainer.lr, wider clip_ratio_low and clip_ratio_high, or less staleness."
+        yield Remark("clipping", "bad", text, change)
+    if (apart := totals.most("sync/logprob_abs_diff_median")) is not None:
+        most_apart = settings.max_logprob_diff
+        text = f"Trainer and workers had a median absolute logprob difference of at most {small(apart)}; "
+        text += f"the limit is {small(most_apart)}."
+        doubt = "See docs/weights.md: a worker may be computing with other weights than it was sent."
+        is_close = apart <= most_apart
+        yield Remark("weight syncs", "good" if is_close else "bad", text, "" if is_close else doubt)
 
 
 def _losses(totals: Totals) -> Iterator[Remark]:
-    """What was lost, and what failed."""
+    """Rewards that may be fooled, what was lost, and what failed."""
+    if (without := totals.mean("reward/without_reference_ratio") or 0.0) > WITHOUT_REFERENCE:
+        text = f"In {share(without)} of the rewarded responses the reference answer does not stand, "
+        text += "in any usual form."
+        look = "Unless many answers are right, the reward may be fooled: look at `asyncrl samples RUN`, "
+        look += "and at the rehearsal in `plan`."
+        yield Remark("reward", "note", text, look)
     discarded, trained = totals.last.get("waste/tokens_discarded", 0), totals.last.get("tokens_trained", 0)
     wasted = discarded / max(discarded + trained, 1)
     if wasted > DEAR:
-        yield Remark(
-            "waste", "note", f"{share(wasted)} of the sampled tokens were discarded and never trained."
-        )
+        text = f"{share(wasted)} of the sampled tokens were discarded and never trained."
+        yield Remark("waste", "note", text)
     if restarts := totals.last.get("rollouter/restarts", 0):
         text = f"Rollout workers were restarted {restarts:.0f} times."
         yield Remark("restarts", "note", text, "`asyncrl logs RUN` shows their last output.")
     if skipped := totals.mean("train/skipped_steps"):
-        text = (
-            f"On average {number(skipped, 3)} optimizer steps per train step were skipped: their "
-            "gradient "
-            "was not finite."
-        )
+        text = f"On average {number(skipped, 3)} optimizer steps per train step were skipped: "
+        text += "their gradient was not finite."
         yield Remark("gradients", "bad", text, 'A smaller trainer.lr, or model.dtype = "float32".')
     if (failed_calls := totals.mean("env/failed_calls") or 0.0) > FAILED_CALLS:
-        text = (
-            f"On average {number(failed_calls)} tool calls per trajectory raised, named no tool, or "
-            "could "
-            "not be read."
-        )
-        yield Remark(
-            "tool calls", "note", text, "`asyncrl samples RUN` shows the calls, and what the model was told."
-        )
-    failed = {
-        key.removeprefix("env/failed/"): value
+        text = f"On average {number(failed_calls)} tool calls per trajectory raised, named no tool, "
+        text += "or could not be read."
+        look = "`asyncrl samples RUN` shows the calls, and what the model was told."
+        yield Remark("tool calls", "note", text, look)
+    failures = [
+        f"{key.removeprefix('env/failed/')} {value:.0f}"
         for key, value in totals.last.items()
         if key.startswith("env/failed/")
-    }
-    if failed:
-        kinds = ", ".join(f"{kind} {value:.0f}" for kind, value in failed.items())
-        yield Remark("failed trajectories", "note", f"Without a reward: {kinds}.")
+    ]
+    if failures:
+        yield Remark("failed trajectories", "note", f"Without a reward: {', '.join(failures)}.")

@@ -17,7 +17,7 @@ from asyncrl_cli.bench.output import long_notes
 from asyncrl_cli.bench.results import Comparison, read_results
 from asyncrl_cli.bench.table import heading_of, rows_of
 from asyncrl_cli.observe.recorded import Recorded
-from asyncrl_cli.report.overwriting import check_out
+from asyncrl_cli.report.out_file import check_out
 from asyncrl_cli.report.page import GENERATOR, beside_each_other, card, page_of, plotly, table
 from asyncrl_cli.report.run_data import run_data
 from asyncrl_cli.report.samples_page import MAX_CHARACTERS, samples_html

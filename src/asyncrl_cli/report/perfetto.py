@@ -1,12 +1,10 @@
 """A recorded run as a trace, for Perfetto or chrome://tracing: who did what when, and how each group became a
-version.
+version. docs/trace.md explains how to read it.
 
-    events.jsonl ──> loop: train steps, versions, events; groups: lanes; arrows between them (trace_groups.py)
-    timeline.jsonl ─> executors: a track each, with states and what they wait for; a track per slot, if
-    sequences were traced metrics.jsonl ──> counters: staleness, window, versions, tokens per second, groups,
-    slots in use
-
-docs/trace.md explains how to read it.
+    events.jsonl ──> loop: train steps, versions, events; groups: lanes; arrows between them (perfetto_groups.py)
+    timeline.jsonl ─> executors: a track each, with states and what they wait for; a track per slot, if sequences
+                     were traced
+    metrics.jsonl ──> counters: staleness, window, versions, tokens per second, groups
 """
 
 from __future__ import annotations
@@ -15,18 +13,17 @@ import gzip
 import json
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import chain
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, cast
 
 from asyncrl_cli.base.errors import ConfigError
 from asyncrl_cli.base.storage import appearing_file
-from asyncrl_cli.observe.line_types import Line, RecordedSpan, Spans
+from asyncrl_cli.observe.line_types import Line, RecordedSpan, Spans, TimelineLine
 from asyncrl_cli.observe.recorded import Recorded, add_span
-from asyncrl_cli.report.overwriting import check_out
-from asyncrl_cli.report.trace_events import Entry, Tracks, arrow, counter, micros, slice_on
-from asyncrl_cli.report.trace_groups import (
+from asyncrl_cli.report.out_file import check_out
+from asyncrl_cli.report.perfetto_entries import Entry, Tracks, arrow, counter, micros, slice_on
+from asyncrl_cli.report.perfetto_groups import (
     EXECUTORS,
     LOOP,
     Group,
@@ -65,18 +62,17 @@ def write_trace(run: Recorded, path: Path, first: int = 1, last: int | None = No
     check_out(path, GENERATOR, "trace")
     head = json.dumps({"generator": GENERATOR, "run": run.name})
     counted: Counter[str] = Counter()
-    opened: Any = gzip.open if path.suffix == ".gz" else open
+    opened = cast("Callable[..., IO[str]]", gzip.open if path.suffix == ".gz" else open)
     with appearing_file(path) as temporary, opened(temporary, "wt", encoding="utf-8") as file:
         file.write(f'{{"displayTimeUnit": "ms", "otherData": {head}, "traceEvents": [\n')
         for index, entry in enumerate(trace_entries(run, first, last)):
-            counted[entry.get("cat", entry["ph"]) if entry["ph"] in "Xi" else entry["ph"]] += 1
+            counted[entry["cat"] if entry["ph"] in "Xi" else entry["ph"]] += 1
             file.write((",\n" if index else "") + json.dumps(entry, separators=(",", ":")))
         file.write("\n]}\n")
         if (first > 1 or last is not None) and not counted["step"]:
-            raise ConfigError(
-                f"run '{run.name}' has trained no step of --steps {first}:{'' if last is None else last}",
-                hint=f"'asyncrl status {run.name}' says how far it has come",
-            )
+            asked = f"--steps {first}:{'' if last is None else last}"
+            hint = f"'asyncrl status {run.name}' says how far it has come"
+            raise ConfigError(f"run '{run.name}' has trained no step of {asked}", hint=hint)
     return counted
 
 
@@ -110,76 +106,48 @@ def step_counters(line: Line, process: int) -> Iterator[Entry]:
 
 
 def executor_entries(
-    lines: Iterable[Mapping[str, Any]], tracks: Tracks, groups: Mapping[str, Group]
+    lines: Iterable[TimelineLine], tracks: Tracks, groups: Mapping[str, Group]
 ) -> Iterator[Entry]:
-    """Entries from the lines of timeline.jsonl. A stay that is split over two lines is one slice."""
+    """Entries from the lines of timeline.jsonl. A span that is split over two lines is one slice; a sequence in
+    a slot has, the first time, an arrow from its group."""
     spans: Spans = {}
     waits: dict[str, list[tuple[float, str]]] = {}
     traced: set[str] = set()
     for line in lines:
         for name, samples in line.get("running", {}).items():
-            yield from (
-                counter(tracks.process(EXECUTORS), f"{name}: slots", micros(at), {"in use": n})
-                for at, n in samples
-            )
+            process = tracks.process(EXECUTORS)
+            yield from (counter(process, f"{name}: slots", micros(at), {"in use": n}) for at, n in samples)
         for name, texts in line.get("waits", {}).items():
             waits.setdefault(name, []).extend(texts)
-        for name, stays in line["spans"].items():
+        for name, added in line["spans"].items():
             joined = spans.setdefault(name, [])
-            for state, start_s, end_s in stays:
-                add_span(joined, state, start_s, end_s)
+            for span in added:
+                add_span(joined, *span)
+            # The last one may go on in the next line.
             yield from _states(name, joined[:-1], tracks, waits.get(name, ()))
             del joined[:-1]
-        for name, sequences in line.get("slots", {}).items():
-            for stay in sequences:
-                yield from _sequence(name, stay, tracks, groups, traced)
-    yield from chain.from_iterable(
-        _states(name, last, tracks, waits.get(name, ())) for name, last in spans.items()
-    )
+        for name, stays in line.get("slots", {}).items():
+            for slot, sequence, start_s, end_s in stays:
+                track = tracks.track(f"{name} slots", f"slot {slot:03d}")
+                start, key = micros(start_s), sequence.rpartition("/")[0]
+                group = groups.get(key)
+                facts = {"worker": name, "group": key if group else ""}
+                yield slice_on(track, sequence, "sequence", start, micros(end_s), facts)
+                if group is not None and group.track is not None and sequence not in traced:
+                    number = 2 * 10**12 + len(traced)
+                    yield from arrow("sequence", number, [(group.track, group.times[0]), (track, start)])
+                    traced.add(sequence)
+    for name, joined in spans.items():
+        yield from _states(name, joined, tracks, waits.get(name, ()))
 
 
 def _states(
     name: str, spans: Sequence[RecordedSpan], tracks: Tracks, waits: Sequence[tuple[float, str]]
 ) -> Iterator[Entry]:
-    """Stays of an executor, side by side. `waits`: what it waits for, from each of these times on."""
+    """Spans of an executor, side by side. `waits`: what it waits for, from each of these times on."""
     track, times = tracks.track(EXECUTORS, name), [time_s for time_s, _ in waits]
     for state, start_s, end_s in spans:
         known = bisect_right(times, end_s) - 1
         was_sampled = known >= 0 and (end_s - start_s >= SAMPLED_S or times[known] >= start_s)
-        waiting_for = waits[known][1] if was_sampled and state != "busy" else ""
-        yield slice_on(
-            track,
-            state,
-            "state",
-            micros(start_s),
-            micros(end_s),
-            {"executor": name, "waiting_for": waiting_for},
-        )
-
-
-def _sequence(
-    worker: str,
-    stay: tuple[int, str, float, float],
-    tracks: Tracks,
-    groups: Mapping[str, Group],
-    traced: set[str],
-) -> Iterator[Entry]:
-    """A sequence's stay in a slot, and for the first one an arrow from its group. `traced`: sequences that
-    have their arrow."""
-    slot, sequence, start_s, end_s = stay
-    track = tracks.track(f"{worker} slots", f"slot {slot:03d}")
-    key = sequence.rpartition("/")[0]
-    group = groups.get(key)
-    yield slice_on(
-        track,
-        sequence,
-        "sequence",
-        micros(start_s),
-        micros(end_s),
-        {"worker": worker, "group": key if group else ""},
-    )
-    if group is not None and group.track is not None and sequence not in traced:
-        yield from arrow(
-            "sequence", 2 * 10**12 + len(traced), [(group.track, group.times[0]), (track, micros(start_s))]
-        )
-        traced.add(sequence)
+        facts = {"executor": name, "waiting_for": waits[known][1] if was_sampled and state != "busy" else ""}
+        yield slice_on(track, state, "state", micros(start_s), micros(end_s), facts)

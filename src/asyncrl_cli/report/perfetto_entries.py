@@ -35,41 +35,28 @@ class Tracks:
     def process(self, name: str) -> int:
         if name not in self._processes:
             number = self._processes[name] = len(self._processes) + 1
-            for what, value in (
-                ("process_name", {"name": name}),
-                ("process_sort_index", {"sort_index": number}),
-            ):
-                self.entries.append({"ph": "M", "name": what, "pid": number, "args": value})
+            self._name("process", {"pid": number}, name, number)
         return self._processes[name]
 
     def track(self, process: str, thread: str) -> Track:
         if (process, thread) not in self._threads:
             # A thread's number is unique in the whole trace: Perfetto takes two threads with one number for
             # the same thread.
-            track = self._threads[process, thread] = {
-                "pid": self.process(process),
-                "tid": 1000 + len(self._threads),
-            }
-            for what, value in (
-                ("thread_name", {"name": thread}),
-                ("thread_sort_index", {"sort_index": track["tid"]}),
-            ):
-                self.entries.append({"ph": "M", **track, "name": what, "args": value})
+            track = {"pid": self.process(process), "tid": 1000 + len(self._threads)}
+            self._threads[process, thread] = track
+            self._name("thread", track, thread, track["tid"])
         return self._threads[process, thread]
+
+    def _name(self, what: str, track: Track, name: str, place: int) -> None:
+        for key, args in (("name", {"name": name}), ("sort_index", {"sort_index": place})):
+            self.entries.append({"ph": "M", **track, "name": f"{what}_{key}", "args": args})
 
 
 def slice_on(track: Track, name: str, kind: str, start: int, end: int, args: Mapping[str, Any]) -> Entry:
     """At least a microsecond long, so that it can be seen, and binds arrows."""
     known = {key: value for key, value in args.items() if value not in (None, "")}
-    return {
-        "ph": "X",
-        "name": name,
-        "cat": kind,
-        **track,
-        "ts": start,
-        "dur": max(end - start, 1),
-        "args": known,
-    }
+    times = {"ts": start, "dur": max(end - start, 1)}
+    return {"ph": "X", "name": name, "cat": kind, **track, **times, "args": known}
 
 
 def arrow(name: str, number: int, stops: Sequence[tuple[Track, int]]) -> Iterator[Entry]:

@@ -7,7 +7,7 @@ import pytest
 from asyncrl_cli.base.errors import ConfigError, RefusedError
 from asyncrl_cli.observe.recorded import Recorded
 from asyncrl_cli.report import write
-from asyncrl_cli.report.trace import write_trace
+from asyncrl_cli.report.perfetto import write_trace
 from asyncrl_cli.report.write import write_report
 from tests.report.recorded_run import make_run
 

@@ -13,29 +13,39 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
 
-from asyncrl_cli.report.trace_events import Entry, Track, Tracks, arrow, free_lane, instant, micros, slice_on
+from asyncrl_cli.report.perfetto_entries import (
+    Entry,
+    Track,
+    Tracks,
+    arrow,
+    free_lane,
+    instant,
+    micros,
+    slice_on,
+)
 
 LOOP, GROUPS, EXECUTORS = "loop", "groups", "executors"
 STAGES = ("running", "finished", "training", "trained")
 PHASES = ("generation", "waits to be taken", "training")
 """What a group does from one stage to the next."""
 LOSSES = ("dropped", "requeued")
+LOAD_FIGURES = ("version", "load_s", "pause_s", "send_s", "logprob_abs_diff", "verdict")
 
 
 @dataclass(slots=True)
 class Group:
-    """`times`: when it reached each of its stages, in order, and when it was lost, if it was. `told`: what is
+    """`times`: when it reached each of its stages, in order, and when it was lost, if it was. `facts`: what is
     shown about it."""
 
     key: str
     times: list[int] = field(default_factory=list)
-    told: dict[str, Any] = field(default_factory=dict)
+    facts: dict[str, Any] = field(default_factory=dict)
     has_ended: bool = False
     track: Track | None = None
 
     @property
     def step(self) -> int | None:
-        return self.told.get("step")
+        return self.facts.get("step")
 
 
 @dataclass(slots=True)
@@ -77,43 +87,32 @@ class Story:
         elif name == "published":
             self.versions.append(Version(event.get("version", 0), time, event.get("step", 0)))
         elif name == "loaded" and self.versions:
-            newest = next(
-                (known for known in reversed(self.versions) if known.number == event.get("version")),
-                self.versions[-1],
-            )
-            newest.loads.append(event)
+            loaded = (known for known in reversed(self.versions) if known.number == event.get("version"))
+            next(loaded, self.versions[-1]).loads.append(event)
         else:
             self.marks.append(event)
 
     def _move(self, event: Mapping[str, Any], time: int) -> None:
         name, key = event["event"], event.get("group", "")
         if name == "running":
-            told = {
-                "group": key,
-                "version": event.get("version"),
-                "workers": " ".join(event.get("workers", {})),
-            }
-            self._open[key] = Group(key, told=told)
+            workers = " ".join(event.get("workers", {}))
+            facts = {"group": key, "version": event.get("version"), "workers": workers}
+            self._open[key] = Group(key, facts=facts)
             self.groups.append(self._open[key])
         if (group := self._open.get(key)) is None:
             return
         group.times.append(time)
         if name == "trained":
-            group.told |= {
-                "step": event.get("step", 0),
-                "window": event.get("version", 0),
-                "tokens": event.get("tokens"),
-            }
+            group.facts |= {"step": event.get("step", 0), "window": event.get("version", 0)}
+            group.facts["tokens"] = event.get("tokens")
         if name == "trained" or name in LOSSES:
-            group.told["became"] = f"{name} ({event['reason']})" if event.get("reason") else name
+            group.facts["became"] = f"{name} ({event['reason']})" if event.get("reason") else name
             group.has_ended = True
             del self._open[key]
 
     def version_after(self, time: int, number: int) -> Version | None:
-        return next(
-            (version for version in self.versions if version.number >= number and version.published >= time),
-            None,
-        )
+        later = (one for one in self.versions if one.number >= number and one.published >= time)
+        return next(later, None)
 
     def groups_of_steps(self) -> list[Group]:
         """Groups that these steps trained; groups that were lost in this time; at the run's end, also those
@@ -146,12 +145,12 @@ def group_entries(story: Story, tracks: Tracks, waits_s: Mapping[int, float]) ->
         latest = max(groups, key=lambda group: group.times[1])
         args = {
             "step": step,
-            "window": latest.told["window"],
+            "window": latest.facts["window"],
             "groups": len(groups),
             "waited_s": waits_s.get(step),
         }
         yield slice_on(step_track, f"step {step}", "step", start, done, {**args, "last_group": latest.key})
-        version = story.version_after(done, latest.told["window"] + 1)
+        version = story.version_after(done, latest.facts["window"] + 1)
         ends = [(version_track, version.published)] if version is not None else []
         for group in groups:
             assert group.track is not None
@@ -161,13 +160,13 @@ def group_entries(story: Story, tracks: Tracks, waits_s: Mapping[int, float]) ->
 
 def _slices(group: Group, lanes: list[int], tracks: Tracks, until: int) -> Iterator[Entry]:
     """The group, and its phases inside it. A group that is still under way lasts until `until`."""
-    told = group.times if group.has_ended else [*group.times, until]
+    ends = group.times if group.has_ended else [*group.times, until]
     # a microsecond apart, so that all can be seen
-    times = list(accumulate(told, lambda before, time: max(before + 1, time)))
+    times = list(accumulate(ends, lambda before, time: max(before + 1, time)))
     track = group.track = tracks.track(GROUPS, f"lane {free_lane(lanes, times[0], times[-1]):02d}")
     group.times = times
-    yield slice_on(track, group.key, "group", times[0], times[-1], group.told)
-    short = {key: group.told.get(key) for key in ("group", "step")}
+    yield slice_on(track, group.key, "group", times[0], times[-1], group.facts)
+    short = {key: group.facts.get(key) for key in ("group", "step")}
     for phase, start, end in zip(PHASES, times, times[1:], strict=False):
         yield slice_on(track, phase, "phase", start, end, short)
 
@@ -179,16 +178,12 @@ def version_entries(story: Story, tracks: Tracks) -> Iterator[Entry]:
     for version, end in zip(story.versions, ends, strict=False):  # without a version there is an end, too
         if not (version.published <= story.end and end >= story.start):
             continue
-        yield slice_on(
-            track, f"version {version.number}", "version", version.published, end, {"step": version.step}
-        )
+        name = f"version {version.number}"
+        yield slice_on(track, name, "version", version.published, end, {"step": version.step})
         for load in version.loads:
             done, worker = micros(load.get("time_s", 0.0)), load.get("worker", "")
             start = max(version.published, done - max(1, micros(load.get("pause_s", 0.0))))
-            figures = {
-                key: load.get(key)
-                for key in ("version", "load_s", "pause_s", "send_s", "logprob_abs_diff", "verdict")
-            }
+            figures = {key: load.get(key) for key in LOAD_FIGURES}
             onto = tracks.track(EXECUTORS, f"{worker} loads")
             yield slice_on(onto, f"load {version.number}", "load", start, done, {"worker": worker, **figures})
             number += 1
@@ -200,5 +195,5 @@ def mark_entries(story: Story, tracks: Tracks) -> Iterator[Entry]:
     track = tracks.track(LOOP, "events")
     for mark in story.marks:
         if story.covers(time := micros(mark.get("time_s", 0.0))):
-            told = {key: value for key, value in mark.items() if key not in ("time_s", "event")}
-            yield instant(track, mark["event"], "event", time, told)
+            facts = {key: value for key, value in mark.items() if key not in ("time_s", "event")}
+            yield instant(track, mark["event"], "event", time, facts)

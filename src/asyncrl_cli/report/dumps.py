@@ -1,5 +1,7 @@
-"""The trajectories of a recorded run that were dumped (samples.py), as people read them: text with the
-version that sampled it."""
+"""The trajectories of a recorded run that were dumped, as people read them: text with the version that sampled it.
+
+Colours say how old the version of a token is; on a terminal without colours, marks in the text say the same.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,12 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from heapq import nlargest
 from itertools import accumulate, groupby, islice
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
+
+from rich.console import Group, RenderableType
+from rich.rule import Rule
+from rich.table import Table
+from rich.text import Text
 
 from asyncrl_cli.base.errors import ConfigError
 from asyncrl_cli.contracts.trajectories import NOT_SAMPLED
@@ -22,7 +29,8 @@ CALL = re.compile(
     r"(?:<call>|<tool_call>|\[TOOL_CALLS\]|<\|python_tag\|>|<.tool.calls?.begin.>).*", re.DOTALL
 )
 """A tool call in the text of an answer, as chat templates write it (envs/answers.py)."""
-
+MARK, LOAD = "(v{})", "(load v{})"
+"""Before the tokens of a version, and where new weights were loaded within an answer."""
 AGE_COLOURS = ("#56b4e9", "#e69f00", "#009e73", "#cc79a7", "#d55e00")
 """For tokens of the window's own version, of the one before, and so on; the last one is for all that are
 older. Of Okabe and Ito's palette, whose colours differ for every kind of colour blindness; without those that
@@ -30,12 +38,12 @@ a dark or a light terminal would hide."""
 
 
 class Passage(NamedTuple):
-    """Tokens of one segment that were sampled by `version` (-1: not sampled, but given). `whose`: `model`,
-    `told`, or, at the beginning of a segment, `prompt` and `segment 2`, ...: the rewritten context.
-    `is_load`: new weights were loaded just before it, within an answer."""
+    """Tokens of one segment that were sampled by `version` (-1: not sampled, but given). `speaker`: `model`,
+    `told` (by a tool or an environment), or, at the beginning of a segment, `prompt` and `segment 2`, ...: the
+    rewritten context. `is_load`: new weights were loaded just before it, within an answer."""
 
     segment: int
-    whose: str
+    speaker: str
     version: int
     tokens: range
     is_load: bool
@@ -45,21 +53,12 @@ class Sampled:
     """One line of a dump."""
 
     def __init__(self, line: SampleLine) -> None:
-        self.step, self.window, self.group, self.number = (
-            line["step"],
-            line["window"],
-            line["group"],
-            line["trajectory"],
-        )
-        self.reward, self.answer = line["reward"], line.get("answer")
-        self.versions, self.lengths, self.logprobs = (
-            line["versions"],
-            line["segment_lengths"],
-            line["logprobs"],
-        )
+        self.line = line
+        self.step, self.window, self.group = line["step"], line["window"], line["group"]
+        self.number, self.reward, self.answer = line["trajectory"], line["reward"], line.get("answer")
+        self.versions, self.logprobs = line["versions"], line["logprobs"]
         self.trainer_logprobs = line.get("trainer_logprobs")
         self.texts = _texts(line)
-        self.line = line
 
     @cached_property
     def sampled(self) -> list[int]:
@@ -67,7 +66,7 @@ class Sampled:
         return [index for index, version in enumerate(self.versions) if version != NOT_SAMPLED]
 
     @property
-    def own_versions(self) -> list[int]:
+    def sampling_versions(self) -> list[int]:
         return sorted({self.versions[index] for index in self.sampled}) or [self.window]
 
     def age(self, version: int) -> int:
@@ -77,37 +76,36 @@ class Sampled:
     @property
     def staleness(self) -> int:
         """Versions from the oldest token's to the window's."""
-        return self.window - self.own_versions[0]
+        return self.window - self.sampling_versions[0]
 
     @property
     def span(self) -> int:
-        return self.own_versions[-1] - self.own_versions[0]
+        return self.sampling_versions[-1] - self.sampling_versions[0]
 
     @cached_property
-    def stretches(self) -> list[Passage]:
+    def passages(self) -> list[Passage]:
         found: list[Passage] = []
-        for segment, (end, length) in enumerate(zip(accumulate(self.lengths), self.lengths, strict=True)):
+        lengths = self.line["segment_lengths"]
+        for segment, (end, length) in enumerate(zip(accumulate(lengths), lengths, strict=True)):
             begins, before = f"segment {segment + 1}" if segment else "prompt", NOT_SAMPLED
             for version, indices in groupby(range(end - length, end), key=self.versions.__getitem__):
                 first, *rest = indices
-                whose = MODEL if version != NOT_SAMPLED else "told" if first > end - length else begins
+                speaker = MODEL if version != NOT_SAMPLED else "told" if first > end - length else begins
                 is_load = NOT_SAMPLED not in (version, before)
-                found.append(Passage(segment, whose, version, range(first, first + 1 + len(rest)), is_load))
+                found.append(Passage(segment, speaker, version, range(first, first + 1 + len(rest)), is_load))
                 before = version
         return found
 
     @property
     def turns(self) -> Iterator[tuple[str, list[Passage]]]:
         """Who speaks, and the text. The speaker is `calls` where the model has written a tool call."""
-        for (_, whose), grouped in groupby(
-            self.stretches, key=lambda stretch: (stretch.segment, stretch.whose)
-        ):
-            stretches = list(grouped)
-            is_call = whose == MODEL and any(CALL.search(self.text(stretch)) for stretch in stretches)
-            yield CALLS if is_call else whose, stretches
+        for (_, speaker), grouped in groupby(self.passages, key=lambda one: (one.segment, one.speaker)):
+            passages = list(grouped)
+            is_call = speaker == MODEL and any(CALL.search(self.text(passage)) for passage in passages)
+            yield CALLS if is_call else speaker, passages
 
-    def text(self, stretch: Passage) -> str:
-        return "".join(self.texts[index] for index in stretch.tokens)
+    def text(self, passage: Passage) -> str:
+        return "".join(self.texts[index] for index in passage.tokens)
 
     def probability(self, logprobs: Sequence[float]) -> float | None:
         """The geometric mean of the sampled tokens' probabilities."""
@@ -121,12 +119,11 @@ class Sampled:
     def both_probabilities(self) -> dict[int, tuple[float, float]]:
         """Sampled token -> its probability by the sampler, and by the trainer's weights as the step began;
         empty if the trainer has not scored them."""
-        trainer = self.trainer_logprobs
-        return (
-            {} if trainer is None else {i: (_exp(self.logprobs[i]), _exp(trainer[i])) for i in self.sampled}
-        )
+        if (trainer := self.trainer_logprobs) is None:
+            return {}
+        return {i: (_exp(self.logprobs[i]), _exp(trainer[i])) for i in self.sampled}
 
-    def figures(self) -> dict[str, Any]:
+    def figures(self) -> dict[str, float | None]:
         """Derived figures for `--json`, in addition to the dumped line."""
         return {
             "staleness": self.staleness,
@@ -143,12 +140,12 @@ def _exp(logprob: float) -> float:
 
 
 def _texts(line: SampleLine) -> list[str]:
-    """The text of each token. In older dumps only that of whole stretches is known: it stands at their first
+    """The text of each token. In older dumps only that of whole passages is known: it stands at their first
     token."""
     if "pieces" in line:
         return line["pieces"]
     texts, spans = [""] * len(line["versions"]), iter(line.get("spans", ()))
-    ends = list(accumulate(line["segment_lengths"]))
+    ends = accumulate(line["segment_lengths"])
     for end, length in zip(ends, line["segment_lengths"], strict=True):
         for _, indices in groupby(range(end - length, end), key=lambda index: line["mask"][index]):
             texts[next(indices)] = next((span["text"] for span in spans), "")
@@ -174,24 +171,66 @@ def choose(run: Recorded, step: int | None, group: str, sort: Sort | None, most:
     ConfigError if there are none."""
     steps = run.sampled_steps
     if not steps:
-        raise ConfigError(
-            f"run '{run.name}' has no samples",
-            hint="--set logging.samples_every_steps=20 dumps every 20th, the first and the last step",
-        )
+        hint = "--set logging.samples_every_steps=20 dumps every 20th, the first and the last step"
+        raise ConfigError(f"run '{run.name}' has no samples", hint=hint)
     if step is not None and step not in steps:
         near = sorted(sorted(steps, key=lambda known: abs(known - step))[:8])
-        raise ConfigError(
-            f"step {step} of run '{run.name}' was not dumped",
-            hint=f"dumped near it: {', '.join(map(str, near))}",
-        )
+        hint = f"dumped near it: {', '.join(map(str, near))}"
+        raise ConfigError(f"step {step} of run '{run.name}' was not dumped", hint=hint)
     asked = [step] if step is not None else steps[::-1] if group else steps[-1:]
     found = (one for number in asked for one in trajectories_of(run, number) if one.group.startswith(group))
     chosen = nlargest(most, found, key=KEYS[sort]) if sort else list(islice(found, most))
     if not chosen:
-        what = (
-            (f"no dumped trajectory is of group '{group}'")
-            if group
-            else f"the dump of step {asked[0]} has no trajectory"
-        )
+        what = f"the dump of step {asked[0]} has no trajectory"
+        if group:
+            what = f"no dumped trajectory is of group '{group}'"
         raise ConfigError(what, hint="--step N shows the groups of a step")
     return chosen
+
+
+def shown(one: Sampled) -> RenderableType:
+    """One trajectory for a terminal: what it is, what its tokens were worth, and its text turn by turn."""
+    title = Text(f"step {one.step}  {one.group}  trajectory {one.number}  reward {one.reward:.4g}", "bold")
+    if (advantage := one.line.get("advantage")) is not None:
+        title.append(f"  advantage {advantage:+.3g}")
+    turns = Table.grid(padding=(0, 1))
+    turns.add_column(style="dim", no_wrap=True)
+    turns.add_column(overflow="fold", ratio=1)
+    for speaker, passages in one.turns:
+        turns.add_row(speaker, Text.assemble(*(_coloured(one, passage) for passage in passages)))
+    return Group(Rule(title, align="left", style="dim"), *_facts(one), turns)
+
+
+def _facts(one: Sampled) -> list[Text]:
+    versions = Text()
+    for version in one.sampling_versions:
+        versions.append(f"v{version}", AGE_COLOURS[one.age(version)]).append(" ")
+    age = f"oldest {one.staleness} behind window v{one.window}" if one.staleness else f"window v{one.window}"
+    ended = f"ended: {one.line.get('finish_reason', '?')}"
+    lines = [Text.assemble(f"{len(one.sampled)} tokens sampled by ", versions, f"({age}), {ended}")]
+    if rewards := one.line.get("turn_rewards"):
+        lines[0].append(f", rewards {' '.join(f'{reward:.3g}' for reward in rewards)}")
+    if (sampler := one.probability(one.logprobs)) is not None:
+        line = Text(f"mean probability: sampler {sampler:.3f}")
+        if one.both_probabilities:
+            line.append(f", trainer {one.trainer_probability:.3f}")
+            changes = {
+                token: abs(before - after) for token, (before, after) in one.both_probabilities.items()
+            }
+            token = max(changes, key=changes.__getitem__)
+            before, after = (f"{probability:.3f}" for probability in one.both_probabilities[token])
+            if before != after:
+                line.append(f"; most changed {one.texts[token]!r}: {before} -> {after}")
+        lines.append(line)
+    return lines if one.answer is None else [*lines, Text.assemble("expected: ", (one.answer, "bold"))]
+
+
+def _coloured(one: Sampled, passage: Passage) -> Text:
+    text = one.text(passage)
+    if passage.version == NOT_SAMPLED:
+        return Text(text, "dim")
+    style = AGE_COLOURS[one.age(passage.version)]
+    mark = (LOAD if passage.is_load else MARK).format(passage.version)
+    coloured = Text(text, style)
+    coloured.highlight_regex(CALL, "bold")
+    return Text().append(mark, f"dim {style}").append_text(coloured)
