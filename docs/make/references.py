@@ -21,9 +21,10 @@ from asyncrl_cli.base import errors
 from asyncrl_cli.base.errors import ConfigError
 from asyncrl_cli.cli.app import run
 from asyncrl_cli.observe.line_figures import meanings
-from asyncrl_cli.profile.keys import expected, keys, sections
+from asyncrl_cli.profile.keys import keys, sections
 from asyncrl_cli.profile.loaded import load
 from asyncrl_cli.profile.toml_files import toml_value
+from asyncrl_cli.profile.validation import expected
 
 DOCS = Path(__file__).resolve().parents[1]
 BEGIN, END = "<!-- begin: written by docs/make/references.py -->\n", "<!-- end -->\n"

@@ -537,7 +537,7 @@ def sets() -> Iterator[Case]:
 
 
 def integer_keys() -> list[str]:
-    from asyncrl_cli.profile.keys import expected
+    from asyncrl_cli.profile.validation import expected
 
     return [
         key

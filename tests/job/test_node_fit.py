@@ -61,9 +61,9 @@ def test_a_shape_of_one_role_leaves_the_rest_to_the_other() -> None:
         (("trainer.nnodes=2",), ("trainer.nnodes = 2", "trainer.n_gpus_per_node")),
         (
             (*SHAPES, "placement.trainer_workers=4"),
-            ("trainer.nnodes = 1", "placement.trainer_workers = 4", "means 8"),
+            ("trainer.nnodes = 1", "placement.trainer_workers = 4"),
         ),
-        ((*SHAPES, "rollout.workers=4"), ("rollout.nnodes = 2", "rollout.workers = 4", "means 16")),
+        ((*SHAPES, "rollout.workers=4"), ("rollout.nnodes = 2", "rollout.workers = 4")),
         (
             ("rollout.n_gpus_per_node=8", "placement.gpus_per_rollout_worker=3"),
             ("rollout.n_gpus_per_node = 8", "= 3"),

@@ -23,7 +23,7 @@ CONFLICTS = [
     (
         "partial-rollout",
         [PROX, RECOMPUTE, "lora.rank=8", "model.dtype=bfloat16"],
-        ["lora.rank = 8 in bfloat16"],
+        ["lora.rank = 8", "rounding to bfloat16"],
         "beside train",
     ),
     (
@@ -53,7 +53,7 @@ CONFLICTS = [
     (
         "colocate",
         ["reward_model.path=judge"],
-        ["with a reward model", "take turns"],
+        ["reward model needs its own", "take turns"],
         "placement.colocate=false",
     ),
     ("partial-rollout", ["task.reward=none"], ["nothing gives a reward"], "reward_model.path"),
@@ -82,7 +82,7 @@ CONFLICTS = [
     (
         "partial-rollout",
         ['placement.tasks=[["train"],["train"],["rollout"]]'],
-        ["names train more than once"],
+        ["names a task more than once"],
         "each task once",
     ),
     ("partial-rollout", ['placement.tasks=[["train"]]'], ["has no rollout"], '["rollout"]'),
@@ -96,7 +96,7 @@ CONFLICTS = [
     (
         "partial-rollout",
         [KL, APART, "placement.ratios=[1,1]"],
-        ["2 numbers for 3"],
+        ["placement.ratios = [1, 1]", "each list"],
         "each list",
     ),
     ("colocate", [KL, APART], ["colocate = true"], "leave one of the two out"),

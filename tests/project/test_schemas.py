@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from jsonschema import Draft202012Validator
 
-from asyncrl_cli.profile.file_schema import profile_schema
+from asyncrl_cli.profile.validation import profile_schema
 from asyncrl_cli.simulate.workload import workload_schema
 
 ROOT = Path(__file__).resolve().parents[2]

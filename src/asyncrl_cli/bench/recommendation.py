@@ -35,10 +35,16 @@ from asyncrl_cli.bench.space import RANKS_KEY, WORKERS_KEY, Setting, Space, spli
 from asyncrl_cli.plan.cluster import usable_cores
 from asyncrl_cli.plan.compiler import compile_job
 from asyncrl_cli.plan.job_plan import TRAINER, JobPlan
-from asyncrl_cli.profile.arithmetic import staleness_bound, window_groups_of
+from asyncrl_cli.profile.arithmetic import (
+    ROLLOUT,
+    TRAIN,
+    share_of,
+    staleness_bound,
+    tasks_apart,
+    window_groups_of,
+)
 from asyncrl_cli.profile.loaded import set_layer
 from asyncrl_cli.profile.schema import Profile
-from asyncrl_cli.profile.sharing import ROLLOUT, TRAIN, share_of, tasks_apart
 from asyncrl_cli.simulate.calibration import calibrate
 from asyncrl_cli.simulate.workload import Reference, Workload
 from asyncrl_cli.simulate.workload_files import (

@@ -15,9 +15,8 @@ from operator import attrgetter
 
 from asyncrl_cli.base.errors import ConfigError
 from asyncrl_cli.plan.job_plan import ROLLOUT, TRAINER, JobPlan
-from asyncrl_cli.profile.arithmetic import staleness_bound
+from asyncrl_cli.profile.arithmetic import REWARD, TRAIN, staleness_bound
 from asyncrl_cli.profile.schema import Profile
-from asyncrl_cli.profile.sharing import REWARD, TRAIN
 from asyncrl_cli.profile.toml_files import toml_value
 
 NODE_GPUS = 8

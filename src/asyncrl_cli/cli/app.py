@@ -23,11 +23,11 @@ from asyncrl_cli.cli import (
     bench,
     completion,
     export,
+    json_schema,
     logs,
     plan,
     records,
     runs,
-    schema,
     setup,
     status,
     submit,
@@ -75,7 +75,7 @@ for command, examples in (
     (tune.tune, tune.EXAMPLES),
     (setup.doctor, setup.DOCTOR_EXAMPLES),
     (setup.init, setup.INIT_EXAMPLES),
-    (schema.schema, schema.EXAMPLES),
+    (json_schema.schema, json_schema.EXAMPLES),
     (completion.completion, completion.EXAMPLES),
 ):
     app.command(epilog=epilog(examples))(command)

@@ -94,7 +94,8 @@ def templates() -> list[str]:
 
 def sets(incomplete: str) -> list[str]:
     """`section.key=`, and after the `=` the key's values if it has a fixed list of them."""
-    from asyncrl_cli.profile.keys import choices, keys
+    from asyncrl_cli.profile.keys import keys
+    from asyncrl_cli.profile.validation import choices
 
     key, equals, _ = incomplete.partition("=")
     if not equals:

@@ -188,7 +188,7 @@ def init(
     import shutil
 
     from asyncrl_cli.cli.launchers import Launch, rendered
-    from asyncrl_cli.profile.file_schema import profile_schema
+    from asyncrl_cli.profile.validation import profile_schema
 
     source = _find(template)
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
@@ -289,9 +289,10 @@ def list_keys(
     as_json: JsonOption = False,
 ) -> None:
     """List every key of a profile: its default, what it expects, what it means. The output is TOML."""
-    from asyncrl_cli.profile.keys import expected, keys, sections, unknown_key, values_of
+    from asyncrl_cli.profile.keys import keys, sections, unknown_key, values_of
     from asyncrl_cli.profile.schema import Profile
     from asyncrl_cli.profile.toml_files import toml_value
+    from asyncrl_cli.profile.validation import expected
 
     defaults = values_of(Profile())
     if name not in ("", *sections(), *keys()):

@@ -29,8 +29,8 @@ from asyncrl_cli.job.ray.calls import all_of
 from asyncrl_cli.job.ray.placement import Options, Say, is_local_session, placed, used_nodes
 from asyncrl_cli.job.rollout_host import RolloutHost
 from asyncrl_cli.plan.job_plan import ROLLOUT, TRAINER, JobPlan, place_of
+from asyncrl_cli.profile.arithmetic import CRITIC
 from asyncrl_cli.profile.schema import DIRECT_TRANSPORTS, Profile
-from asyncrl_cli.profile.sharing import CRITIC
 from asyncrl_cli.tasks.tool_class import ToolClass
 
 STOP_TIMEOUT_S = 1.0

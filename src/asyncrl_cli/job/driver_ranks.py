@@ -33,9 +33,8 @@ from asyncrl_cli.loop.worker_tasks import CALL_KEY
 from asyncrl_cli.measure.states import ExecutorReport
 from asyncrl_cli.measure.values import Last
 from asyncrl_cli.plan.job_plan import TRAINER
-from asyncrl_cli.profile.arithmetic import train_steps_of
+from asyncrl_cli.profile.arithmetic import CRITIC, REF, REWARD, train_steps_of
 from asyncrl_cli.profile.schema import Profile
-from asyncrl_cli.profile.sharing import CRITIC, REF, REWARD
 from asyncrl_cli.train.sample_dump import choose_samples, is_dump_step
 from asyncrl_cli.train.step_plan import (
     RankPlan,

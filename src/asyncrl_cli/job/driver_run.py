@@ -44,7 +44,7 @@ from asyncrl_cli.plan.defaults import DTYPE, for_device, for_job
 from asyncrl_cli.plan.job_plan import JobPlan
 from asyncrl_cli.profile.arithmetic import train_steps_of
 from asyncrl_cli.profile.loaded import DEFAULT, Loaded, read_document, to_document, to_toml
-from asyncrl_cli.profile.resuming import changed
+from asyncrl_cli.profile.resumption import changed
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.tasks.code_records import keep_record, origin
 from asyncrl_cli.tasks.task import Task

@@ -47,9 +47,8 @@ from asyncrl_cli.measure.meters import CallMeter
 from asyncrl_cli.measure.states import ExecutorReport, State
 from asyncrl_cli.plan.cluster import LOOPBACK
 from asyncrl_cli.plan.job_plan import TRAINER
-from asyncrl_cli.profile.arithmetic import Schedule
+from asyncrl_cli.profile.arithmetic import CRITIC, PROX, REWARD, Schedule
 from asyncrl_cli.profile.schema import ProcessPlace, Profile
-from asyncrl_cli.profile.sharing import CRITIC, PROX, REWARD
 from asyncrl_cli.train.sample_dump import SampledGroup, dump_samples
 
 if TYPE_CHECKING:  # torch: the driver imports this module

@@ -22,8 +22,7 @@ from asyncrl_cli.loop.attempts import Attempt, Part, Stage
 from asyncrl_cli.loop.fleet import Placement
 from asyncrl_cli.loop.group_limits import EQUAL_REWARDS, FailuresLimit, GroupFilter
 from asyncrl_cli.loop.group_states import GroupsState
-from asyncrl_cli.profile.arithmetic import LoopSettings, least_trajectories
-from asyncrl_cli.profile.sharing import CRITIC, PROX, REWARD
+from asyncrl_cli.profile.arithmetic import CRITIC, PROX, REWARD, LoopSettings, least_trajectories
 
 
 class Groups:

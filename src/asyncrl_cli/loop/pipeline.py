@@ -72,8 +72,7 @@ from asyncrl_cli.loop.rollouts import Rollouts
 from asyncrl_cli.loop.run_state import RunState, World
 from asyncrl_cli.loop.scorer_tasks import ScorerTasks
 from asyncrl_cli.loop.training import Training
-from asyncrl_cli.profile.arithmetic import LoopSettings
-from asyncrl_cli.profile.sharing import CRITIC
+from asyncrl_cli.profile.arithmetic import CRITIC, LoopSettings
 
 _TICK_S = 1.0
 

@@ -26,8 +26,7 @@ from asyncrl_cli.loop.fleet import WorkerSlots
 from asyncrl_cli.loop.groups import Groups
 from asyncrl_cli.loop.progress import RunProgress
 from asyncrl_cli.loop.weight_sync import WeightSync
-from asyncrl_cli.profile.arithmetic import LoopSettings
-from asyncrl_cli.profile.sharing import REWARD
+from asyncrl_cli.profile.arithmetic import REWARD, LoopSettings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

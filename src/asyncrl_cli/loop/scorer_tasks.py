@@ -36,7 +36,7 @@ from asyncrl_cli.loop.changes import Change
 from asyncrl_cli.loop.executor_tasks import ExecutorTasks
 from asyncrl_cli.loop.run_state import RunState
 from asyncrl_cli.measure.states import ExecutorReport
-from asyncrl_cli.profile.sharing import CRITIC, PROX, REWARD
+from asyncrl_cli.profile.arithmetic import CRITIC, PROX, REWARD
 
 _REPORT_S = 1.0
 

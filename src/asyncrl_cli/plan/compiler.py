@@ -14,11 +14,19 @@ from asyncrl_cli.base.errors import ConfigError, PreflightError, counted
 from asyncrl_cli.plan.cluster import ClusterResources
 from asyncrl_cli.plan.job_plan import ROLLOUT, TRAINER, JobPlan, Spot
 from asyncrl_cli.plan.node_fit import check_fit
-from asyncrl_cli.profile.arithmetic import groups_ahead, tensor_parallel_size, window_groups_of
-from asyncrl_cli.profile.nodes import asked_ranks, asked_workers, shape_of
+from asyncrl_cli.profile.arithmetic import (
+    TRAIN,
+    asked_ranks,
+    asked_workers,
+    groups_ahead,
+    shape_of,
+    share_of,
+    tasks_apart,
+    tensor_parallel_size,
+    window_groups_of,
+)
 from asyncrl_cli.profile.rollout_sections import RolloutSection
 from asyncrl_cli.profile.schema import DIRECT_TRANSPORTS, Profile
-from asyncrl_cli.profile.sharing import TRAIN, share_of, tasks_apart
 
 Counts = tuple[int, int]
 """Trainer ranks and rollout workers."""

@@ -26,9 +26,8 @@ from asyncrl_cli.engines.transformers import CACHE_SHARE_OF_MEMORY, PAGE_TOKENS,
 from asyncrl_cli.models.shape import FAMILY, ModelShape, shape_of
 from asyncrl_cli.plan.cluster import cache_bytes_left
 from asyncrl_cli.plan.job_plan import ROLLOUT, TRAINER, JobPlan
-from asyncrl_cli.profile.arithmetic import max_context_tokens
+from asyncrl_cli.profile.arithmetic import CRITIC, PROX, REF, REWARD, max_context_tokens
 from asyncrl_cli.profile.schema import DIRECT_TRANSPORTS, ActivationCheckpointing, Profile
-from asyncrl_cli.profile.sharing import CRITIC, PROX, REF, REWARD
 from asyncrl_cli.train import LOGITS_CHUNK_ELEMENTS, LOGITS_COPIES, MOMENTS_SLICE_BYTES, keeps_whole_gradients
 
 MASTER_BYTES = 4
@@ -278,8 +277,8 @@ def _microbatch(
 ) -> Iterator[MemoryItem]:
     """Activations and logits of one microbatch. A critic has no logits, and its ranks divide no sequence."""
     trainer, e = job.profile.trainer, job.value_bytes
-    # A rank has no more than its part of an optimizer step: B * n trajectories of the greatest length, without
-    # forks, of which `sharing` ranks divide each. One that is longer than a microbatch has its own.
+    # A rank has no more than its part of an optimizer step: B * n trajectories of the greatest length, each
+    # divided by `sharing` ranks, without forks. One that is longer than a microbatch has its own.
     sharing = trainer.sequence_parallel_size if is_policy else 1
     rows = ceil(trainer.ppo_mini_batch_size * job.profile.rollout.n * sharing / ranks)
     row_tokens = ceil((max_context_tokens(job.profile) - 1) / sharing)

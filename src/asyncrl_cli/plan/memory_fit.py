@@ -146,10 +146,10 @@ def shortage(needs: Iterable[DeviceNeed]) -> PreflightError | None:
     for need in needs:
         if need.available_bytes is not None and not need.fits:
             verb = "needs" if len(need.roles) == 1 else "need"
+            has = f"a {need.device}'s {need.available_bytes / GIB:.1f} GiB"
             message = (
-                f"{' and '.join(need.roles)} {verb} about {need.num_bytes / GIB:.1f} GiB of a "
-                f"{need.device}'s {need.available_bytes / GIB:.1f} GiB, by an estimate: a run would start and "
-                "may fail"
+                f"{' and '.join(need.roles)} {verb} about {need.num_bytes / GIB:.1f} GiB of {has}, by an "
+                "estimate: a run would start and may fail"
             )
             other = f"a smaller model, or a {need.device} with more memory"
             return PreflightError(message, hint=SMALLER if need.device == GPU else other)

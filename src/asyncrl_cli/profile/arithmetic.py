@@ -1,5 +1,5 @@
 """The numbers that follow from a profile: groups, windows, the admission budget, the staleness bound, the
-mode, time limits.
+mode, processes, nodes and GPUs, time limits.
 
     R = require_batches * B        groups per train step
     W = K * R                      groups per window, that is, between two weight syncs
@@ -15,9 +15,11 @@ import math
 from dataclasses import dataclass
 from decimal import Decimal
 from fractions import Fraction
+from typing import NamedTuple
 
 from asyncrl_cli.base.errors import ConfigError
-from asyncrl_cli.profile.schema import Interrupt, Profile
+from asyncrl_cli.profile.rollout_sections import RolloutSection
+from asyncrl_cli.profile.schema import Interrupt, Profile, TrainerSection
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,6 +166,58 @@ def max_context_tokens(profile: Profile) -> int:
         profile.env.max_context_tokens
         or profile.rollout.max_prompt_tokens + profile.rollout.max_response_tokens
     )
+
+
+TRAIN, PROX, REF, CRITIC, REWARD, ROLLOUT = "train", "prox", "ref", "critic", "reward", "rollout"
+SCORERS = (REF, PROX, REWARD, CRITIC)
+"""Tasks that can have their own processes, which score finished groups while others are trained."""
+
+
+class Shape(NamedTuple):
+    """A role uses `gpus` GPUs on each of `nodes` nodes."""
+
+    nodes: int
+    gpus: int
+
+
+def shape_of(section: TrainerSection | RolloutSection) -> Shape | None:
+    """The section's shape. None if it has none: the role's processes may then be on any nodes."""
+    return None if section.n_gpus_per_node is None else Shape(section.nnodes or 1, section.n_gpus_per_node)
+
+
+def asked_ranks(profile: Profile) -> int | None:
+    """The number of trainer ranks; None if no key gives it."""
+    shape = shape_of(profile.trainer)
+    return profile.placement.trainer_workers if shape is None else shape.nodes * shape.gpus
+
+
+def asked_workers(profile: Profile) -> int | None:
+    """The number of rollout workers; None if no key gives it."""
+    shape = shape_of(profile.rollout)
+    if shape is None:
+        return profile.rollout.workers
+    return shape.nodes * (shape.gpus // profile.placement.gpus_per_rollout_worker)
+
+
+def tasks_apart(profile: Profile) -> tuple[str, ...]:
+    """The scorers with their own processes. The reward model always has its own."""
+    alone = [sharing[0] for sharing in profile.placement.tasks or () if len(sharing) == 1]
+    implied = [REWARD] if profile.reward_model.path is not None else []
+    return tuple(dict.fromkeys(task for task in (*alone, *implied) if task in SCORERS))
+
+
+def is_apart(profile: Profile, task: str) -> bool:
+    """Whether the task has resources of its own."""
+    return task in tasks_apart(profile)
+
+
+def share_of(profile: Profile, task: str) -> int | None:
+    """The share that `placement.ratios` gives to the task's list. None without ratios, or if no list names
+    the task."""
+    tasks, ratios = profile.placement.tasks, profile.placement.ratios
+    if tasks is None or ratios is None:
+        return None
+    return next((ratio for sharing, ratio in zip(tasks, ratios, strict=True) if task in sharing), None)
 
 
 STALL_MARGIN_S = 60.0

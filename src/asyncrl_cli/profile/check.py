@@ -13,8 +13,13 @@ from typing import Any
 from asyncrl_cli.base.errors import ConfigError, combine
 from asyncrl_cli.base.paths import check_name
 from asyncrl_cli.base.plugins import ENGINES, engine_kind
-from asyncrl_cli.profile import nodes, sharing
-from asyncrl_cli.profile.arithmetic import Schedule, groups_ahead, train_steps_of, window_groups_of
+from asyncrl_cli.profile.arithmetic import (
+    Schedule,
+    asked_workers,
+    groups_ahead,
+    train_steps_of,
+    window_groups_of,
+)
 from asyncrl_cli.profile.clashes import CLASHES, DUAL_BUFFER, ETA, PARTIAL, TRANSPORT, Clash, direct, given
 from asyncrl_cli.profile.keys import values_of
 from asyncrl_cli.profile.schema import DIRECT_TRANSPORTS, MOST_REWARDS, Profile, TaskSection
@@ -79,8 +84,6 @@ def check(profile: Profile) -> list[str]:
         *_sizes(profile),
         *_limits(profile),
         *_rewards(profile.task),
-        *sharing.conflicts(profile),
-        *nodes.conflicts(profile),
     ]
     if problems := [*found, *wrong, *conflicts]:
         raise combine(problems)
@@ -126,7 +129,7 @@ def _sizes(profile: Profile) -> Iterator[ConfigError]:
             "partial",
             hint=f"--set {ETA}={_least_eta(profile)} or more, or {PARTIAL.rpartition('.')[2]}=false",
         )
-    spread = nodes.asked_workers(profile) or 1 if rollout.placement == "response" else 1
+    spread = asked_workers(profile) or 1 if rollout.placement == "response" else 1
     if rollout.slots * spread < rollout.n:
         where = f" on {spread} workers" if spread > 1 else ""
         yield ConfigError(

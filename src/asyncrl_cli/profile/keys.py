@@ -1,24 +1,38 @@
-"""A profile's dotted keys, like `run.seed`: their names, flattening tables to them, validation, and what each
-key expects."""
+"""A profile's dotted keys, like `run.seed`: their names, flattening tables to them, and the keys that unknown
+ones probably mean.
+
+Keys of other trainers and their counterparts here are read from the tables of docs/coming-from.md, a page
+that comes with asyncrl:
+
+    ## verl
+    | there | here | what differs |
+    |---|---|---|
+    | `data.val_files` | `eval.sets`, `task.eval_path` | sets by name; or one file instead |
+    | `data.gen_batch_size` | | groups are always admitted one by one |
+
+Keys with the same last part and the same meaning in both are not listed: the hint names the nearest known key
+anyway. A row of `section.*` is for all keys of that section that have no row of their own.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import cache
 from itertools import islice
-from typing import Any
-
-from pydantic import ValidationError
+from typing import Any, NamedTuple
 
 from asyncrl_cli.base.errors import MOST_PROBLEMS, ConfigError, combine, did_you_mean, nearest
-from asyncrl_cli.base.paths import MAX_NAME_BYTES, MAX_PATH_BYTES
 from asyncrl_cli.profile.fields import Section
-from asyncrl_cli.profile.peers import PeerKey, counterpart, renamed
 from asyncrl_cli.profile.schema import Profile
-from asyncrl_cli.profile.toml_files import LONGEST_ECHO, parse_value, shortened
+from asyncrl_cli.profile.toml_files import shipped_directory, shortened
 
 PARAMS = "task.params"
 """The only table with free keys: each entry counts as a key, `task.params.<name>`."""
+
+
+HEADER = "\n| there | here | what differs |\n|---|---|---|\n"
+OTHERS = "Other names"
+"""The section of names that belong to no trainer."""
 
 
 @cache
@@ -181,110 +195,69 @@ def unknown_key(key: str, where: str, known: Collection[str]) -> ConfigError:
     )
 
 
-def validate(values: Mapping[str, Any], origins: Mapping[str, str]) -> Profile:
-    """Make the profile from values by key, including name and purpose. Raises one ConfigError for all type
-    and range errors."""
-    nested: dict[str, Any] = {}
-    params: dict[str, Any] = {}
-    for key, value in values.items():
-        section, _, name = key.partition(".")
-        if key.startswith(f"{PARAMS}."):
-            params[key.removeprefix(f"{PARAMS}.")] = value
-        elif name:
-            nested.setdefault(section, {})[name] = value
-        else:
-            nested[key] = value
-    if params:
-        nested.setdefault("task", {}).setdefault("params", params)
-    try:
-        return Profile.model_validate(nested)
-    except ValidationError as error:
-        wrong = dict.fromkeys(".".join(str(part) for part in detail["loc"][:2]) for detail in error.errors())
-        raise combine([_wrong_value(key, values[key], origins[key]) for key in wrong]) from None
+class PeerKey(NamedTuple):
+    """A key of the trainer `peer`, our keys that replace it, and a note: what differs, or why we have no such
+    key."""
 
+    peer: str
+    theirs: str
+    ours: tuple[str, ...]
+    note: str
 
-def _wrong_value(key: str, value: Any, origin: str) -> ConfigError:
-    text = shortened(value)
-    shown = f'"{text}"' if isinstance(value, str) else text.lower() if isinstance(value, bool) else text
-    return ConfigError(
-        f"{key} = {shown} ({origin}): expected {expected(key)}", hint=_type_hint(key, value, origin)
-    )
+    def covers(self, parts: Sequence[str]) -> bool:
+        """Whether this is the row of a section that the key, in `parts`, belongs to. The key may have fewer
+        parts before it."""
+        *section, last = self.theirs.split(".")
+        return last == "*" and any(
+            section[start:] == list(parts[: len(section) - start]) for start in range(len(section))
+        )
 
+    @property
+    def meaning(self) -> str:
+        """The end of an error's message about the key."""
+        ours = " and ".join(self.ours)
+        if self.peer == OTHERS:
+            return f"which is {ours} here"
+        return f"{self.peer}'s name for {ours}" if ours else f"which is {self.peer}'s and has no counterpart"
 
-def _type_hint(key: str, value: Any, origin: str) -> str:
-    meaning = f"its meaning: {keys().get(key, 'one line of text')}"
-    if len(shortened(value)) >= LONGEST_ECHO:
-        return meaning
-    choices = [choice for option in _options(key) for choice in _choices(option)]
-    kinds = {option["type"] for option in _options(key) if not _choices(option)}
-    if isinstance(value, str):
-        if kinds - {"string"} and parse_value(value) != value:
-            return f"remove the quotes: {key} = {value}"
-        return did_you_mean(value, choices, meaning, '"{}"'.format)
-    if kinds == {"string"}:
-        return f"quote it: --set '{key}=\"{value}\"'" if origin == "--set" else f'quote it: {key} = "{value}"'
-    return meaning
-
-
-def expected(key: str) -> str:
-    """What a value of `key` must be, in words: `an integer of at least 1`."""
-    return " or ".join(map(_describe, _options(key)))
-
-
-def choices(key: str) -> list[str]:
-    """The values of a key that has a fixed list of them, as TOML or as text; empty for any other key."""
-    named = [choice for option in _options(key) for choice in _choices(option)]
-    return named + (
-        ["true", "false"] if any(option.get("type") == "boolean" for option in _options(key)) else []
-    )
-
-
-def _options(key: str) -> list[dict[str, Any]]:
-    """The kinds of value that `key` accepts, as JSON schemas."""
-    section, _, name = key.partition(".")
-    if not name:
-        return [{"type": "string"}]
-    schema = _schema()["$defs"][sections()[section].__name__]["properties"][name.split(".")[0]]
-    return [option for option in schema.get("anyOf", [schema]) if option.get("type") != "null"]
+    @property
+    def hint(self) -> str:
+        note = f" ({self.note})" if self.note else ""
+        return f"use {' and '.join(self.ours)}{note}" if self.ours else self.note
 
 
 @cache
-def _schema() -> dict[str, Any]:
-    return Profile.model_json_schema()
+def rows() -> tuple[PeerKey, ...]:
+    """The rows of the page's tables."""
+    found: list[PeerKey] = []
+    page = (shipped_directory("docs") / "coming-from.md").read_text(encoding="utf-8")
+    for section in page.split("\n## "):
+        _, _, table = section.partition(HEADER)
+        for line in table.partition("\n\n")[0].splitlines():
+            theirs, ours, note = (cell.strip() for cell in line.strip("|").split("|"))
+            own = tuple(ours.replace("`", "").split(", ")) if ours else ()
+            found.append(PeerKey(section.partition("\n")[0], theirs.strip("`"), own, note))
+    return tuple(found)
 
 
-def _choices(option: Mapping[str, Any]) -> list[str]:
-    return option["enum"] if "enum" in option else [option["const"]] if "const" in option else []
+def counterpart(key: str) -> PeerKey | None:
+    """The row for a key. The key may have fewer parts than in the table (`test_freq`) or more, and Hydra's
+    `+` or dashes. Among several rows, the one with the most parts in common, then the first. If there is
+    none, the row of its section."""
+    parts = key.lstrip("+~-").replace("-", "_").split(".")
+    best, most = None, 0
+    for row in rows():
+        theirs = row.theirs.split(".")
+        shared = min(len(theirs), len(parts))
+        if shared > most and theirs[-shared:] == parts[-shared:]:
+            best, most = row, shared
+    if most > 1 or len(parts) == 1:
+        return best
+    return next((row for row in rows() if row.covers(parts)), best)
 
 
-def _describe(option: Mapping[str, Any]) -> str:
-    if choices := [f'"{choice}"' for choice in _choices(option)]:
-        return choices[0] if len(choices) == 1 else f"one of {', '.join(choices)}"
-    if items := option.get("prefixItems"):
-        return f"{len(items)} numbers, each {_describe(items[0])}"
-    if option["type"] == "array":
-        return f"an array, each entry {_describe(option['items'])}"
-    if option.get("format") == "path":
-        return f"a string, with at most {MAX_NAME_BYTES} bytes in a name and {MAX_PATH_BYTES} in a path"
-    return _NAMES[option["type"]] + "".join(
-        text.format(option[name]) for name, text in _LIMITS.items() if name in option
-    )
-
-
-_NAMES = {
-    "integer": "an integer",
-    "number": "a number",
-    "string": "a string",
-    "boolean": "true or false",
-    "object": "a table",
-}
-_LIMITS = {
-    "minimum": " of at least {}",
-    "exclusiveMinimum": " above {}",
-    "maximum": " and at most {:,}",
-    "exclusiveMaximum": " and below {}",
-    "minLength": " of at least {} character",
-    "maxLength": " of at most {} characters",
-    "multipleOf": " in steps of {}",
-    "examples": ' like "{0[0]}"',
-}
+def renamed(name: str) -> PeerKey | None:
+    """The row for the last part of a key, if all keys of other trainers with that last part have the same
+    counterpart, or none."""
+    found = [row for row in rows() if row.theirs.rpartition(".")[2] == name]
+    return found[0] if len({row.ours for row in found}) == 1 else None

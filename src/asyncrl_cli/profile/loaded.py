@@ -30,16 +30,7 @@ from asyncrl_cli.base.errors import MOST_PROBLEMS, ConfigError, RefusedError, co
 from asyncrl_cli.base.paths import expand, has_module
 from asyncrl_cli.base.safe_files import first_of, load_json
 from asyncrl_cli.profile.check import check
-from asyncrl_cli.profile.keys import (
-    PARAMS,
-    entries_of,
-    flatten,
-    foreign,
-    keys,
-    sections,
-    unknown_key,
-    validate,
-)
+from asyncrl_cli.profile.keys import PARAMS, entries_of, flatten, foreign, keys, sections, unknown_key
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.profile.toml_files import (
     MAX_DEPTH,
@@ -50,6 +41,7 @@ from asyncrl_cli.profile.toml_files import (
     toml_key,
     toml_value,
 )
+from asyncrl_cli.profile.validation import validate
 
 ENV_PREFIX = "ASYNCRL_"
 DEFAULT = "default"

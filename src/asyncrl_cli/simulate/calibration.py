@@ -28,9 +28,9 @@ from asyncrl_cli.observe.line_types import Line
 from asyncrl_cli.observe.recorded import Recorded
 from asyncrl_cli.plan.compiler import compile_job
 from asyncrl_cli.plan.job_plan import ROLLOUT, TRAINER
+from asyncrl_cli.profile.arithmetic import CRITIC, PROX, REF, REWARD, SCORERS
 from asyncrl_cli.profile.loaded import Layer, load, read_document
 from asyncrl_cli.profile.schema import Profile
-from asyncrl_cli.profile.sharing import CRITIC, PROX, REF, REWARD, SCORERS
 from asyncrl_cli.profile.toml_files import shipped_profiles
 from asyncrl_cli.simulate.costs import LEARNING
 from asyncrl_cli.simulate.observations import (

@@ -27,9 +27,8 @@ from asyncrl_cli.contracts.prompt_group import GroupResult
 from asyncrl_cli.contracts.train_step import TrainBatch
 from asyncrl_cli.measure.meters import POLL_S
 from asyncrl_cli.plan.cluster import cache_bytes_left
-from asyncrl_cli.profile.arithmetic import Schedule, max_context_tokens
+from asyncrl_cli.profile.arithmetic import CRITIC, PROX, REF, REWARD, Schedule, max_context_tokens
 from asyncrl_cli.profile.schema import Profile
-from asyncrl_cli.profile.sharing import CRITIC, PROX, REF, REWARD
 from asyncrl_cli.simulate.responses import Episodes, ResponseLengths, WorkerTimes
 from asyncrl_cli.simulate.sequences import UNLIMITED, CacheSize, prefix_tokens
 from asyncrl_cli.simulate.simulated_trainer import ScorerTimes, TrainerTimes

@@ -14,7 +14,7 @@ from asyncrl_cli.contracts.weight_version import Published
 from asyncrl_cli.measure.meters import CallMeter
 from asyncrl_cli.measure.states import ExecutorReport, State
 from asyncrl_cli.measure.values import Sum
-from asyncrl_cli.profile.sharing import REWARD
+from asyncrl_cli.profile.arithmetic import REWARD
 from asyncrl_cli.simulate.simulated_engine import SimulatedEngine
 
 NAME = "trainer-0"

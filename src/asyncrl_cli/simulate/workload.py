@@ -20,7 +20,7 @@ from asyncrl_cli.profile.fields import (
     Section,
     Share,
 )
-from asyncrl_cli.profile.file_schema import DEFINITIONS, DIALECT, profile_schema, tidied
+from asyncrl_cli.profile.validation import DEFINITIONS, DIALECT, profile_schema, tidied
 
 Tables = Annotated[dict[str, Any], Field(default_factory=dict)]
 FromList = BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)

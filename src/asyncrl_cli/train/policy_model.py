@@ -25,9 +25,8 @@ from transformers import PreTrainedModel
 from asyncrl_cli.base.errors import ConfigError, ExecutorFailed
 from asyncrl_cli.models.saved_form import ADAPTER, merged, persistent_buffers, scale_of
 from asyncrl_cli.models.shape import LAYER
-from asyncrl_cli.profile.arithmetic import MAX_LOGPROB_DIFF
+from asyncrl_cli.profile.arithmetic import MAX_LOGPROB_DIFF, REF
 from asyncrl_cli.profile.schema import LoraSection, ProcessPlace, Profile
-from asyncrl_cli.profile.sharing import REF
 from asyncrl_cli.train.batch import Microbatch, scoring_microbatch
 from asyncrl_cli.train.logprobs import ForwardPass, Scored
 from asyncrl_cli.train.ranks import Ranks

@@ -35,8 +35,8 @@ from asyncrl_cli.base.safe_files import parse_json
 from asyncrl_cli.contracts.train_step import TrainReport
 from asyncrl_cli.contracts.trajectories import GroupPayload
 from asyncrl_cli.measure.values import Ratio, Sum, Value
+from asyncrl_cli.profile.arithmetic import is_apart
 from asyncrl_cli.profile.schema import ProcessPlace, Profile
-from asyncrl_cli.profile.sharing import is_apart
 from asyncrl_cli.train.batch import PROX, REF, VALUES, Columns, StepBatch, scoring_microbatch, step_batches
 from asyncrl_cli.train.credit import credit
 from asyncrl_cli.train.critic import Critic

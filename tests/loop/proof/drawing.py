@@ -9,8 +9,7 @@ from dataclasses import dataclass, fields, replace
 from fractions import Fraction
 from typing import Literal
 
-from asyncrl_cli.profile.arithmetic import LoopSettings
-from asyncrl_cli.profile.sharing import CRITIC, PROX, REF, REWARD
+from asyncrl_cli.profile.arithmetic import CRITIC, PROX, REF, REWARD, LoopSettings
 from tests.loop.keywords import changed, loop_settings
 from tests.loop.proof.faults import Fault, FaultKind, draw_faults, draw_lack_of_room, draw_worker_faults
 

@@ -27,7 +27,7 @@ from asyncrl_cli.base.errors import (
 )
 from asyncrl_cli.loop.pipeline import Pipeline
 from asyncrl_cli.loop.run_state import ResumeFrom, World
-from asyncrl_cli.profile.sharing import CRITIC
+from asyncrl_cli.profile.arithmetic import CRITIC
 from asyncrl_cli.simulate.responses import WorkerTimes
 from asyncrl_cli.simulate.sequences import ToolWait
 from asyncrl_cli.simulate.simulated_trainer import ScorerTimes, TrainerTimes

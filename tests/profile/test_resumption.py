@@ -11,7 +11,7 @@ from asyncrl_cli.base.errors import ConfigError
 from asyncrl_cli.profile.arithmetic import train_steps_of
 from asyncrl_cli.profile.keys import keys, sections
 from asyncrl_cli.profile.loaded import from_document, load, to_document
-from asyncrl_cli.profile.resuming import FIXED, MAY_CHANGE, changed, may_change
+from asyncrl_cli.profile.resumption import FIXED, MAY_CHANGE, changed, may_change
 
 
 def resumed(*sets):

@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 
 from asyncrl_cli.base.errors import ConfigError
-from asyncrl_cli.profile.keys import keys
+from asyncrl_cli.profile.keys import keys, rows
 from asyncrl_cli.profile.loaded import load
-from asyncrl_cli.profile.peers import rows
 
 PAGE = Path(__file__).parents[2] / "docs" / "coming-from.md"
 NAMED = {

@@ -23,7 +23,7 @@ def schema(
 ) -> None:
     """Print the JSON Schema of a profile or a workload, for editors and for `taplo check`."""
     if kind == "profile":
-        from asyncrl_cli.profile.file_schema import profile_schema
+        from asyncrl_cli.profile.validation import profile_schema
 
         print_json(profile_schema())
     else:

@@ -1,0 +1,83 @@
+"""`asyncrl resume --set`: a resumed run may compute elsewhere and with other numbers of workers, but it stays
+the same run.
+
+Keys may change if they say where and how the run computes, what it writes, or how long it waits. So may the
+learning rates, for a run that diverges, and the run's length, which can only grow. All other keys determined
+what the checkpoint holds (weights, groups, their deadlines), so changing them is refused with that reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from asyncrl_cli.base.errors import ConfigError, combine
+from asyncrl_cli.profile.arithmetic import train_steps_of
+from asyncrl_cli.profile.check import check
+from asyncrl_cli.profile.keys import entries_of
+from asyncrl_cli.profile.loaded import Layer, Loaded, merge, set_layer
+from asyncrl_cli.profile.validation import validate
+
+MAY_CHANGE = frozenset({
+    "placement", "weights", "checkpoint", "logging",
+    "run.train_steps", "run.total_rollout_steps", "run.stop_grace_s", "run.stall_timeout_s", "run.ship",
+    "trainer.lr", "critic.lr",
+    "trainer.max_tokens_per_microbatch", "trainer.activation_checkpointing", "trainer.max_skipped_steps",
+    "trainer.offload_optimizer", "trainer.whole_gradients", "trainer.sequence_parallel_size",
+    "trainer.meeting_timeout_s", "trainer.step_timeout_s",
+    "trainer.nnodes", "trainer.n_gpus_per_node", "rollout.nnodes", "rollout.n_gpus_per_node",
+    "rollout.engine", "rollout.workers", "rollout.slots", "rollout.placement", "rollout.prefetch_groups",
+    "rollout.hold_slots", "rollout.interrupt", "rollout.tensor_parallel_size",
+    "rollout.gpu_memory_utilization", "rollout.max_model_len", "rollout.enforce_eager", "rollout.engine_args",
+    "rollout.call_timeout_s", "rollout.max_restarts", "rollout.min_workers",
+    "env.tool_timeout_s", "env.episode_timeout_s", "eval.every_versions", "eval.timeout_s",
+    "task.reward_timeout_s", "task.reward_workers", "task.max_failed_ratio", "task.python",
+    "algorithm.max_num_gen_batches", "async_training.max_requeues", "async_training.on_exhausted",
+})  # fmt: skip
+"""Keys that may change, and sections in which every key may change except those in `FIXED`."""
+FIXED = {
+    "placement.colocate": "it decided how the checkpoint's groups were admitted",
+    "run": "the order of the prompts follows from it",
+    "model": "the checkpoint's weights are that model's",
+    "lora": "the checkpoint's weights are those of its adapters",
+    "task": "the checkpoint's groups were made and rewarded by it",
+    "env": "the checkpoint's groups were made within it",
+    "rollout": "the checkpoint's responses were sampled with it",
+    "async_training": "the checkpoint's groups were admitted under it, and their deadlines follow from it",
+    "eval": "later evals could not be compared with earlier ones",
+}
+"""Why a key, or the rest of a section, cannot change."""
+ELSE = "the steps before the checkpoint were trained with it"
+
+
+def changed(loaded: Loaded, sets: Sequence[str]) -> Loaded:
+    """The profile of a resumed run, changed by `--set`. Raises ConfigError for keys that cannot change or for
+    other mistakes."""
+    if not sets:
+        return loaded
+    before, layer = loaded.profile, set_layer(sets)
+    values = {"name": before.name, "purpose": before.purpose, **entries_of(before)}
+    profile = validate(*merge([Layer(origin="default", values=values, origins=loaded.origins), layer]))
+    old, new = entries_of(before), entries_of(profile)
+    problems = []
+    for key in new | old:
+        if new.get(key) != old.get(key) and not may_change(key):
+            why = FIXED.get(key) or FIXED.get(key.partition(".")[0]) or ELSE
+            hint = "start another run for that (`asyncrl export`, then --set model.path=...), or leave it out"
+            problems.append(ConfigError(f"{key} cannot change in a resumed run: {why}", hint=hint))
+    steps, steps_before = train_steps_of(profile), train_steps_of(before)
+    if steps < steps_before:
+        shorter = f"a resumed run cannot become shorter: {steps} train steps, after {steps_before}"
+        hint = "`asyncrl stop` ends a run before its last step, with a checkpoint"
+        problems.append(ConfigError(shorter, hint=hint))
+    if problems:
+        raise combine(problems)
+    warnings, schedule = check(profile), profile.trainer.lr_schedule
+    if schedule != "constant" and steps != steps_before:
+        rises = "so the learning rate rises with this resume"
+        warnings.append(f"trainer.lr_schedule = {schedule} now falls to zero at step {steps}, {rises}")
+    origins = {**loaded.origins} | {key: "--set (resume)" for key in layer.values}
+    return Loaded(profile=profile, origins=origins, warnings=tuple(warnings))
+
+
+def may_change(key: str) -> bool:
+    return key not in FIXED and (key in MAY_CHANGE or key.partition(".")[0] in MAY_CHANGE)

@@ -1,0 +1,170 @@
+"""Validates a profile's values, and says what each key expects: in errors, in words, and as the JSON Schema of
+a profile's file, for editors and for taplo.
+
+`asyncrl schema profile` prints the schema. Shipped profiles name it in their first line, `#:schema
+./profile.schema.json`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
+
+from pydantic import ValidationError
+
+from asyncrl_cli.base.errors import ConfigError, combine, did_you_mean
+from asyncrl_cli.base.paths import MAX_NAME_BYTES, MAX_PATH_BYTES
+from asyncrl_cli.profile.keys import PARAMS, keys, sections
+from asyncrl_cli.profile.schema import Profile
+from asyncrl_cli.profile.toml_files import LONGEST_ECHO, parse_value, shortened
+
+DIALECT = "https://json-schema.org/draft/2020-12/schema"
+EXTENDS = {
+    "type": "string",
+    "description": "The profile that this one extends: its name, or a path relative to this file.",
+}
+SCHEMAS, DEFINITIONS = ("properties", "$defs"), "$defs"
+"""Keywords whose values map names to schemas. These names are not keywords."""
+
+
+def validate(values: Mapping[str, Any], origins: Mapping[str, str]) -> Profile:
+    """Make the profile from values by key, including name and purpose. Raises one ConfigError for all type
+    and range errors."""
+    nested: dict[str, Any] = {}
+    params: dict[str, Any] = {}
+    for key, value in values.items():
+        section, _, name = key.partition(".")
+        if key.startswith(f"{PARAMS}."):
+            params[key.removeprefix(f"{PARAMS}.")] = value
+        elif name:
+            nested.setdefault(section, {})[name] = value
+        else:
+            nested[key] = value
+    if params:
+        nested.setdefault("task", {}).setdefault("params", params)
+    try:
+        return Profile.model_validate(nested)
+    except ValidationError as error:
+        wrong = dict.fromkeys(".".join(str(part) for part in detail["loc"][:2]) for detail in error.errors())
+        raise combine([_wrong_value(key, values[key], origins[key]) for key in wrong]) from None
+
+
+def _wrong_value(key: str, value: Any, origin: str) -> ConfigError:
+    text = shortened(value)
+    shown = f'"{text}"' if isinstance(value, str) else text.lower() if isinstance(value, bool) else text
+    return ConfigError(
+        f"{key} = {shown} ({origin}): expected {expected(key)}", hint=_type_hint(key, value, origin)
+    )
+
+
+def _type_hint(key: str, value: Any, origin: str) -> str:
+    meaning = f"its meaning: {keys().get(key, 'one line of text')}"
+    if len(shortened(value)) >= LONGEST_ECHO:
+        return meaning
+    options = _options(key)
+    choices = [choice for option in options for choice in _choices(option)]
+    kinds = {option["type"] for option in options if not _choices(option)}
+    if isinstance(value, str):
+        if kinds - {"string"} and parse_value(value) != value:
+            return f"remove the quotes: {key} = {value}"
+        return did_you_mean(value, choices, meaning, '"{}"'.format)
+    if kinds == {"string"}:
+        return f"quote it: --set '{key}=\"{value}\"'" if origin == "--set" else f'quote it: {key} = "{value}"'
+    return meaning
+
+
+def expected(key: str) -> str:
+    """What a value of `key` must be, in words: `an integer of at least 1`."""
+    return " or ".join(map(_describe, _options(key)))
+
+
+def choices(key: str) -> list[str]:
+    """The values of a key that has a fixed list of them, as TOML or as text; empty for any other key."""
+    options = _options(key)
+    is_boolean = any(option.get("type") == "boolean" for option in options)
+    return [choice for option in options for choice in _choices(option)] + ["true", "false"] * is_boolean
+
+
+def _options(key: str) -> list[dict[str, Any]]:
+    """The kinds of value that `key` accepts, as JSON schemas."""
+    section, _, name = key.partition(".")
+    if not name:
+        return [{"type": "string"}]
+    schema = _schema()["$defs"][sections()[section].__name__]["properties"][name.split(".")[0]]
+    return [option for option in schema.get("anyOf", [schema]) if option.get("type") != "null"]
+
+
+@cache
+def _schema() -> dict[str, Any]:
+    return Profile.model_json_schema()
+
+
+def _choices(option: Mapping[str, Any]) -> list[str]:
+    return option["enum"] if "enum" in option else [option["const"]] if "const" in option else []
+
+
+def _describe(option: Mapping[str, Any]) -> str:
+    if choices := [f'"{choice}"' for choice in _choices(option)]:
+        return choices[0] if len(choices) == 1 else f"one of {', '.join(choices)}"
+    if items := option.get("prefixItems"):
+        return f"{len(items)} numbers, each {_describe(items[0])}"
+    if option["type"] == "array":
+        return f"an array, each entry {_describe(option['items'])}"
+    if option.get("format") == "path":
+        return f"a string, with at most {MAX_NAME_BYTES} bytes in a name and {MAX_PATH_BYTES} in a path"
+    return _NAMES[option["type"]] + "".join(
+        text.format(option[name]) for name, text in _LIMITS.items() if name in option
+    )
+
+
+_NAMES = {
+    "integer": "an integer",
+    "number": "a number",
+    "string": "a string",
+    "boolean": "true or false",
+    "object": "a table",
+}
+_LIMITS = {
+    "minimum": " of at least {}",
+    "exclusiveMinimum": " above {}",
+    "maximum": " and at most {:,}",
+    "exclusiveMaximum": " and below {}",
+    "minLength": " of at least {} character",
+    "maxLength": " of at most {} characters",
+    "multipleOf": " in steps of {}",
+    "examples": ' like "{0[0]}"',
+}
+
+
+def profile_schema() -> dict[str, Any]:
+    schema = tidied(Profile.model_json_schema())
+    schema["properties"] = {"extends": EXTENDS, **schema["properties"]}
+    return {"$schema": DIALECT, **schema, "title": "asyncrl profile"}
+
+
+def tidied(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """A pydantic schema without the parts that are useless in TOML or to an editor: null, titles, and
+    defaults of whole tables."""
+    kept: dict[str, Any] = {}
+    for keyword, value in schema.items():
+        if keyword in SCHEMAS:
+            kept[keyword] = {name: tidied(inner) for name, inner in value.items()}
+        elif keyword == "anyOf":
+            options = [tidied(option) for option in value if option.get("type") != "null"]
+            kept |= options[0] if len(options) == 1 else {"anyOf": options}
+        elif keyword in ("items", "additionalProperties") and isinstance(value, Mapping):
+            kept[keyword] = tidied(value)
+        elif keyword == "default":
+            kept |= {} if value is None or "$ref" in schema else {"default": _number(value)}
+        elif keyword not in ("title", "multipleOf", "format"):
+            kept[keyword] = value
+    return kept
+
+
+def _number(value: Any) -> Any:
+    """Pydantic's schema has a decimal's default as text: turn it into a number."""
+    try:
+        return float(value) if isinstance(value, str) else value
+    except ValueError:
+        return value
