@@ -28,9 +28,11 @@ import torch
 from numpy.typing import NDArray
 
 from asyncrl_cli.contracts.trajectories import NOT_SAMPLED, GroupPayload, Segment
+from asyncrl_cli.profile import arithmetic
 from asyncrl_cli.train.ranks import Ranks
 from asyncrl_cli.train.step_plan import OptimizerStepPlan
 
+PROX, REF, VALUES = arithmetic.PROX, arithmetic.REF, arithmetic.CRITIC
 PENALTIES, ADVANTAGES, RETURNS = "penalties", "advantages", "returns"
 SPLIT_COST_TOKENS = {"cpu": 128, "cuda": 8192}
 """Cost of one more microbatch, in padded tokens. On a CPU: 8 ms of overhead at 65 us a token (0.75 M
