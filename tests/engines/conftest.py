@@ -17,7 +17,8 @@ DEADLINE_S = 300.0
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    """A test may be a coroutine: it runs in the event loop of the `World` that it uses, or in one of its own."""
+    """A test may be a coroutine: it runs in the event loop of the `World` that it uses, or in one of its
+    own."""
     if not inspect.iscoroutinefunction(pyfuncitem.obj):
         return None
     given = {name: pyfuncitem.funcargs[name] for name in inspect.signature(pyfuncitem.obj).parameters}

@@ -28,8 +28,8 @@ def stray(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def vllm_is_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vllm_kind, "check_version", lambda device: None)
-    monkeypatch.setattr(vllm_kind, "check_stray_packages", lambda: None)
+    monkeypatch.setattr(vllm_kind, "installed_version", lambda: vllm_kind.VLLM_VERSION)
+    monkeypatch.setattr(vllm_kind, "broken_packages", list)
 
 
 def test_a_driver_of_a_cluster_needs_no_vllm_but_packages_that_load(stray: list[str]) -> None:

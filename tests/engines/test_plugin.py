@@ -29,7 +29,8 @@ class Parrot(Engine):
 
     async def generate(self, request_id, prompt_tokens, sampling, seed, *, first_version=None):
         tokens = prompt_tokens[: sampling.max_response_tokens]
-        return Completion(tokens=tokens, logprobs=[0.0] * len(tokens), versions=[0] * len(tokens), finish_reason="length")
+        zeros = [0] * len(tokens)
+        return Completion(tokens=tokens, logprobs=zeros, versions=zeros, finish_reason="length")
 
 
 def conflicts(profile):

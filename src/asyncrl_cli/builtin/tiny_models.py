@@ -1,5 +1,5 @@
-"""Builds builtin:tiny and builtin:untaught, once each: a model's directory in the cache is named by a hash of all
-inputs, and is either complete or absent."""
+"""Builds builtin:tiny and builtin:untaught, once each: a model's directory in the cache is named by a hash of
+all inputs, and is either complete or absent."""
 
 from __future__ import annotations
 

@@ -93,10 +93,11 @@ class EngineCounters:
     """Optional statistics of an engine, by name: `sums` since its start, and current `gauges`. Each engine
     reports those it has.
 
-    sums    preemptions: how often a response lost its KV cache to others and had to recompute it; prompt_tokens: of responses that
-            have ended; cached_prompt_tokens: those of them that were in the prefix cache
-    gauges kv_cache_usage: used share of the cache; engine_running, engine_waiting: lengths of the engine's
-    own queues
+    sums    preemptions             how often a response lost its KV cache to others and had to recompute it
+            prompt_tokens           of responses that have ended
+            cached_prompt_tokens    those of them that were in the prefix cache
+    gauges  kv_cache_usage          used share of the cache
+            engine_running, engine_waiting    lengths of the engine's own queues
     """
 
     sums: Mapping[str, float] = field(default_factory=dict)

@@ -101,9 +101,9 @@ def _read_json(path: Path, kind: type[T]) -> T:
 def check_model(profile: Profile, directory: Path) -> int:
     """Check class, positions and shapes; returns the vocabulary size.
 
-    Raises PreflightError if config.json does not describe a causal language model that transformers supports, of
-    plausible sizes, or one of another size than the weights. ConfigError if prompt and response may exceed its
-    positions, or if its attention heads do not divide by `trainer.sequence_parallel_size`.
+    Raises PreflightError if config.json does not describe a causal language model that transformers supports,
+    of plausible sizes, or one of another size than the weights. ConfigError if prompt and response may exceed
+    its positions, or if its attention heads do not divide by `trainer.sequence_parallel_size`.
     """
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, __version__
 

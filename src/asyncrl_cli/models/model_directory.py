@@ -3,11 +3,11 @@
     builtin:tiny, builtin:untaught   built once, then cached (builtin/tiny_models.py)
     a directory                      checked (inspection.py)
     a name on the hub                a snapshot of it, checked
-    model.chat_template              a directory in the cache that links to the model's files, with that template
+    model.chat_template              a directory in the cache, with that template and links to the files
 
-`builtin:tools` lets a model whose own template knows no tools be offered tools: tools.jinja turns tools, calls
-and results into text of ordinary messages, in the form of Hermes and Qwen, and leaves the rest to the model's
-own template:
+`builtin:tools` lets a model whose own template knows no tools be offered tools: tools.jinja turns tools,
+calls and results into text of ordinary messages, in the form of Hermes and Qwen, and leaves the rest to the
+model's own template:
 
     tools              described before the system message, or before the first user message
     assistant's calls  <tool_call>{"name": ..., "arguments": {...}}</tool_call>

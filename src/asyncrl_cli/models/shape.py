@@ -4,7 +4,8 @@ network.
 Parameters of a decoder of the llama family (h hidden, i intermediate, a = heads * head_dim, j = key-value
 heads * head_dim, V vocabulary):
 
-    layer   q h*a, k h*j, v h*j, o a*h, gate h*i, up h*i, down i*h, two norms of h (some families add biases or q/k norms)
+    layer   q h*a, k h*j, v h*j, o a*h, gate h*i, up h*i, down i*h, two norms of h
+            (some families add biases or q/k norms)
     root    embedding V*h, last norm h, and a head V*h unless it is tied to the embedding
 """
 

@@ -92,7 +92,8 @@ class Bucket:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BucketFile:
-    """A bucket's ref on disk: the file that the trainer writes for it, and the layout of the tensors in it."""
+    """A bucket's ref on disk: the file that the trainer writes for it, and the layout of the tensors in
+    it."""
 
     path: Path
     entries: Layout
@@ -222,8 +223,8 @@ def unpack(bucket: Bucket, *, copy: bool = False) -> dict[str, torch.Tensor]:
 def mapped_tensors(
     path: str, num_bytes: int, tensors: Iterable[tuple[str, str, Sequence[int], int]]
 ) -> list[tuple[str, torch.Tensor]]:
-    """Map the buffer that another process describes (`receivers.SharedWeights.describe`); the tensors are views
-    of it. Writes copy the page and stay private.
+    """Map the buffer that another process describes (`receivers.SharedWeights.describe`); the tensors are
+    views of it. Writes copy the page and stay private.
 
     Raises ValueError if the file has another size, or a tensor lies outside of it.
     """

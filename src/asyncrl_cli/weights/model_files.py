@@ -1,5 +1,6 @@
-"""Hugging Face directories: copies of configuration and tokenizer, weight files and their index. Names and finds
-the directories of versions. A library for trainer, workers, driver and export; it does not import torch."""
+"""Hugging Face directories: copies of configuration and tokenizer, weight files and their index. Names and
+finds the directories of versions. A library for trainer, workers, driver and export; it does not import
+torch."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """The rollout worker's side: how it gets a version, and checks it, before its engine loads it. The other side
 is senders.py.
 
-    object-store, disk   refs -> buckets -> verified -> SharedWeights(buckets)       bytes, in this worker's memory
+    object-store, disk   refs -> buckets -> verified -> SharedWeights(buckets)  bytes, in this worker's memory
     a path               read_version(directory) -> manifest, buckets -> the same
-    nccl, ipc            refs are layouts: AnnouncedWeights(layouts)                 no bytes until the load
+    nccl, ipc            refs are layouts: AnnouncedWeights(layouts)            no bytes until the load
     lora.sync = adapter  verified -> BaseFiles.whole(buckets): adapters in, whole weights out
 
 The engine's processes map the memory of SharedWeights: an anonymous file (memfd), one flat buffer. It has no

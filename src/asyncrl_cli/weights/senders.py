@@ -1,5 +1,5 @@
-"""The trainer's side: rank 0 sends versions by `weights.transport`, and keeps some for audits. The other side is
-receivers.py.
+"""The trainer's side: rank 0 sends versions by `weights.transport`, and keeps some for audits. The other side
+is receivers.py.
 
     disk        a directory per version, which transformers and vLLM open:
 
@@ -7,8 +7,8 @@ receivers.py.
                                          manifest.json: {"schema_version": 1, "version": 12,
                                                          "files": {"model.safetensors": FINGERPRINT}}
 
-    nccl, ipc   rank 0 holds the bytes in memory (HeldVersions), until a worker that has paused its engine asks
-                for them; it sends them from its GPU in a thread beside training (engines/vllm/rank_zero.py)
+    nccl, ipc   rank 0 holds the bytes in memory (HeldVersions) until a worker that has paused its engine
+                asks for them, and sends them from its GPU beside training (engines/vllm/rank_zero.py)
 
 With `nccl` and `ipc` the worker asks, because only it knows when its engine has paused. So rank 0 prepares
 nothing on its GPU in advance, and no transfer waits for a worker that drains.
@@ -91,7 +91,8 @@ def _unlock(addresses: Sequence[int]) -> None:
 
 
 class DiskSender(Sender):
-    """`root` must be the same directory on all nodes; configuration and tokenizer are copied from `model_dir`.
+    """`root` must be the same directory on all nodes; configuration and tokenizer are copied from
+    `model_dir`.
 
     With `durable`, files are flushed to disk before a version appears; otherwise a power cut may leave a
     damaged version.

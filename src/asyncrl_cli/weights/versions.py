@@ -1,7 +1,7 @@
-"""What trainer, driver and workers agree on: the description of a version, the calls that bring it from rank 0
-to a worker, the time limits of the waits for it, and the probes that verify a load.
+"""What trainer, driver and workers agree on: the description of a version, the calls that bring it from rank
+0 to a worker, the time limits of the waits for it, and the probes that verify a load.
 
-    rank 0   begin(version) -> put(bucket) -> ref ... -> finish(manifest)     a Sender; `keep` ends older versions
+    rank 0   begin(version) -> put(bucket) -> ref ... -> finish(manifest)    a Sender; `keep` ends older ones
     driver   carries (manifest, refs) to every worker
     worker   ref -> bucket ..., and `receivers.verified` checks fingerprints
 
@@ -45,7 +45,8 @@ if TYPE_CHECKING:  # it needs torch
     from asyncrl_cli.weights.buckets import Bucket
 
 Ref = Any
-"""With it a worker gets a bucket: a Ray ObjectRef, a BucketFile, or, with `nccl` and `ipc`, only its layout."""
+"""With it a worker gets a bucket: a Ray ObjectRef, a BucketFile, or, with `nccl` and `ipc`, only its
+layout."""
 UpdateInfo = dict[str, object]
 """What vLLM's processes are told of a transfer, as plain values."""
 

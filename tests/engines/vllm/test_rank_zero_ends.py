@@ -357,7 +357,7 @@ def test_a_turn_that_is_never_given_back_fails_those_who_wait_after_a_transfer_f
     while not wait([waiting], timeout=2 * POLL_S).done:
         there.passed_s += WAIT_S / 2
     assert there.clock() - came_s > 2 * WAIT_S
-    why = r"rollout-1 waited for rank 0, which was sending to rollout-0: longer than weights.timeout_s = 30 s for each of 2 workers"
+    why = "which was sending to rollout-0: longer than weights.timeout_s = 30 s for each of 2 workers"
     with pytest.raises(ExecutorFailed, match=why):
         waiting.result()
     destroyed.wait(WAIT_S)

@@ -315,7 +315,7 @@ async def test_each_load_brings_all_bytes_of_its_version_within_one_pause(
     )
 
 
-async def test_a_colocated_engine_gives_back_its_weights_too_and_gets_cache_and_requests_only_after_the_next_load(
+async def test_a_colocated_engine_gives_its_weights_back_and_gets_cache_and_requests_after_the_next_load(
     model: Qwen3ForCausalLM, model_dir: Path
 ) -> None:
     there = Direct(model, model_dir, "ipc", device="cuda", colocate=True)

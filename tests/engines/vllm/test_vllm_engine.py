@@ -362,7 +362,7 @@ async def test_a_load_that_does_not_fit_leaves_the_old_version_serving(there: Wo
     await there.sampled(20)
     with pytest.raises(
         ValueError,
-        match=r"missing lm_head.weight; unknown surprise; wrong shape model.norm.weight; wrong dtype model.layers.0",
+        match=r"missing lm_head.weight; unknown surprise; wrong shape model.norm.weight; wrong dtype model",
     ):
         await there.load_these(bad, version + 1, interrupt)  # type: ignore[arg-type]
     for prompt, completion in zip(prompts(4), await generating, strict=True):
@@ -480,7 +480,7 @@ async def counted(there: World, at_least: float) -> tuple[float, float]:
 
 
 @pytest.mark.parametrize("interrupt", ["keep-kv", "recompute-kv", "drain"])
-async def test_only_a_later_turn_of_an_older_trajectory_meets_the_cache_of_older_weights_and_only_under_keep_kv(
+async def test_only_a_later_turn_meets_the_cache_of_older_weights_and_only_under_keep_kv(
     there: World, interrupt: Interrupt
 ) -> None:
     async def cached(tokens: list[int], **turn: int) -> tuple[float, Completion]:

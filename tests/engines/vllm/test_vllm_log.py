@@ -19,13 +19,13 @@ FAILED = """\
 (EngineCore pid=19573) WARNING 11-21 20:46:23 [vllm.py:1703] Enforce eager set, disabling torch.compile.
 (EngineCore pid=19573) ERROR 11-21 20:46:23 [core.py:1510] Traceback (most recent call last):
 (EngineCore pid=19573) ERROR 11-21 20:46:23 [core.py:1510]     raise ValueError(
-(EngineCore pid=19573) ERROR 11-21 20:46:23 [core.py:1510] ValueError: No available memory for the cache blocks. Try more.
-(EngineCore pid=19573) ERROR 11-21 20:46:27 [multiproc_executor.py:315] Worker proc VllmWorker-0 died unexpectedly (exit code: 0), x
+(EngineCore pid=19573) ERROR 11-21 20:46:23 [core.py:1510] ValueError: No available memory for the cache.
+(EngineCore pid=19573) ERROR [executor.py:315] Worker proc VllmWorker-0 died unexpectedly (exit code: 0), x
 Process EngineCore:
 Traceback (most recent call last):
     raise ValueError(
-ValueError: No available memory for the cache blocks. Try more.
-Exception: WorkerProc initialization failed due to an exception in a background process. See stack trace for root cause.
+ValueError: No available memory for the cache.
+Exception: WorkerProc failed due to an exception in a background process. See stack trace for root cause.
 """
 
 
@@ -67,7 +67,7 @@ def test_a_worker_that_failed_is_not_taken_for_killed_when_its_exit_code_came_to
     engine_log, write = log
     write(FAILED.replace("(exit code: 0)", "(exit code: None)"))
     assert engine_log.killed_worker() == ""
-    assert engine_log.why() == "ValueError: No available memory for the cache blocks. Try more."
+    assert engine_log.why() == "ValueError: No available memory for the cache."
 
 
 def test_the_last_error_that_does_not_point_elsewhere_is_the_cause(
@@ -75,7 +75,7 @@ def test_the_last_error_that_does_not_point_elsewhere_is_the_cause(
 ) -> None:
     engine_log, write = log
     write(FAILED)
-    assert engine_log.why() == "ValueError: No available memory for the cache blocks. Try more."
+    assert engine_log.why() == "ValueError: No available memory for the cache."
     assert engine_log.killed_worker() == ""
 
 

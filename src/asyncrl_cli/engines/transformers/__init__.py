@@ -1,5 +1,5 @@
-"""The engine `transformers`: continuous batching over a transformers model. Here is its kind, importable without
-transformers; `asyncrl plan` uses the constants, too."""
+"""The engine `transformers`: continuous batching over a transformers model. Here is its kind, importable
+without transformers; `asyncrl plan` uses the constants, too."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The model of the engine `transformers`: opened, configured for continuous batching, and asked for the logprobs
-of given tokens.
+"""The model of the engine `transformers`: opened, configured for continuous batching, and asked for the
+logprobs of given tokens.
 
 - `max_batch_tokens` leaves room for prefills beside one token of every slot. The scheduler serves decoding
   sequences first and prefills with the rest of the budget. If the budget were just the number of slots, a new
@@ -91,7 +91,7 @@ def open_model(
     on_gpu = model.device.type == "cuda"
     free_bytes = torch.cuda.mem_get_info(model.device)[0] if on_gpu else psutil.virtual_memory().available
     affordable = int(free_bytes * CACHE_SHARE_OF_MEMORY) // bytes_per_block
-    # With fewer blocks than all slots need at full length, sequences may be evicted and prefilled again, which
+    # With fewer blocks than all slots need at full length, sequences may be evicted and prefilled again. That
     # costs time but loses nothing.
     blocks_of_one = ceil(max_context_tokens(profile) / PAGE_TOKENS)
     batching = ContinuousBatchingConfig(

@@ -95,7 +95,10 @@ class TokenSampler(ContinuousBatchingLogitsProcessor):  # type: ignore[misc]
         """`scores`: at least N rows of V logits (float32); rows beyond N belong to unfinished prefills."""
         rows = self._rows
         logits_NV = scores[: len(rows)]
-        logprobs_NV = torch.log_softmax(_scaled(logits_NV, rows), dim=-1)
+        temperatures = [track.sampling.temperature or 1.0 if track is not None else 1.0 for track in rows]
+        if any(temperature != 1.0 for temperature in temperatures):
+            logits_NV = logits_NV / torch.tensor(temperatures, device=logits_NV.device)[:, None]
+        logprobs_NV = torch.log_softmax(logits_NV, dim=-1)
         tokens_N = self.choose(logprobs_NV, rows)
         chosen = torch.zeros_like(scores)
         chosen[: len(rows)].scatter_(1, tokens_N[:, None], 1.0)
@@ -125,9 +128,12 @@ class TokenSampler(ContinuousBatchingLogitsProcessor):  # type: ignore[misc]
         """The order is that of `Track`: the event loop may look in between."""
         track.tokens.append(token)
         track.logprobs.append(logprob)
-        at_stop_string = (
-            token not in self.eos_tokens and bool(track.sampling.stop) and self._ends_in_stop(track)
-        )
+        at_stop_string = False
+        if track.sampling.stop and token not in self.eos_tokens:
+            # a character has at most 4 tokens (its bytes)
+            longest = max(len(stop) for stop in track.sampling.stop)
+            text = self.tail_text(track.tokens[-4 * longest - 4 :])
+            at_stop_string = any(stop in text for stop in track.sampling.stop)
         if token in self.eos_tokens or at_stop_string:
             track.finished = "stop"
         elif track.tokens_left == 0:
@@ -136,12 +142,6 @@ class TokenSampler(ContinuousBatchingLogitsProcessor):  # type: ignore[misc]
         self.sampled_tokens += 1
         if at_stop_string:
             self._call_soon(track.finish, "stop")
-
-    def _ends_in_stop(self, track: Track) -> bool:
-        longest = max(len(stop) for stop in track.sampling.stop)
-        # a character has at most 4 tokens (its bytes)
-        text = self.tail_text(track.tokens[-4 * longest - 4 :])
-        return any(stop in text for stop in track.sampling.stop)
 
 
 def _uniform(rows: list[SampledTrack | None]) -> NDArray[np.float64]:
@@ -159,13 +159,6 @@ def _mix(state: NDArray[np.uint64]) -> NDArray[np.uint64]:
     state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return state ^ (state >> np.uint64(31))
-
-
-def _scaled(logits_NV: torch.Tensor, rows: list[SampledTrack | None]) -> torch.Tensor:
-    temperatures = [track.sampling.temperature or 1.0 if track is not None else 1.0 for track in rows]
-    if all(temperature == 1.0 for temperature in temperatures):
-        return logits_NV
-    return logits_NV / torch.tensor(temperatures, device=logits_NV.device)[:, None]
 
 
 def _truncated(logprobs_NV: torch.Tensor, rows: list[SampledTrack | None]) -> torch.Tensor:

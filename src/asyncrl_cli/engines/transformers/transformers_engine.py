@@ -85,8 +85,8 @@ class TransformersEngine(SlottedEngine[SampledTrack]):
         PreflightError unless the logprobs of sampling and of scoring agree."""
         self._loop = asyncio.get_running_loop()
         await asyncio.to_thread(self._start)
-        # Sampling uses a paged cache; scoring and training use a plain forward pass. If the paged path ignored
-        # a feature of the model, it would go unnoticed.
+        # Sampling uses a paged cache; scoring and training use a plain forward pass. If the paged path
+        # ignored a feature of the model, it would go unnoticed.
         rollout = self._profile.rollout
         length_tokens = min(SELF_CHECK_PROMPT_TOKENS, rollout.max_prompt_tokens)
         (prompt,) = make_probes(1, self._vocab_size, seed=0, length_tokens=length_tokens)
@@ -225,8 +225,9 @@ class TransformersEngine(SlottedEngine[SampledTrack]):
                 cache.evict_cached_blocks()
                 allocators = cache.cache_allocators.values()
                 if interrupt == "keep-kv" and any(allocator.block_table for allocator in allocators):
-                    # The block that each running request is filling will hold keys of two versions. Continuous
-                    # batching cannot exclude single requests from sharing: from now on nothing is shared.
+                    # The block that each running request is filling will hold keys of two versions.
+                    # Continuous batching cannot exclude single requests from sharing: from now on nothing is
+                    # shared.
                     cache.allow_block_sharing = cache.use_prefix_sharing = False
                 for allocator in allocators:
                     allocator.ledger.hash_to_block.clear()

@@ -1,9 +1,9 @@
-"""In the vLLM processes that hold the model: loads weights from memory that the rollout worker shares with them
-(weights/receivers.py), on CPUs and GPUs.
+"""In the vLLM processes that hold the model: loads weights from memory that the rollout worker shares with
+them (weights/receivers.py), on CPUs and GPUs.
 
-vLLM's layerwise reload loads the weights, while generation is paused. Each layer is processed as at startup (on
-CPUs, linear weights are packed into a special layout), then copied into its old storage, which captured graphs
-refer to. On CPUs the reload misses experts and tied layers, so they are handled here.
+vLLM's layerwise reload loads the weights, while generation is paused. Each layer is processed as at startup
+(on CPUs, linear weights are packed into a special layout), then copied into its old storage, which captured
+graphs refer to. On CPUs the reload misses experts and tied layers, so they are handled here.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class BucketEngine(WeightTransferEngine[WeightTransferInitInfo, BucketUpdateInfo
     supports_draft_weight_update = False
 
     def update_weights(self, update_info: dict[str, object]) -> None:
-        """Load a whole version into the model, layer by layer. Overridden because the base class synchronizes an
-        accelerator even where there is none."""
+        """Load a whole version into the model, layer by layer. Overridden because the base class synchronizes
+        an accelerator even where there is none."""
         info = self.parse_update_info(update_info)
         forget_kernels_of_experts(self.model)
         initialize_layerwise_reload(self.model)

@@ -1,5 +1,5 @@
-"""In the rollout worker's process: starts vLLM's processes, waits for their answers without hanging when one of
-them dies, and finds out why it died.
+"""In the rollout worker's process: starts vLLM's processes, waits for their answers without hanging when one
+of them dies, and finds out why it died.
 
     this process: AsyncLLM ──ZMQ──> engine process: scheduler ─> model
                                     (tensor_parallel_size > 1: the model is in worker processes of its own)

@@ -4,6 +4,7 @@ import vLLM."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Collection
 from math import ceil
@@ -97,8 +98,8 @@ def weight_backend(profile: Profile) -> str:
 
 def is_eager(profile: Profile, device: str) -> bool:
     """`rollout.enforce_eager`; by default true on a CPU, where compilation takes a minute at each start."""
-    told = profile.rollout.enforce_eager
-    return device == "cpu" if told is None else told
+    chosen = profile.rollout.enforce_eager
+    return device == "cpu" if chosen is None else chosen
 
 
 def set_environment(profile: Profile, place: ProcessPlace) -> None:
@@ -165,9 +166,11 @@ def engine_arguments(profile: Profile, place: ProcessPlace) -> dict[str, Any]:
         arguments["enable_sleep_mode"] = True
     if rollout.gpu_memory_utilization is not None or sleeps(profile, device):
         arguments["gpu_memory_utilization"] = rollout.gpu_memory_utilization or BESIDE_A_TRAINER
-    elif device == "cpu" and (bytes_per_token := _kv_bytes_per_token(profile, place)) is not None:
-        pages = rollout.slots * ceil(longest / PAGE_TOKENS) + SPARE_CACHE_PAGES
-        arguments["kv_cache_memory_bytes"] = pages * PAGE_TOKENS * bytes_per_token
+    elif device == "cpu":
+        with contextlib.suppress(ShapeUnknown):  # then vLLM takes its own default
+            bytes_per_token = shape_of(place.model_dir).kv_values_per_token * BYTES_OF[profile.model.dtype]
+            pages = rollout.slots * ceil(longest / PAGE_TOKENS) + SPARE_CACHE_PAGES
+            arguments["kv_cache_memory_bytes"] = pages * PAGE_TOKENS * bytes_per_token
     return arguments | rollout.engine_args
 
 
@@ -182,32 +185,24 @@ def check_engine_args(profile: Profile, device: str, known: Collection[str] | No
             guess = nearest(name, known)
             hint = instead(guess) if guess else "names are those of vLLM's AsyncEngineArgs"
             raise ConfigError(f"rollout.engine_args.{name}: vLLM has no such argument", hint=hint)
+    key = "rollout.engine_args"
     if device == "cpu" and engine_args.get("enable_chunked_prefill"):
-        raise ConfigError(
-            "rollout.engine_args.enable_chunked_prefill: on CPUs vLLM crashes when it prefills a seeded "
-            "prompt in parts",
-            hint="leave it out",
-        )
-    _check_batched_tokens(profile, device)
-
-
-def _check_batched_tokens(profile: Profile, device: str) -> None:
-    """A forward pass needs room for one token of every slot, and for a whole sequence if prompts are not
-    prefilled in parts."""
-    rollout, longest = profile.rollout, max_model_len(profile)
-    given = rollout.engine_args.get("max_num_batched_tokens")
-    is_whole = not rollout.engine_args.get("enable_chunked_prefill", device != "cpu")
-    least = max(rollout.slots, longest if is_whole else 0)
+        why = "on CPUs vLLM crashes when it prefills a seeded prompt in parts"
+        raise ConfigError(f"{key}.enable_chunked_prefill: {why}", hint="leave it out")
+    # A forward pass needs room for one token of every slot, and for a whole sequence if prompts are not
+    # prefilled in parts.
+    slots, longest = profile.rollout.slots, max_model_len(profile)
+    given = engine_args.get("max_num_batched_tokens")
+    is_whole = not engine_args.get("enable_chunked_prefill", device != "cpu")
+    least = max(slots, longest if is_whole else 0)
     if given is not None and not isinstance(given, int):
-        raise ConfigError(
-            f"rollout.engine_args.max_num_batched_tokens = {given!r} must be a whole number of tokens",
-            hint="leave it out",
-        )
+        why = "must be a whole number of tokens"
+        raise ConfigError(f"{key}.max_num_batched_tokens = {given!r} {why}", hint="leave it out")
     if given is not None and given < least:
         whole = f"the longest sequence ({longest} tokens), which is not prefilled in parts"
-        why = whole if least > rollout.slots else f"rollout.slots = {rollout.slots}"
+        why = whole if least > slots else f"rollout.slots = {slots}"
         raise ConfigError(
-            f"rollout.engine_args.max_num_batched_tokens = {given} is less than {why}",
+            f"{key}.max_num_batched_tokens = {given} is less than {why}",
             hint=f"max_num_batched_tokens = {least} in rollout.engine_args, or leave it out",
         )
 
@@ -219,32 +214,23 @@ def instead(name: str) -> str:
     return f"--set {OURS[name]}=..." if OURS[name] else "asyncrl sets it, and relies on it"
 
 
-def _kv_bytes_per_token(profile: Profile, place: ProcessPlace) -> int | None:
-    """Bytes of one token's keys and values in all layers; None if the model's sizes are unknown."""
-    try:
-        return shape_of(place.model_dir).kv_values_per_token * BYTES_OF[profile.model.dtype]
-    except ShapeUnknown:
-        return None
-
-
 def memory(profile: Profile, device: str) -> EngineMemory:
     """Memory of vLLM's processes and of its KV cache. On a CPU the cache has the size that the slots need. On
     a GPU, or with `rollout.gpu_memory_utilization`, it takes the rest of that share of memory, regardless of
     the slots."""
     arguments = engine_arguments(profile, ProcessPlace(model_dir=profile.model.path, device=device))
-    shared_by, told = arguments["tensor_parallel_size"], arguments.get("kv_cache_memory_bytes")
+    shared_by, cache_bytes = arguments["tensor_parallel_size"], arguments.get("kv_cache_memory_bytes")
     processes, are = 1, "EngineCore, a process"
     if shared_by > 1:
         processes, are = 1 + shared_by, f"EngineCore and {shared_by} Workers, processes"
+    default_tokens = max(BATCHED_TOKENS, arguments["max_model_len"])
     return EngineMemory(
         name="vLLM",
-        batch_tokens=int(
-            arguments.get("max_num_batched_tokens", max(BATCHED_TOKENS, arguments["max_model_len"]))
-        ),
+        batch_tokens=int(arguments.get("max_num_batched_tokens", default_tokens)),
         own_bytes=processes * PROCESS_BYTES,
         own_processes=f"{are} of its own, with nothing loaded",
         num_caches=shared_by if device == "cpu" else 1,
-        cache_bytes=told if isinstance(told, int) else None,
+        cache_bytes=cache_bytes if isinstance(cache_bytes, int) else None,
         share=float(arguments.get("gpu_memory_utilization", DEFAULT_SHARE)),
         default_share=DEFAULT_SHARE,
     )

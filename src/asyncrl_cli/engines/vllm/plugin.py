@@ -1,8 +1,8 @@
-"""Our vLLM plugin: vLLM calls `register` in each of its processes, by an entry point in the group
+"""In each of vLLM's processes: our plugin. vLLM calls `register`, by an entry point in the group
 `vllm.general_plugins`.
 
-    register()   adds our weight transfer engine, silences a needless warning of vLLM's reload, and makes each process of an
-                 engine that asyncrl started end with its parent
+    register()   adds our weight transfer engine, silences a needless warning of vLLM's reload, and makes each
+                 process of an engine that asyncrl started end with its parent
 
 vLLM's processes outlive a parent that is killed: the engine process does not notice, and keeps its workers,
 their memory and their GPUs. So each process watches its parent: engine process -> rollout worker; with
@@ -17,7 +17,6 @@ import os
 import signal
 import threading
 from functools import cache
-from multiprocessing.process import BaseProcess
 
 BACKEND = "asyncrl-buckets"
 """Name of the weight transfer engine, as `WeightTransferConfig.backend` gives it."""
@@ -55,10 +54,11 @@ def end_with_parent() -> None:
     parent's *thread* that started this process ends, and vLLM is started from a pool's thread.
     """
     parent = multiprocessing.parent_process()
+
+    def end_after_parent() -> None:
+        assert parent is not None
+        parent.join()
+        os.kill(os.getpid(), signal.SIGKILL)
+
     if parent is not None:
-        threading.Thread(target=_end_after, args=(parent,), name="end-with-parent", daemon=True).start()
-
-
-def _end_after(parent: BaseProcess) -> None:
-    parent.join()
-    os.kill(os.getpid(), signal.SIGKILL)
+        threading.Thread(target=end_after_parent, name="end-with-parent", daemon=True).start()

@@ -1,5 +1,5 @@
-"""In rank 0's process, of the trainer: its end of `weights.transport = "nccl"` and `"ipc"`. The worker's end is
-worker_transports.py. Communicators, packing and handles are vLLM's own.
+"""In rank 0's process, of the trainer: its end of `weights.transport = "nccl"` and `"ipc"`. The worker's end
+is worker_transports.py. Communicators, packing and handles are vLLM's own.
 
 nccl: one group with each rollout worker's vLLM processes.
 

@@ -1,5 +1,5 @@
-"""In the rollout worker's process: requests and outputs translated between asyncrl and vLLM: prompts, sampling
-parameters, versions, scores, counters."""
+"""In the rollout worker's process: requests and outputs translated between asyncrl and vLLM: prompts,
+sampling parameters, versions, scores, counters."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ class VllmTrack(Track):
         assert len(self.logprobs) == len(self.tokens), f"{len(self.logprobs)} of {len(self.tokens)} logprobs"
 
     def set_versions(self, spans: Iterable[tuple[str, int, int]] | None = None) -> None:
-        """Set one version per token from vLLM's `spans` (version, start, end) of new tokens, or as far as vLLM
-        has reported them. A stop string may have cut the last tokens off."""
+        """Set one version per token from vLLM's `spans` (version, start, end) of new tokens, or as far as
+        vLLM has reported them. A stop string may have cut the last tokens off."""
         num_new = len(self.tokens) - self.num_kept
         if spans is None:
             starts = self.version_starts

@@ -1,15 +1,17 @@
-"""In the rollout worker's process: the engine `vllm`, vLLM's AsyncLLM in the event loop, behind the engine port.
+"""In the rollout worker's process: the engine `vllm`, vLLM's AsyncLLM in the event loop, behind the engine
+port.
 
     generate() -> SlotGate -> AsyncLLM.generate ──ZMQ──> [engine process: scheduler ─> model]
                                    ^ tokens as they are sampled ──┘                        ^
-    load() -> pause -> "map this buffer and load it" (bucket_engine.py) ───────────────────┘ -> version -> resume
+    load() -> pause -> "map this buffer and load it" (bucket_engine.py) ───────────────────┘
+           -> version -> resume
 
 (With tensor_parallel_size > 1 the model is in worker processes of the engine process.)
 
 Who waits for whom: `generate` waits for a slot (freed when another request leaves, or when a drain ends),
 then for its tokens. `load` with `drain` waits for the running responses; otherwise its pause waits for one
-forward pass. If an engine process dies, all of these waits end with the error that engine_processes.py finds, and so
-does every later call.
+forward pass. If an engine process dies, all of these waits end with the error that engine_processes.py finds,
+and so does every later call.
 
 vLLM keeps track of versions: it labels the outputs of each step with the version set between steps, and
 reports spans. Cached prefixes are keyed by the version at which a request began (`cache_salt`), so a request

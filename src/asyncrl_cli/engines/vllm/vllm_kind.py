@@ -45,33 +45,27 @@ def install_command(device: str) -> str:
 def check_vllm(device: str) -> None:
     """Raises PreflightError if vLLM is missing, has another version, or does not work with the installed
     torch."""
-    check_version(device)
-    check_stray_packages()
-
-
-def check_version(device: str) -> None:
-    found = installed_version()
-    if found is None or importlib.util.find_spec("vllm") is None:
-        raise PreflightError('rollout.engine = "vllm": vLLM is not installed', hint=install_command(device))
+    found, hint = installed_version(), install_command(device)
+    if found is None:
+        raise PreflightError('rollout.engine = "vllm": vLLM is not installed', hint=hint)
     if found.split("+")[0] != VLLM_VERSION:
-        raise PreflightError(
-            f'rollout.engine = "vllm": vLLM {found} is installed, asyncrl works with {VLLM_VERSION}',
-            hint=install_command(device),
-        )
+        why = f"vLLM {found} is installed, asyncrl works with {VLLM_VERSION}"
+        raise PreflightError(f'rollout.engine = "vllm": {why}', hint=hint)
+    check_stray_packages()
 
 
 def check_stray_packages() -> None:
     """Raises PreflightError if installed packages break transformers, which the driver imports, too."""
     if broken := broken_packages():
+        do = "does" if len(broken) == 1 else "do"
         raise PreflightError(
-            f"{', '.join(broken)} {'does' if len(broken) == 1 else 'do'} not load beside this torch, which "
-            "makes transformers fail",
+            f"{', '.join(broken)} {do} not load beside this torch, which makes transformers fail",
             hint="asyncrl doctor --fix removes what vLLM does not need",
         )
 
 
 def installed_version() -> str | None:
-    for name in DISTRIBUTIONS.values():
+    for name in DISTRIBUTIONS.values() if importlib.util.find_spec("vllm") else ():
         try:
             return metadata.version(name)
         except metadata.PackageNotFoundError:
@@ -81,56 +75,40 @@ def installed_version() -> str | None:
 
 def broken_packages() -> list[str]:
     """Those of STRAY_PACKAGES that are installed and cannot be imported."""
-    return [
-        name for name in STRAY_PACKAGES if importlib.util.find_spec(name) is not None and not _loads(name)
-    ]
-
-
-def _loads(name: str) -> bool:
-    try:
-        importlib.import_module(name)
-    except Exception:  # a broken native library may raise anything: an undefined symbol, a missing operator
-        return False
-    return True
+    broken = []
+    for name in STRAY_PACKAGES:
+        if importlib.util.find_spec(name) is not None:
+            try:
+                importlib.import_module(name)
+            except Exception:  # a broken native library may raise anything
+                broken.append(name)
+    return broken
 
 
 def conflicts(profile: Profile) -> Iterator[ConfigError]:
     """Yields an error for each setting that vLLM cannot honour, as far as the profile alone shows."""
-    for name in profile.rollout.engine_args:
+    rollout = profile.rollout
+    for name in rollout.engine_args:
         if name in OURS:
             yield ConfigError(f"rollout.engine_args.{name} is set by asyncrl", hint=instead(name))
-    yield from _lengths(profile)
-    yield from _sampling(profile)
-
-
-def _lengths(profile: Profile) -> Iterator[ConfigError]:
-    rollout, probe_tokens = profile.rollout, PROBE_TOKENS + 1 if profile.weights.probe_sequences else 0
+    probe_tokens = PROBE_TOKENS + 1 if profile.weights.probe_sequences else 0
     needed = max(max_context_tokens(profile), probe_tokens)
     if rollout.max_model_len is not None and rollout.max_model_len < needed:
         yield ConfigError(
             f"rollout.max_model_len = {rollout.max_model_len} is less than {needed}: what "
-            "env.max_context_tokens needs, "
-            "or else max_prompt_tokens + max_response_tokens, and a probe (weights.probe_sequences) with one "
-            "token more",
+            "env.max_context_tokens needs, or else max_prompt_tokens + max_response_tokens, and a probe "
+            "(weights.probe_sequences) with one token more",
             hint=f"--set rollout.max_model_len={needed}, or leave it out",
         )
-
-
-def _sampling(profile: Profile) -> Iterator[ConfigError]:
-    """vLLM gives logprobs from before temperature and truncation, or from after both. Training needs scaled,
-    untruncated ones."""
-    if profile.rollout.top_p == 1 and profile.rollout.top_k == 0:
-        return
-    temperatures = {
-        "rollout.temperature": profile.rollout.temperature,
-        "eval.temperature": profile.eval.temperature,
-    }
+    # vLLM gives logprobs from before temperature and truncation, or from after both. Training needs scaled,
+    # untruncated ones.
+    truncates = rollout.top_p < 1 or rollout.top_k > 0
+    temperatures = {"rollout.temperature": rollout.temperature, "eval.temperature": profile.eval.temperature}
     for key, value in temperatures.items():
-        if value not in (0, 1):
+        if truncates and value not in (0, 1):
             yield ConfigError(
                 f'{key} = {value} with top_p or top_k: rollout.engine = "vllm" has no logprobs of the '
-                "scaled, untruncated "
-                "distribution then",
+                "scaled, untruncated distribution then",
                 hint=f"--set {key}=1, or rollout.top_p=1 and rollout.top_k=0, or rollout.engine=transformers",
             )
 

@@ -1,5 +1,5 @@
-"""In the rollout worker's process: brings a version's weights into vLLM's processes while they are paused. One class
-for each kind of `weights.transport`; rank 0's end is rank_zero.py.
+"""In the rollout worker's process: brings a version's weights into vLLM's processes while they are paused.
+One class for each kind of `weights.transport`; rank 0's end is rank_zero.py.
 
     object-store, disk  SharedMemory: the worker has received the version; vLLM's processes map its memory
     nccl                Nccl    join: both ends meet.  turn: rank 0 is free.  bring: it broadcasts, vLLM loads
