@@ -24,7 +24,7 @@ from asyncrl_cli.weights.buckets import mapped_tensors
 
 
 @dataclass
-class BucketUpdateInfo(WeightTransferUpdateInfo):
+class BucketUpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
     """What `SharedWeights.describe` returns: all weights of one version, in one update."""
 
     path: str
@@ -32,7 +32,7 @@ class BucketUpdateInfo(WeightTransferUpdateInfo):
     tensors: list[tuple[str, str, list[int], int]]
 
 
-class BucketEngine(WeightTransferEngine[WeightTransferInitInfo, BucketUpdateInfo]):
+class BucketEngine(WeightTransferEngine[WeightTransferInitInfo, BucketUpdateInfo]):  # type: ignore[misc]
     """vLLM makes one in each of its workers. With tensor parallelism each worker maps the buffer and takes
     its shards."""
 
@@ -47,7 +47,7 @@ class BucketEngine(WeightTransferEngine[WeightTransferInitInfo, BucketUpdateInfo
         forget_kernels_of_experts(self.model)
         initialize_layerwise_reload(self.model)
         self.model.load_weights(iter(mapped_tensors(info.path, info.num_bytes, info.tensors)))
-        finalize_layerwise_reload(self.model, self.model_config)  # type: ignore[no-untyped-call]
+        finalize_layerwise_reload(self.model, self.model_config)
         pack_tied_layers(self.model)
         if self.device.type != "cpu":
             torch.accelerator.synchronize()
@@ -55,7 +55,7 @@ class BucketEngine(WeightTransferEngine[WeightTransferInitInfo, BucketUpdateInfo
     def _nothing(self, *args: object) -> None:
         """Used for the hooks around an update, which need nothing here."""
 
-    receive_weights = init_transfer_engine = start_weight_update = _nothing  # type: ignore[assignment]
+    receive_weights = init_transfer_engine = start_weight_update = _nothing
     finish_weight_update = shutdown = _nothing
 
 

@@ -91,7 +91,7 @@ class NcclGroup(Group):
         )
 
     def destroy(self) -> None:
-        self._communicator.destroy()  # type: ignore[no-untyped-call]
+        self._communicator.destroy()
 
 
 class _Link:
@@ -249,7 +249,8 @@ def produce_on(device: torch.device, tensors: Tensors, buffer_bytes: int) -> Ite
 
     torch.cuda.set_device(device)
     uuid = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
-    return packed_ipc_producer(tensors, uuid, lambda item: item[1], buffer_bytes)
+    chunks: Iterator[Chunk] = packed_ipc_producer(tensors, uuid, lambda item: item[1], buffer_bytes)
+    return chunks
 
 
 class _Export(NamedTuple):

@@ -85,7 +85,7 @@ class VllmEngine(SlottedEngine[VllmTrack]):
         state = track.find_state(self._running_llm())
         if state is None or state.detokenizer is None:
             return len(track.tokens)
-        return track.num_kept + state.detokenizer.num_output_tokens()
+        return track.num_kept + int(state.detokenizer.num_output_tokens())
 
     async def start(self) -> None:
         """Start vLLM's processes and wait until they are ready: model loaded, cache allocated."""
