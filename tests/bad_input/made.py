@@ -16,9 +16,9 @@ from typing import Any
 
 import numpy as np
 
-from asyncrl_cli.checkpoint import sealed
+from asyncrl_cli.checkpoint import reader, writer
 from asyncrl_cli.checkpoint.payloads import write_payloads
-from asyncrl_cli.checkpoint.store import CheckpointStore
+from asyncrl_cli.checkpoint.writer import CheckpointStore
 from asyncrl_cli.contracts.trajectories import GroupPayload, Segment, Trajectory
 from asyncrl_cli.job.driver_prompts import PromptFeed
 from asyncrl_cli.loop.pipeline import Pipeline
@@ -298,7 +298,7 @@ def reseal(directory: Path) -> None:
     for path in sorted(directory.iterdir()):
         if not path.is_file():
             return seal_by_hand(directory, known)
-    sealed.seal(
+    writer.seal(
         directory,
         step=known["step"],
         version=known["version"],
@@ -310,7 +310,7 @@ def reseal(directory: Path) -> None:
 def seal_by_hand(directory: Path, content: dict[str, Any]) -> None:
     """Write `content` as the manifest, with its own checksum."""
     content.pop("self_sha256", None)
-    text = json.dumps(content | {"self_sha256": sealed._digest(content)})
+    text = json.dumps(content | {"self_sha256": reader.digest_of(content)})
     replace(directory / "manifest.json", text.encode())
 
 

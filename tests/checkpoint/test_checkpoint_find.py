@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from asyncrl_cli.base.errors import ConfigError, RefusedError
-from asyncrl_cli.checkpoint.find import find_run, refuse_ended, resolve
-from asyncrl_cli.checkpoint.sealed import load_checkpoint, newest_intact
-from asyncrl_cli.checkpoint.store import CheckpointStore
+from asyncrl_cli.checkpoint.lookup import find_run, refuse_ended, resolve
+from asyncrl_cli.checkpoint.reader import load_checkpoint, newest_intact
+from asyncrl_cli.checkpoint.writer import CheckpointStore
 from asyncrl_cli.contracts.ports import Cut
 
 

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from asyncrl_cli.base.storage import sync_files
-from asyncrl_cli.checkpoint.sealed import checkpoints_in, load_checkpoint, newest_intact
-from asyncrl_cli.checkpoint.store import CheckpointStore
+from asyncrl_cli.checkpoint.reader import checkpoints_in, load_checkpoint, newest_intact
+from asyncrl_cli.checkpoint.writer import CheckpointStore
 from asyncrl_cli.contracts.ports import Cut
 from asyncrl_cli.observe.recorded import Recorded
 from asyncrl_cli.weights.model_files import kept_versions

@@ -16,8 +16,8 @@ import pytest
 
 from asyncrl_cli.base.errors import StorageError
 from asyncrl_cli.base.storage import naming, replace_text, storage_error, telling_storage
-from asyncrl_cli.checkpoint.sealed import load_checkpoint
-from asyncrl_cli.checkpoint.store import CheckpointStore
+from asyncrl_cli.checkpoint.reader import load_checkpoint
+from asyncrl_cli.checkpoint.writer import CheckpointStore
 from asyncrl_cli.cli.app import run
 from asyncrl_cli.contracts.ports import Cut
 from asyncrl_cli.observe.file_sinks import LineFile

@@ -15,8 +15,8 @@ import pytest
 
 from asyncrl_cli.base.errors import ConfigError, RefusedError
 from asyncrl_cli.base.paths import ADDRESS_VARIABLE, as_typed
-from asyncrl_cli.checkpoint import find
-from asyncrl_cli.checkpoint.find import is_locked, resolve
+from asyncrl_cli.checkpoint import lookup
+from asyncrl_cli.checkpoint.lookup import is_locked, resolve
 from asyncrl_cli.checkpoint.run_directory import RunDirectory, check_free, fresh_name, request_stop
 
 HOLDER = """
@@ -93,19 +93,19 @@ def test_a_process_that_tests_the_lock_for_a_moment_keeps_no_driver_out(run, mon
     with (run.path / "lock").open() as looking:
         fcntl.flock(looking, fcntl.LOCK_SH)
         with monkeypatch.context() as patch:
-            patch.setattr(find, "LOOK_TIMEOUT_S", -1.0)
-            assert find.take_lock(run.path) is None, "this process never lets go"
+            patch.setattr(lookup, "LOOK_TIMEOUT_S", -1.0)
+            assert lookup.take_lock(run.path) is None, "this process never lets go"
         monkeypatch.setattr(
-            find, "time", SimpleNamespace(monotonic=lambda: 0.0, sleep=lambda seconds: looking.close())
+            lookup, "time", SimpleNamespace(monotonic=lambda: 0.0, sleep=lambda seconds: looking.close())
         )
         RunDirectory.open(run.path).close()
 
 
 def test_a_driver_that_holds_the_lock_is_not_waited_for(run, monkeypatch):
     monkeypatch.setattr(
-        find, "time", SimpleNamespace(monotonic=lambda: 0.0, sleep=lambda seconds: pytest.fail("it waits"))
+        lookup, "time", SimpleNamespace(monotonic=lambda: 0.0, sleep=lambda seconds: pytest.fail("it waits"))
     )
-    assert find.take_lock(run.path) is None
+    assert lookup.take_lock(run.path) is None
 
 
 def test_what_is_no_run_cannot_be_opened(tmp_path, run):

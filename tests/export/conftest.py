@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from asyncrl_cli.builtin.tiny import tiny_tokenizer
-from asyncrl_cli.checkpoint.store import CheckpointStore
+from asyncrl_cli.checkpoint.writer import CheckpointStore
 from asyncrl_cli.contracts.ports import Cut
 from asyncrl_cli.profile.loaded import to_document, to_toml
 from asyncrl_cli.profile.schema import Profile

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from asyncrl_cli.base.errors import AsyncrlError, ExecutorFailed, Interrupted
-from asyncrl_cli.checkpoint.store import CheckpointStore
+from asyncrl_cli.checkpoint.writer import CheckpointStore
 from asyncrl_cli.contracts.ports import Cut
 from asyncrl_cli.job.driver_loop import RunResult, run_to_the_end
 from asyncrl_cli.job.driver_process import StopRequests

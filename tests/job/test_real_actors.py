@@ -204,7 +204,7 @@ def _cut(payloads: list[Any]) -> Cut:
 
 async def _second_attempt(plan: Any, profile: Any, model_dir: Path, tmp_path: Path) -> None:
     """On one rank and one worker."""
-    from asyncrl_cli.checkpoint.sealed import Checkpoint
+    from asyncrl_cli.checkpoint.reader import Checkpoint
 
     checkpoint = Checkpoint(
         directory=tmp_path / "step-1",

@@ -15,7 +15,7 @@ from collections import Counter
 import pytest
 from safetensors.torch import load_file
 
-from asyncrl_cli.checkpoint.sealed import load_checkpoint
+from asyncrl_cli.checkpoint.reader import load_checkpoint
 from tests.run.commands import (
     ENDLESS,
     LONG,

@@ -21,7 +21,7 @@ from asyncrl_cli.base.errors import RefusedError
 from asyncrl_cli.base.paths import as_typed, check_name
 from asyncrl_cli.base.safe_files import MIB, UnsafeFile, read_bytes, reason
 from asyncrl_cli.base.storage import make_in, remove_if_empty, remove_tree, replace_link, replace_text
-from asyncrl_cli.checkpoint.find import (
+from asyncrl_cli.checkpoint.lookup import (
     LOCK,
     failed_start,
     holder,
@@ -30,7 +30,7 @@ from asyncrl_cli.checkpoint.find import (
     last_status,
     take_lock,
 )
-from asyncrl_cli.checkpoint.sealed import checkpoints_in, finish_interrupted_replacements
+from asyncrl_cli.checkpoint.reader import checkpoints_in, finish_interrupted_replacements
 from asyncrl_cli.profile.schema import MOST_REWARDS
 
 STOP_REQUEST = "stop"
@@ -165,10 +165,10 @@ class RunDirectory:
         """Lock the run and make missing folders. Raises RefusedError if another process holds the lock."""
         self._lock = take_lock(self.path)
         if self._lock is None:
+            run = as_typed(self.path)
             raise RefusedError(
                 f"run '{self.name}' is running: {holder(self.path)} holds it",
-                hint=f"watch it with `asyncrl status {as_typed(self.path)}`, or end it with `asyncrl stop "
-                f"{as_typed(self.path)}`",
+                hint=f"watch it with `asyncrl status {run}`, or end it with `asyncrl stop {run}`",
             )
         for directory in (self.checkpoints, self.samples, self.logs):
             directory.mkdir(exist_ok=True)
@@ -208,9 +208,8 @@ def never_began(run_dir: Path) -> bool:
     if not (run_dir / LOCK).is_file() or is_locked(run_dir):
         return False
     status = last_status(run_dir)  # the loop's first status also has the phase `starting`, but no `doing`
-    if os.path.lexists(run_dir / "status.json") and not (
-        status.get("phase") == STARTING and "doing" in status
-    ):
+    is_starting = status.get("phase") == STARTING and "doing" in status
+    if os.path.lexists(run_dir / "status.json") and not is_starting:
         return False
     if any((run_dir / "checkpoints").glob("*")):
         return False
@@ -224,18 +223,15 @@ def clear_lost(run_dir: Path) -> Path | None:
         return None
     with lock:
         finish_interrupted_replacements(run_dir / "checkpoints")
-        return (
-            None if checkpoints_in(run_dir / "checkpoints") else RunDirectory(run_dir).remove(keep_logs=True)
-        )
+        if checkpoints_in(run_dir / "checkpoints"):
+            return None
+        return RunDirectory(run_dir).remove(keep_logs=True)
 
 
 def _in_use(path: Path) -> RefusedError:
-    is_done = last_status(path).get("phase") == "done"
-    other = (
-        (f"`asyncrl report {as_typed(path)}` shows it")
-        if is_done
-        else f"continue it with `asyncrl resume {as_typed(path)}`"
-    )
+    other = f"continue it with `asyncrl resume {as_typed(path)}`"
+    if last_status(path).get("phase") == "done":
+        other = f"`asyncrl report {as_typed(path)}` shows it"
     return RefusedError(f"a run of that name exists: {path}", hint=f"give another --name, or: {other}")
 
 

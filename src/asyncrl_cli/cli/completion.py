@@ -75,7 +75,7 @@ def profiles(incomplete: str) -> list[str]:
 
 def runs(context: typer.Context) -> list[str]:
     """The runs in `--runs-dir`, newest first."""
-    from asyncrl_cli.checkpoint.find import run_names
+    from asyncrl_cli.checkpoint.lookup import run_names
 
     return run_names(Path(context.params.get("runs_dir") or "runs"))
 

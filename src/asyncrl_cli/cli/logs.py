@@ -57,7 +57,7 @@ def logs(
         return on_cluster(
             address, ["logs", run, *(["--follow"] if follow else []), *of_role, *of_attempt], runs_dir
         )
-    from asyncrl_cli.checkpoint.find import find_run
+    from asyncrl_cli.checkpoint.lookup import find_run
     from asyncrl_cli.checkpoint.run_directory import RunDirectory
 
     directory = find_run(run, runs_dir)
@@ -104,7 +104,7 @@ def follow_lines(
     """Yield (log, line): all lines so far, file by file; then, with `follow`, new lines until no process
     holds the run. Call `logs` again each time, because a run that is still starting has only its driver's
     log."""
-    from asyncrl_cli.checkpoint.find import is_locked
+    from asyncrl_cli.checkpoint.lookup import is_locked
 
     with ExitStack() as stack:
         files: dict[str, TextIO] = {}

@@ -103,7 +103,7 @@ def train(
 
 def _has_begun(name: str | None, runs_dir: Path) -> bool:
     """Whether there is a run of this name to resume. Exits with 0 if that run is done."""
-    from asyncrl_cli.checkpoint.find import last_status
+    from asyncrl_cli.checkpoint.lookup import last_status
     from asyncrl_cli.checkpoint.run_directory import never_began
 
     if name is None:
@@ -163,7 +163,7 @@ def _detach(
 ) -> None:
     """Start the command detached from this terminal. Exit with its code if it ends within the first
     seconds."""
-    from asyncrl_cli.checkpoint.find import detached_output
+    from asyncrl_cli.checkpoint.lookup import detached_output
     from asyncrl_cli.job.submit.detached import detach
 
     output = detached_output(runs_dir / name)
@@ -198,7 +198,7 @@ def resume(
     nothing that the
     checkpoint depends on. With the address of a job server (http://HEAD:8265), the run resumes as a job
     there."""
-    from asyncrl_cli.checkpoint.find import resolve
+    from asyncrl_cli.checkpoint.lookup import resolve
     from asyncrl_cli.job.driver_run import Run
     from asyncrl_cli.job.ray.session import is_job_server
 

@@ -108,7 +108,7 @@ def watch(
     """Show the live screen of a run elsewhere: detached, submitted, or in another terminal.
 
     q or Ctrl-C leaves the screen. The run continues."""
-    from asyncrl_cli.checkpoint.find import find_run
+    from asyncrl_cli.checkpoint.lookup import find_run
 
     if address is not None:
         name, follow = followed_there(address, run, runs_dir)
@@ -123,7 +123,7 @@ def watch(
 
 
 def _newest(runs_dir: Path) -> Path:
-    from asyncrl_cli.checkpoint.find import run_names
+    from asyncrl_cli.checkpoint.lookup import run_names
     from asyncrl_cli.observe.run_status import no_runs
 
     if names := run_names(runs_dir):
@@ -133,7 +133,7 @@ def _newest(runs_dir: Path) -> Path:
 
 def _follow(directory: Path, take: Take, wait: Wait) -> None:
     """Pass the run's status to `take` once a second until the run is over."""
-    from asyncrl_cli.checkpoint.find import detached_output
+    from asyncrl_cli.checkpoint.lookup import detached_output
     from asyncrl_cli.observe.run_status import StillStarting, read_status
 
     while True:

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from asyncrl_cli.base.errors import RefusedError
-from asyncrl_cli.checkpoint.find import find_run_or_checkpoint, has_checkpoints, resolve
-from asyncrl_cli.checkpoint.sealed import Checkpoint, Damaged, checkpoints_in, load_checkpoint, read_manifest
+from asyncrl_cli.checkpoint.lookup import find_run_or_checkpoint, has_checkpoints, resolve
+from asyncrl_cli.checkpoint.reader import Checkpoint, Damaged, checkpoints_in, load_checkpoint, read_manifest
 from asyncrl_cli.observe.recorded import Recorded
 from asyncrl_cli.profile.arithmetic import Schedule
 from asyncrl_cli.profile.loaded import read_document

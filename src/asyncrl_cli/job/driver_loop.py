@@ -21,9 +21,9 @@ from asyncrl_cli.base.errors import (
 )
 from asyncrl_cli.base.paths import as_typed
 from asyncrl_cli.base.storage import storage_error
+from asyncrl_cli.checkpoint.reader import Checkpoint, sealed_checkpoints, step_of
 from asyncrl_cli.checkpoint.run_directory import RunDirectory
-from asyncrl_cli.checkpoint.sealed import Checkpoint, sealed_checkpoints, step_of
-from asyncrl_cli.checkpoint.store import CheckpointStore
+from asyncrl_cli.checkpoint.writer import CheckpointStore
 from asyncrl_cli.engines.port import continues_kept
 from asyncrl_cli.envs.call_log import RepeatedCalls
 from asyncrl_cli.job.driver_process import StopRequests, leave, tell

@@ -8,7 +8,7 @@ from random import Random
 from typing import Any
 
 from asyncrl_cli.base.errors import RefusedError
-from asyncrl_cli.checkpoint.sealed import Checkpoint
+from asyncrl_cli.checkpoint.reader import Checkpoint
 from asyncrl_cli.contracts.item import Item, fingerprint
 from asyncrl_cli.contracts.prompt_group import Prompt
 from asyncrl_cli.loop.cuts import read_state

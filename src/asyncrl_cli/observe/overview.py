@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from asyncrl_cli.base.errors import ConfigError, RefusedError
-from asyncrl_cli.checkpoint.find import run_names
+from asyncrl_cli.checkpoint.lookup import run_names
 from asyncrl_cli.observe.format import NOTHING, number, share
 from asyncrl_cli.observe.render import PHASE_STYLES
 from asyncrl_cli.observe.run_status import (

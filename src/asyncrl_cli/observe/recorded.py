@@ -30,7 +30,7 @@ from asyncrl_cli.base.safe_files import (
     read_lines,
     reason,
 )
-from asyncrl_cli.checkpoint.find import find_run
+from asyncrl_cli.checkpoint.lookup import find_run
 from asyncrl_cli.checkpoint.run_directory import RunDirectory
 from asyncrl_cli.contracts.status import Status, parse_status
 from asyncrl_cli.observe.format import MOST_SHOWN, is_number

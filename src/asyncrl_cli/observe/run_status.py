@@ -17,9 +17,9 @@ import psutil
 from asyncrl_cli.base.errors import ConfigError, RefusedError
 from asyncrl_cli.base.paths import ADDRESS_VARIABLE, as_typed
 from asyncrl_cli.base.safe_files import MIB, UnsafeFile, open_regular, parse_json, read_bytes, reason
-from asyncrl_cli.checkpoint.find import find_run, is_locked
+from asyncrl_cli.checkpoint.lookup import find_run, is_locked
+from asyncrl_cli.checkpoint.reader import checkpoints_in
 from asyncrl_cli.checkpoint.run_directory import never_began
-from asyncrl_cli.checkpoint.sealed import checkpoints_in
 from asyncrl_cli.contracts.events import ENDED
 from asyncrl_cli.contracts.status import Status, parse_status
 

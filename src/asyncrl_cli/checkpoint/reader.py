@@ -1,7 +1,5 @@
-"""Seals checkpoints with a manifest, verifies every byte, and reads them back.
-
-The manifest has the size and checksum of every file. A directory without a manifest is not a checkpoint.
-"""
+"""Reads checkpoints back after verifying every byte: a checkpoint's manifest has the size and checksum of every
+file. A directory without a manifest is not a checkpoint."""
 
 from __future__ import annotations
 
@@ -29,10 +27,9 @@ from asyncrl_cli.base.safe_files import (
     read_bytes,
     reason,
 )
-from asyncrl_cli.base.storage import fsync, remove, replace_text
+from asyncrl_cli.base.storage import remove
 
-MANIFEST = "manifest.json"
-LOOP_STATE = "loop_state.json"
+MANIFEST, LOOP_STATE = "manifest.json", "loop_state.json"
 STEP_NAME = re.compile(r"step-([0-9]{6,15})")
 
 
@@ -60,83 +57,6 @@ class CheckpointManifest(TypedDict):
     run: str
     profile: str
     files: dict[str, FileEntry]
-
-
-def seal(directory: Path, *, step: int, version: int, run: str, profile: str) -> None:
-    """Flush and hash every file below `directory`, then write the manifest."""
-    files: dict[str, FileEntry] = {}
-    for path in sorted(directory.rglob("*")):
-        fsync(path)
-        if not path.is_dir():
-            with open_regular(path) as file:
-                files[path.relative_to(directory).as_posix()] = {
-                    "bytes": path.stat().st_size,
-                    "sha256": _sha256(file),
-                }
-    manifest: CheckpointManifest = {
-        "schema_version": 1,
-        "kind": "asyncrl-checkpoint",
-        "step": step,
-        "version": version,
-        "run": run,
-        "profile": profile,
-        "files": files,
-    }
-    replace_text(
-        directory / MANIFEST, json.dumps({**manifest, "self_sha256": _digest(manifest)}, indent=1) + "\n"
-    )
-
-
-def read_manifest(directory: Path) -> CheckpointManifest:
-    """Read and check the manifest itself. Raises Damaged."""
-    try:
-        text = read_bytes(directory / MANIFEST, max_bytes=MAX_JSON_BYTES)
-        content = parse_json(text, dict[str, Any])
-    except FileNotFoundError:
-        raise Damaged(f"{MANIFEST} is missing") from None
-    except (OSError, ValueError) as error:
-        raise Damaged(f"{MANIFEST} cannot be read ({reason(error)})") from None
-    if content.get("kind") != "asyncrl-checkpoint":
-        raise Damaged(f"{MANIFEST} is not the manifest of an asyncrl checkpoint")
-    if content.get("schema_version") != 1:
-        raise Damaged(f"{MANIFEST} has schema_version {content.get('schema_version')}, not 1")
-    if content.pop("self_sha256", None) != _digest(content):
-        raise Damaged(f"{MANIFEST} was altered: its own checksum does not match")
-    try:
-        manifest = parse_json(text, CheckpointManifest)
-    except ValueError as error:
-        raise Damaged(f"{MANIFEST} is malformed: {error}") from None
-    for name in manifest["files"]:
-        path = PurePosixPath(name)
-        if path.is_absolute() or ".." in path.parts or not path.parts or "\0" in name:
-            raise Damaged(f"{MANIFEST} is malformed: {name!r:.80} is not a path below the checkpoint")
-    return manifest
-
-
-def damage(directory: Path, manifest: CheckpointManifest) -> list[str]:
-    """Compare every file with the manifest. Returns one sentence per damaged file."""
-    wrong = []
-    for name, expected in manifest["files"].items():
-        try:
-            with open_regular(directory / name) as file:
-                found_bytes = os.fstat(file.fileno()).st_size
-                if found_bytes != expected["bytes"]:
-                    wrong.append(f"{name} has {found_bytes} bytes, not {expected['bytes']}")
-                elif _sha256(file) != expected["sha256"]:
-                    wrong.append(f"{name} was altered: its checksum does not match")
-        except FileNotFoundError:
-            wrong.append(f"{name} is missing")
-        except (OSError, ValueError) as error:
-            wrong.append(f"{name} cannot be read: {reason(error)}")
-    return wrong
-
-
-def _sha256(file: BufferedReader) -> str:
-    return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _digest(content: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,15 +108,12 @@ def load_checkpoint(directory: Path, command: str = "resume") -> Checkpoint:
     try:
         return _read(directory)
     except Damaged as error:
-        listed = "; ".join(error.wrong[:5]) + (
-            f"; and {len(error.wrong) - 5} more" if len(error.wrong) > 5 else ""
-        )
-    intact = newest_intact(directory.parent)
-    hint = (
-        (f"the newest intact one: asyncrl {command} {intact}")
-        if intact
-        else "there is no intact checkpoint beside it"
-    )
+        listed = "; ".join(error.wrong[:5])
+        if len(error.wrong) > 5:
+            listed += f"; and {len(error.wrong) - 5} more"
+    hint = "there is no intact checkpoint beside it"
+    if intact := newest_intact(directory.parent):
+        hint = f"the newest intact one: asyncrl {command} {intact}"
     raise RefusedError(f"checkpoint {directory} is refused: {listed}", hint=hint)
 
 
@@ -225,7 +142,19 @@ def _read(directory: Path) -> Checkpoint:
         raise Damaged(f"{directory} is not a directory")
     manifest = read_manifest(directory)
     step, version = manifest["step"], manifest["version"]
-    wrong = damage(directory, manifest)
+    wrong = []
+    for name, expected in manifest["files"].items():
+        try:
+            with open_regular(directory / name) as file:
+                found_bytes = os.fstat(file.fileno()).st_size
+                if found_bytes != expected["bytes"]:
+                    wrong.append(f"{name} has {found_bytes} bytes, not {expected['bytes']}")
+                elif sha256_of(file) != expected["sha256"]:
+                    wrong.append(f"{name} was altered: its checksum does not match")
+        except FileNotFoundError:
+            wrong.append(f"{name} is missing")
+        except (OSError, ValueError) as error:
+            wrong.append(f"{name} cannot be read: {reason(error)}")
     if STEP_NAME.fullmatch(directory.name) and step_of(directory) != step:
         wrong.append(f"the directory's name does not fit its step {step}")
     if LOOP_STATE not in manifest["files"]:
@@ -246,6 +175,40 @@ def _read(directory: Path) -> Checkpoint:
         loop_state=state["loop_state"],
         run=manifest["run"],
     )
+
+
+def read_manifest(directory: Path) -> CheckpointManifest:
+    """Read and check the manifest itself. Raises Damaged."""
+    try:
+        text = read_bytes(directory / MANIFEST, max_bytes=MAX_JSON_BYTES)
+        content = parse_json(text, dict[str, Any])
+    except FileNotFoundError:
+        raise Damaged(f"{MANIFEST} is missing") from None
+    except (OSError, ValueError) as error:
+        raise Damaged(f"{MANIFEST} cannot be read ({reason(error)})") from None
+    if content.get("kind") != "asyncrl-checkpoint":
+        raise Damaged(f"{MANIFEST} is not the manifest of an asyncrl checkpoint")
+    if content.get("schema_version") != 1:
+        raise Damaged(f"{MANIFEST} has schema_version {content.get('schema_version')}, not 1")
+    if content.pop("selfsha256_of", None) != digest_of(content):
+        raise Damaged(f"{MANIFEST} was altered: its own checksum does not match")
+    try:
+        manifest = parse_json(text, CheckpointManifest)
+    except ValueError as error:
+        raise Damaged(f"{MANIFEST} is malformed: {error}") from None
+    for name in manifest["files"]:
+        path = PurePosixPath(name)
+        if path.is_absolute() or ".." in path.parts or not path.parts or "\0" in name:
+            raise Damaged(f"{MANIFEST} is malformed: {name!r:.80} is not a path below the checkpoint")
+    return manifest
+
+
+def sha256_of(file: BufferedReader) -> str:
+    return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def digest_of(content: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def finish_interrupted_replacements(directory: Path) -> None:

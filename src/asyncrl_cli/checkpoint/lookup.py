@@ -15,7 +15,7 @@ import socket
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import IO, Any, TextIO
+from typing import Any, BinaryIO, TextIO
 
 from asyncrl_cli.base.errors import ConfigError, RefusedError, first_names
 from asyncrl_cli.base.paths import as_typed
@@ -29,7 +29,7 @@ from asyncrl_cli.base.safe_files import (
     reason,
 )
 from asyncrl_cli.base.storage import naming
-from asyncrl_cli.checkpoint.sealed import (
+from asyncrl_cli.checkpoint.reader import (
     LOOP_STATE,
     STEP_NAME,
     Checkpoint,
@@ -50,9 +50,10 @@ def find_run(argument: str, runs_dir: Path) -> Path:
     for candidate in (runs_dir / argument, Path(argument)):
         if _is_run(candidate):
             return candidate.resolve()
-    raise ConfigError(
-        f"no run '{argument}' in {runs_dir}", hint=_why_not(runs_dir / argument) or known_runs(runs_dir)
-    )
+    run_dir = runs_dir / argument
+    outputs = (detached_output(run_dir), failed_start(run_dir)) if run_dir.name else ()
+    hints = (f"if it failed to start, {path} says why" for path in outputs if os.path.exists(path))
+    raise ConfigError(f"no run '{argument}' in {runs_dir}", hint=next(hints, "") or known_runs(runs_dir))
 
 
 def detached_output(run_dir: Path) -> Path:
@@ -64,14 +65,6 @@ def detached_output(run_dir: Path) -> Path:
 def failed_start(run_dir: Path) -> Path:
     """Where the logs of a run are kept if its start failed."""
     return run_dir.with_name(f".{run_dir.name}-failed-start")
-
-
-def _why_not(run_dir: Path) -> str:
-    """A hint for a run that has no directory but has left output of a failed start."""
-    if not run_dir.name:
-        return ""
-    told = (path for path in (detached_output(run_dir), failed_start(run_dir)) if os.path.exists(path))
-    return next((f"if it failed to start, {path} says why" for path in told), "")
 
 
 def run_names(runs_dir: Path) -> list[str]:
@@ -190,13 +183,12 @@ def find_run_or_checkpoint(argument: str, runs_dir: Path) -> Path:
     Raises ConfigError if there is no such directory, RefusedError if the directory is neither a run nor a
     checkpoint.
     """
-    run, step = _parse_step(argument)
-    of_run = (
-        [place / run / "checkpoints" / step_name(step) for place in (runs_dir, Path())]
-        if run and step is not None
-        else []
-    )
-    for candidate in (runs_dir / argument, Path(argument), *of_run):
+    run, _, last = argument.rpartition("/")
+    step = int(match[1]) if (match := re.fullmatch(r"step-([0-9]{1,15})", last)) else None
+    candidates = [runs_dir / argument, Path(argument)]
+    if run and step is not None:  # with or without leading zeros
+        candidates += [place / run / "checkpoints" / step_name(step) for place in (runs_dir, Path())]
+    for candidate in candidates:
         if has_checkpoints(candidate):
             return candidate
         is_named_so = os.path.isdir(candidate) and STEP_NAME.fullmatch(candidate.resolve().name)
@@ -207,37 +199,25 @@ def find_run_or_checkpoint(argument: str, runs_dir: Path) -> Path:
             f"{argument} is neither a run nor a checkpoint: it holds no checkpoints/ and no manifest.json",
             hint=known_runs(runs_dir),
         )
-    what = f"no run or checkpoint '{argument}' (looked in {runs_dir})"
-    raise ConfigError(what, hint=known_runs(runs_dir) if step is None else _known_steps(run, step, runs_dir))
-
-
-def _parse_step(argument: str) -> tuple[str, int | None]:
-    """The run and the step of an argument RUN/step-N or step-N, with or without leading zeros."""
-    run, _, last = argument.rpartition("/")
-    match = re.fullmatch(r"step-([0-9]{1,15})", last)
-    return run, int(match[1]) if match else None
-
-
-def _known_steps(run: str, step: int, runs_dir: Path) -> str:
-    """Text for a hint: the checkpoints of the run, or, without a run, those of this step."""
-    if run and has_checkpoints(runs_dir / run):
-        return (
-            f"checkpoints of {run}: "
-            f"{first_names([path.name for path in checkpoints_in(runs_dir / run / 'checkpoints')])}"
-        )
-    names = [
-        name for name in run_names(runs_dir) if (runs_dir / name / "checkpoints" / step_name(step)).is_dir()
-    ]
-    if run or not names:
-        return known_runs(runs_dir)
-    return f"did you mean {first_names([f'{name}/{step_name(step)}' for name in names])}"
+    hint = known_runs(runs_dir)
+    if step is not None and run and has_checkpoints(runs_dir / run):
+        known = [path.name for path in checkpoints_in(runs_dir / run / "checkpoints")]
+        hint = f"checkpoints of {run}: {first_names(known)}"
+    elif step is not None and not run:
+        name = step_name(step)
+        having = [
+            known for known in run_names(runs_dir) if (runs_dir / known / "checkpoints" / name).is_dir()
+        ]
+        if having:
+            hint = f"did you mean {first_names([f'{known}/{name}' for known in having])}"
+    raise ConfigError(f"no run or checkpoint '{argument}' (looked in {runs_dir})", hint=hint)
 
 
 def has_checkpoints(directory: Path) -> bool:
     return os.path.isdir(directory / "checkpoints")
 
 
-def _flock(file: IO[Any], kind: int) -> bool:
+def _flock(file: TextIO | BinaryIO, kind: int) -> bool:
     """Lock the file without waiting. False if another process holds it."""
     with contextlib.suppress(BlockingIOError):
         fcntl.flock(file, kind | fcntl.LOCK_NB)

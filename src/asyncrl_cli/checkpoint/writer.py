@@ -20,13 +20,18 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl_cli.base.errors import StorageError
+from asyncrl_cli.base.safe_files import open_regular
 from asyncrl_cli.base.storage import fsync, remove, remove_tree, replace_link, replace_text, telling_storage
-from asyncrl_cli.checkpoint.sealed import (
+from asyncrl_cli.checkpoint.reader import (
     LOOP_STATE,
+    MANIFEST,
+    CheckpointManifest,
+    FileEntry,
     LoopStateFile,
+    digest_of,
     finish_interrupted_replacements,
-    seal,
     sealed_checkpoints,
+    sha256_of,
     step_name,
 )
 from asyncrl_cli.contracts.ports import Cut
@@ -125,3 +130,28 @@ def _set_aside(place: Path, pattern: str, newest: int) -> Iterator[Path]:
             aside = path.with_name(f"abandoned-{path.name}")
             remove(aside)
             yield path.rename(aside)
+
+
+def seal(directory: Path, *, step: int, version: int, run: str, profile: str) -> None:
+    """Flush and hash every file below `directory`, then write the manifest."""
+    files: dict[str, FileEntry] = {}
+    for path in sorted(directory.rglob("*")):
+        fsync(path)
+        if not path.is_dir():
+            with open_regular(path) as file:
+                files[path.relative_to(directory).as_posix()] = {
+                    "bytes": path.stat().st_size,
+                    "sha256": sha256_of(file),
+                }
+    manifest: CheckpointManifest = {
+        "schema_version": 1,
+        "kind": "asyncrl-checkpoint",
+        "step": step,
+        "version": version,
+        "run": run,
+        "profile": profile,
+        "files": files,
+    }
+    replace_text(
+        directory / MANIFEST, json.dumps({**manifest, "selfsha256_of": digest_of(manifest)}, indent=1) + "\n"
+    )
