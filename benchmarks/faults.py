@@ -1,8 +1,9 @@
 """Faults of a run on a cluster, one after the other: when the driver notices, how the run ends, what is lost,
 how a resume goes.
 
-    python -m benchmarks.faults --directory DIR --faults 'SIGHUP;trainer node'      begins a run in DIR, or resumes it
-    python -m benchmarks.faults --directory DIR --table                             prints DIR/faults.jsonl in Markdown
+    python -m benchmarks.faults --directory DIR --faults 'SIGHUP;trainer node'   begins a run in DIR, or
+                                                                                 resumes it
+    python -m benchmarks.faults --directory DIR --table                          prints DIR/faults.jsonl
 
 The cluster consists of logical nodes on this machine (tests/cluster.py): a head without CPUs, and two nodes
 of one CPU each, for a trainer rank and a rollout worker. The driver is a separate process or a job. If a
@@ -127,7 +128,10 @@ class Fault:
 FAULTS = (
     Fault(name="SIGHUP", strike=to_driver(signal.SIGHUP)),
     Fault(name="SIGTERM", strike=to_driver(signal.SIGTERM)),
-    Fault(name="SIGTERM to the group", strike=lambda scene: os.killpg(scene.process.pid, signal.SIGTERM)),  # type: ignore[union-attr]
+    Fault(
+        name="SIGTERM to the group",
+        strike=lambda scene: os.killpg(scene.process.pid, signal.SIGTERM),  # type: ignore[union-attr]
+    ),
     Fault(name="SIGUSR1", strike=to_driver(signal.SIGUSR1)),
     Fault(name="job stop", strike=stop_job, as_job=True),
     Fault(name="driver", strike=to_driver(signal.SIGKILL)),

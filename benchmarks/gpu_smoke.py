@@ -7,7 +7,8 @@ limit.
     modes      activation checkpointing x (offload, recompute, LoRA, critic): losses are those of a CPU
     resume     a snapshot is written and loaded by another trainer: the same state, and the same next step
     memory     the allocator's peak in a train step, against the estimate of `asyncrl plan`, at three sizes
-    engine     the transformers engine: a version loaded in flight, the version of each token, logprobs against the trainer's
+    engine     the transformers engine: a version loaded in flight, the version of each token, logprobs
+               against the trainer's
     loop       the real loop, trainer and engine in one process: colocate against partial rollout
     bench      tokens/s by microbatch and by chunk of the logits, and the share of the card's peak
 

@@ -9,7 +9,7 @@ that alternate in order; its environment sleeps before every hint, lognormal aro
 over the steps after the first two:
 
     step_s   seconds per train step        slots    share of slots with a running sequence
-    waiting  trajectories waiting for a tool, as a share of the slots (in addition to `slots` if slots are not held)
+    waiting  trajectories waiting for a tool, as a share of the slots (besides `slots` if slots are not held)
     stale    mean staleness of trained tokens, in versions
 """
 

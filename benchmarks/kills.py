@@ -1,7 +1,8 @@
 """SIGKILLs every kind of process of a local run, and checks how the run ends, what it leaves behind, and that
 it can be resumed.
 
-    python -m benchmarks.kills [--kinds 'raylet;reaper'] [--times 2] [--directory DIR] [--profile agent-guess+partial-rollout]
+    python -m benchmarks.kills [--kinds 'raylet;reaper'] [--times 2] [--directory DIR]
+                               [--profile agent-guess+partial-rollout]
     python -m benchmarks.kills --kinds 'any;any, restarts' --times 10        random processes at random times
     python -m benchmarks.kills --chain --kinds any --times 3 --directory DIR   the same run again and again
 

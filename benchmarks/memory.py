@@ -6,9 +6,9 @@ before the step), minus the files mapped at the end (libraries) and minus the me
 model. glibc's malloc is set to return freed tensors of 256 KiB or more at once, so that only live tensors
 count; with `--heap run` it keeps them, as in the processes of a run.
 
-    python -m benchmarks.memory                                     the table of docs/memory.md (some minutes)
-    python -m benchmarks.memory --sizes small --features lora       a part of the table
-    python -m benchmarks.memory --logits 16384                      that many tokens with a vocabulary of 151,936
+    python -m benchmarks.memory                                   the table of docs/memory.md (some minutes)
+    python -m benchmarks.memory --sizes small --features lora     a part of the table
+    python -m benchmarks.memory --logits 16384                    so many tokens, a vocabulary of 151,936
 """
 
 from __future__ import annotations

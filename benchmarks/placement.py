@@ -1,7 +1,8 @@
 """Compares placing responses one by one with placing whole groups on one worker: real runs in pairs, with two
 rollout workers.
 
-    python -m benchmarks.placement --directory DIR [--engines transformers,vllm] [--prompts default,mixed] [--pairs 3] [--steps 24]
+    python -m benchmarks.placement --directory DIR [--engines transformers,vllm] [--prompts default,mixed]
+                                   [--pairs 3] [--steps 24]
     python -m benchmarks.placement --directory DIR --deaths      a worker of each run is killed in mid-run
 
 `default` is the default task, sorting in writing. `mixed` is made here: half of its prompts are a list of
@@ -11,8 +12,10 @@ factor of 30, responses by about 10. All runs use the same builtin:tiny model, w
 The runs of a pair have the same seed and alternate in order. Figures exclude warm-up and run-out, as in
 `asyncrl bench`. Seconds mean little on a machine that others use; the other columns are counts:
 
-    slots      share of slots in use                       batch     tokens per decode step of a worker
-    workers    on how many workers a group began           prefill   prompt tokens that vLLM computed per group, without cached ones
+    slots      share of slots in use
+    batch      tokens per decode step of a worker
+    workers    on how many workers a group began
+    prefill    prompt tokens that vLLM computed per group, without cached ones
     discarded  tokens sampled and never trained, in the whole run
 """
 

@@ -32,8 +32,9 @@ from asyncrl_cli.simulate.workload_files import profile_for
 from asyncrl_cli.simulate.world import simulate
 
 Lines = Sequence[Mapping[str, Any]]
-HOW = """Seconds per train step. tokens: mean length of a profile's responses, which is a matter of what the model
-has learnt by then, and no simulation tells. SIMULATED*: told these lengths; all else is from the one calibrated run."""
+HOW = """Seconds per train step. tokens: mean length of a profile's responses, which is a matter of what the
+model has learnt by then, and no simulation tells. SIMULATED*: told these lengths; all else is from the one
+calibrated run."""
 SEEDS = 3
 """Simulated runs per profile; the median counts."""
 

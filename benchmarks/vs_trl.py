@@ -2,8 +2,8 @@
 batch and tokens.
 
     pip install 'trl>=1.16'
-    python -m benchmarks.vs_trl --directory DIR [--steps 40] [--repeat 3] [--side partial-rollout]... [--goal
-    0.9]
+    python -m benchmarks.vs_trl --directory DIR [--steps 40] [--repeat 3] [--side partial-rollout]...
+                                [--goal 0.9]
 
 Sides take turns; each repeat runs all of them. TRL generates with transformers' `generate`, in one process
 with all threads and in two processes with one thread each (`accelerate launch --cpu`), which is its best
@@ -12,8 +12,10 @@ warm-started model, with the default profile's learning rate, clip widths and te
 reference model. Columns are medians of the repeats (least-most):
 
     samples/s   trajectories trained per second, from the end of the first two steps to the end of the last
-    CPU s/step  CPU seconds of all processes of a side per step, after the first two; other work on the machine hardly changes it
-    goal, s     seconds of training until the mean reward of five steps in a row reaches --goal; "-" if it never does
+    CPU s/step  CPU seconds of all processes of a side per step, after the first two; other work on the
+                machine hardly changes it
+    goal, s     seconds of training until the mean reward of five steps in a row reaches --goal; "-" if it
+                never does
     reward      mean of the last ten steps
 """
 

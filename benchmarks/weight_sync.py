@@ -7,19 +7,26 @@ sync.
 For each size, a Qwen3 with that many MB of random float32 weights is trained, published and loaded by the
 same parts as in a run:
 
-    gather       PolicyTrainer.gather: full parameters into fresh buckets, and the probes' logprobs. The trainer stands still
-    send         fingerprints and ray.put (during training), ray.get, fingerprints again and the copy to where the engine loads from
-                 (during generation)
+    gather       PolicyTrainer.gather: full parameters into fresh buckets, and the probes' logprobs. The
+                 trainer stands still
+    send         fingerprints and ray.put (during training), ray.get, fingerprints again and the copy to where
+                 the engine loads from (during generation)
     load         the engine's own load: weights into the running model
-    stall        a worker's stall: from the beginning to the end of the pause (PauseReport.pause_s; interrupt keep-kv)
+    stall        a worker's stall: from the beginning to the end of the pause (PauseReport.pause_s; interrupt
+                 keep-kv)
     zero         the engine's pause and resume, with nothing in between
     memcpy       the same bytes from memory to memory, both warm
-    packing      the part of load in which vLLM's CPU layers make their own layout of the weights (none on a GPU)
-    fingerprint  the part of send in which the worker compares the fingerprints of all bytes. The trainer computes the same ones
-    probe        the engine's logprobs of the trainer's probes, after the load. vLLM scores them during generation; the embedded
-                 engine stands still for them, which is included in a run's sync/pause_s but not in `stall`
-    trainer      stall of the trainer: gather, and how much later its next work ends because a sync is sent at the same time
-    naive        state_dict() through one Ray object and then into the engine, with both sides waiting: the stall of both
+    packing      the part of load in which vLLM's CPU layers make their own layout of the weights (none on a
+                 GPU)
+    fingerprint  the part of send in which the worker compares the fingerprints of all bytes. The trainer
+                 computes the same ones
+    probe        the engine's logprobs of the trainer's probes, after the load. vLLM scores them during
+                 generation; the embedded engine stands still for them, which is included in a run's
+                 sync/pause_s but not in `stall`
+    trainer      stall of the trainer: gather, and how much later its next work ends because a sync is sent at
+                 the same time
+    naive        state_dict() through one Ray object and then into the engine, with both sides waiting: the
+                 stall of both
 
 Goal: (stall - zero) / memcpy <= 1.5: `x memcpy`. Seconds mean little on a machine that others use, so `x
 memcpy CPU` is the same in CPU seconds of the thread that loads (its pause costs none). After each load the
