@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from decimal import Decimal
 from itertools import product
@@ -11,10 +11,20 @@ import pytest
 
 from asyncrl_cli.base.errors import AsyncrlError, ConfigError
 from asyncrl_cli.bench.recommendation import scaled_sets, starting_point
-from asyncrl_cli.bench.search import SHORT_WINDOWS, Found, Outcome, Row, front, planned_windows, search
+from asyncrl_cli.bench.search import (
+    SHORT_WINDOWS,
+    Evaluate,
+    Found,
+    Outcome,
+    Row,
+    front,
+    planned_windows,
+    search,
+)
 from asyncrl_cli.bench.space import Setting, Space
 from asyncrl_cli.plan.cluster import ClusterResources, NodeResources
 from asyncrl_cli.plan.compiler import compile_job
+from asyncrl_cli.plan.job_plan import JobPlan
 from asyncrl_cli.profile.loaded import load
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.simulate.workload_files import load_workload
@@ -39,8 +49,12 @@ def profile_of(*sets: str, name: str = "partial-rollout") -> Profile:
 
 def space(*sets: str, gpus: int = 128, bound: int = 1, name: str = "partial-rollout") -> Space:
     profile = profile_of(f"placement.gpus={gpus}" if gpus else "placement.device=cpu", *sets, name=name)
-    cluster = ClusterResources(nodes=(NodeResources(name="all", cpus=8, gpus=gpus),), elastic_cpus=True)
-    return Space.around(profile, compile_job(profile, cluster), bound=bound)
+    return Space.around(profile, planned(profile, gpus), bound=bound)
+
+
+def planned(profile: Profile, gpus: int) -> JobPlan:
+    nodes = (NodeResources(name="all", cpus=8, gpus=gpus),)
+    return compile_job(profile, ClusterResources(nodes=nodes, elastic_cpus=True))
 
 
 def row_of(setting: Setting, time_s: float, staleness: float, windows: int) -> Row:
@@ -76,6 +90,13 @@ def model_time_s(setting: Setting) -> float:
         + slots_s
         + 0.1 * setting.window_steps
     )
+
+
+def evaluated(time_s: Callable[[Setting, int], float]) -> Evaluate:
+    """Evaluates by such a time, with as many versions of staleness as eta."""
+    return lambda settings, windows: [
+        row_of(one, time_s(one, windows), float(one.eta), windows) for one in settings
+    ]
 
 
 def model(setting: Setting, windows: int) -> Row:
@@ -122,15 +143,17 @@ def test_a_thousand_gpus_have_few_more_splits_to_try_and_the_best_is_narrowed_do
     assert ranks == [-256, -128, -64, -32, -16, -8, -4, 4, 8, 16, 32, 64, 128, 256]
 
 
-def test_tensor_parallel_workers_stay_whole() -> None:
-    assert splits(space("placement.gpus_per_rollout_worker=4", gpus=8)) == set()
-    assert splits(space("placement.gpus_per_rollout_worker=4", gpus=16)) == {"4:12", "12:4"}
-    found = splits(space("placement.gpus_per_rollout_worker=8", gpus=128))
-    assert found == {"56:72", "72:56", "48:80", "80:48", "32:96", "96:32"}
-
-
-def test_ranks_that_divide_sequences_stay_together() -> None:
-    assert splits(space("trainer.sequence_parallel_size=2", gpus=8)) == {"6:2", "2:6"}
+@pytest.mark.parametrize(
+    ("key", "gpus", "found"),
+    [
+        ("placement.gpus_per_rollout_worker=4", 8, set()),
+        ("placement.gpus_per_rollout_worker=4", 16, {"4:12", "12:4"}),
+        ("placement.gpus_per_rollout_worker=8", 128, {"56:72", "72:56", "48:80", "80:48", "32:96", "96:32"}),
+        ("trainer.sequence_parallel_size=2", 8, {"6:2", "2:6"}),
+    ],
+)
+def test_workers_and_ranks_that_belong_together_stay_whole(key: str, gpus: int, found: set[str]) -> None:
+    assert splits(space(key, gpus=gpus)) == found
 
 
 def test_processes_on_cpus_are_split_too() -> None:
@@ -176,32 +199,21 @@ def test_every_setting_of_a_space_is_a_profile_that_loads() -> None:
     assert len(found) > 50
     for setting in found:
         profile = profile_of("placement.gpus=128", *setting.sets)
-        cluster = ClusterResources(nodes=(NodeResources(name="all", cpus=8, gpus=128),), elastic_cpus=True)
-        assert Setting.of(profile, compile_job(profile, cluster)) == setting
+        assert Setting.of(profile, planned(profile, 128)) == setting
 
 
 def test_slack_beyond_what_an_eta_needs_is_searched_and_both_placements() -> None:
     wide = space(bound=3)
-    assert {one.max_staleness for one in wide.bounded_etas(wide.current) if one.eta == Decimal("0.5")} == {
-        1,
-        2,
-        3,
-    }
+    bounds = {one.max_staleness for one in wide.bounded_etas(wide.current) if one.eta == Decimal("0.5")}
+    assert bounds == {1, 2, 3}
     tried = {(one.slots, one.placement) for one in wide.slots_and_placements(wide.current)}
     assert tried == set(product((128, 192, 256), ("response", "group")))
 
 
 def test_the_recommended_setting_is_tried_without_a_bound_and_that_is_no_result() -> None:
-    def evaluate(settings: Sequence[Setting], windows: int) -> list[Outcome]:
-        return [
-            replace(
-                row := model(one, windows),
-                window_time_s=row.window_time_s * (0.9 if one.on_stale == "accept" else 1),
-            )
-            for one in settings
-        ]
-
-    found = search(space(), evaluate, LONG)
+    found = search(
+        space(), evaluated(lambda one, _: model_time_s(one) * (0.9 if one.on_stale == "accept" else 1)), LONG
+    )
     assert found.without_bound is not None
     assert found.without_bound.setting == replace(found.best.setting, on_stale="accept")
     assert found.without_bound.window_time_s == pytest.approx(0.9 * found.best.window_time_s)
@@ -242,29 +254,20 @@ def test_a_search_starts_with_the_profiles_split_scaled_to_all_of_the_gpus(
     sets: tuple[str, ...], gpus: int, split: tuple[int, int]
 ) -> None:
     profile = profile_of(*sets)
-    scaled = profile_of(*scaled_sets("big", profile, sets, gpus))
-    cluster = ClusterResources(nodes=(NodeResources(name="all", cpus=8, gpus=gpus),), elastic_cpus=True)
-    plan = compile_job(scaled, cluster)
+    plan = planned(profile_of(*scaled_sets("big", profile, sets, gpus)), gpus)
     assert (plan.trainer_workers, plan.rollout_workers) == split
     assert plan.gpus == gpus
 
 
-def test_gpus_that_ranks_and_workers_of_their_sizes_cannot_fill_are_refused() -> None:
-    sets = ("trainer.sequence_parallel_size=4", "placement.gpus_per_rollout_worker=2")
-    with pytest.raises(
-        ConfigError, match=r"--gpus 9: .*no split of 9 .*multiples of 4 .*worker has 2"
-    ) as caught:
-        scaled_sets("big", profile_of(*sets), sets, 9)
-    assert caught.value.hint == "--gpus 8, or no --gpus: then it is what the profile says"
-    with pytest.raises(
-        ConfigError, match=r"--gpus 5: .*no split of 5 .*multiples of 4 .*worker has 2"
-    ) as caught:
-        scaled_sets("big", profile_of(*sets), sets, 5)
-    assert str(caught.value.hint).startswith("--gpus 6, ")
-    odd = ("trainer.sequence_parallel_size=3", "placement.gpus_per_rollout_worker=2")
-    with pytest.raises(ConfigError, match="no split of 6 ") as caught:
-        scaled_sets("big", profile_of(*odd), odd, 6)
-    assert str(caught.value.hint).startswith("--gpus 5, ")
+@pytest.mark.parametrize(("sharing", "gpus", "fitting"), [(4, 9, 8), (4, 5, 6), (3, 6, 5)])
+def test_gpus_that_ranks_and_workers_of_their_sizes_cannot_fill_are_refused(
+    sharing: int, gpus: int, fitting: int
+) -> None:
+    sets = (f"trainer.sequence_parallel_size={sharing}", "placement.gpus_per_rollout_worker=2")
+    wrong = f"--gpus {gpus}: .*no split of {gpus} .*multiples of {sharing} .*worker has 2"
+    with pytest.raises(ConfigError, match=wrong) as caught:
+        scaled_sets("big", profile_of(*sets), sets, gpus)
+    assert caught.value.hint == f"--gpus {fitting}, or no --gpus: then it is what the profile says"
 
 
 def test_a_reward_model_without_a_list_of_tasks_is_said_to_need_one() -> None:
@@ -293,17 +296,13 @@ def test_a_search_with_scorers_apart_shifts_devices_to_and_from_them() -> None:
     near = {"6:0:2", "4:0:4", "5:1:2", "4:1:3", "3:3:2", "4:3:1", "2:4:2", "3:2:3", "2:2:4", "5:2:1"}
     assert splits(eight) == near
     for setting in eight.splits(eight.current):
-        plan = compile_job(profile_of(*sets, *setting.sets), gpus_of(8))
+        plan = planned(profile_of(*sets, *setting.sets), 8)
         ranks, scorers, workers = setting.devices.values()
         assert (plan.trainer_workers, plan.rollout_workers, plan.gpus) == (ranks, workers, 8)
         assert dict(plan.scorers) == ({"ref": scorers} if scorers else {})
         assert setting.to_json()["scorers"] == {"ref": scorers}
     half = profile_of(*sets, *scaled_sets("big", profile_of(*sets), sets, 4))
-    assert str(compile_job(half, gpus_of(4))).startswith("2 trainer + 1 ref + 1 rollout")
-
-
-def gpus_of(number: int) -> ClusterResources:
-    return ClusterResources(nodes=(NodeResources(name="all", cpus=8, gpus=number),), elastic_cpus=True)
+    assert str(planned(half, 4)).startswith("2 trainer + 1 ref + 1 rollout")
 
 
 def test_a_reward_model_always_keeps_a_device() -> None:
@@ -370,38 +369,23 @@ def test_a_split_that_only_a_larger_eta_makes_the_best_is_found() -> None:
     """At eta = 1 nothing is faster than 20:12, and eta = 2 makes that no faster, but it makes 24:8 the
     best."""
 
-    def evaluate(settings: Sequence[Setting], windows: int) -> list[Outcome]:
-        def time_s(setting: Setting) -> float:
-            generate_s = (
-                1500
-                * (0.75 if setting.eta >= 2 else 2 - min(float(setting.eta), 1.0))
-                / setting.devices["rollout"]
-            )
-            return max(3300 / setting.devices["trainer"], generate_s)
+    def time_s(setting: Setting, windows: int) -> float:
+        slowness = 0.75 if setting.eta >= 2 else 2 - min(float(setting.eta), 1.0)
+        return max(3300 / setting.devices["trainer"], 1500 * slowness / setting.devices["rollout"])
 
-        return [row_of(setting, time_s(setting), float(setting.eta), windows) for setting in settings]
-
-    best = search(space(gpus=32, bound=2), evaluate, LONG).best
-    assert (best.setting.split, best.setting.eta, best.window_time_s) == (
-        "24:8",
-        2,
-        pytest.approx(1500 * 0.75 / 8),
-    )
+    best = search(space(gpus=32, bound=2), evaluated(time_s), LONG).best
+    assert (best.setting.split, best.setting.eta, best.window_time_s) == ("24:8", 2, 1500 * 0.75 / 8)
 
 
 def test_long_runs_correct_what_short_ones_say_of_the_window() -> None:
     """K = 1 looks 2% faster than the current K = 4 in short runs, and is 5% slower. Half of the slots are
     better with either."""
 
-    def evaluate(settings: Sequence[Setting], windows: int) -> list[Outcome]:
+    def time_s(setting: Setting, windows: int) -> float:
         factors = {1: 0.98 if windows == SHORT_WINDOWS else 1.05, 4: 1.0}
-        times_s = [90 if one.slots == 128 else 100 for one in settings]
-        return [
-            row_of(one, time_s * factors.get(one.window_steps, 1.2), 0.5, windows)
-            for one, time_s in zip(settings, times_s, strict=True)
-        ]
+        return (90 if setting.slots == 128 else 100) * factors.get(setting.window_steps, 1.2)
 
-    best = search(space(), evaluate, LONG).best
+    best = search(space(), evaluated(time_s), LONG).best
     assert (best.setting.window_steps, best.setting.slots, best.window_time_s) == (4, 128, 90)
 
 
@@ -435,9 +419,7 @@ def test_a_setting_whose_run_fails_is_named_and_left_out() -> None:
 
 
 def test_a_search_of_which_every_run_fails_says_why() -> None:
-    with pytest.raises(
-        AsyncrlError, match=r"at most 1 versions of staleness could be simulated: worker died"
-    ):
+    with pytest.raises(AsyncrlError, match="at most 1 versions of staleness could be simulated: worker died"):
         search(space(), lambda settings, windows: ["worker died" for _ in settings], LONG)
 
 

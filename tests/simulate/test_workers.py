@@ -14,11 +14,11 @@ from asyncrl_cli.contracts.weight_version import Published
 from asyncrl_cli.measure.states import State
 from asyncrl_cli.simulate.responses import WorkerTimes
 from asyncrl_cli.simulate.sequences import ToolWait
-from asyncrl_cli.simulate.simulated_trainer import SharedMachine, SimulatedTrainer, TrainerTimes
+from asyncrl_cli.simulate.simulated_trainer import SharedMachine
 from asyncrl_cli.simulate.simulated_worker import SimulatedWorker
 from asyncrl_cli.simulate.workload import Decoding
-from asyncrl_cli.simulate.world import run_virtual
 from tests.loop.proof.faults import FATAL, Fault, FaultKind, Faults, FaultyWorker, draw_faults
+from tests.simulate.virtual import virtual
 
 
 def lengths(*tokens):
@@ -78,97 +78,82 @@ async def timed(work):
     return result, now_s()
 
 
-def test_a_group_ends_with_its_last_reward_and_its_slots_are_free_before():
-    async def main():
-        worker = make(reward_s=lambda rng: 2.0)
-        await load(worker, 0)
-        worker.submit(group())
-        await asyncio.sleep(6)  # both have ended at 3 and 5 s, the last reward comes at 7 s
-        progress = await worker.progress(0)
-        return await ended(worker, group()), progress
-
-    ((result, ended_s),), progress = run_virtual(main())
+@virtual
+async def test_a_group_ends_with_its_last_reward_and_its_slots_are_free_before():
+    worker = make(reward_s=lambda rng: 2.0)
+    await load(worker, 0)
+    worker.submit(group())
+    await asyncio.sleep(6)  # both have ended at 3 and 5 s, the last reward comes at 7 s
+    progress = await worker.progress(0)
+    ((result, ended_s),) = await ended(worker, group())
     assert ended_s == 7.0
     assert [meta.response_tokens for meta in result.trajectories] == [3, 5]
     assert {meta.version_tokens for meta in result.trajectories} == {((0, 3),), ((0, 5),)}
     assert progress.freed_slots == {group().key: 2}
-    assert progress.reports[0].gauges["running_sequences"] == 0
-    assert progress.reports[0].gauges["running_tokens"] == 8
-    assert progress.reports[0].sums["running_sequence_s"] == 3 + 5
-    assert progress.reports[0].sums["idle_s"] == 1
-    assert progress.reports[0].sums["sampled_tokens"] == 8
+    (report,) = progress.reports
+    assert (report.gauges["running_sequences"], report.gauges["running_tokens"]) == (0, 8)
+    assert report.sums["running_sequence_s"] == 3 + 5
+    assert (report.sums["idle_s"], report.sums["sampled_tokens"]) == (1, 8)
 
 
 @pytest.mark.parametrize(("hold_slots", "first_s", "second_s"), [(True, 13.0, 22.0), (False, 15.0, 12.0)])
-def test_a_trajectory_at_a_tool_holds_its_slot_or_leaves_it_to_another(hold_slots, first_s, second_s):
+@virtual
+async def test_a_trajectory_at_a_tool_holds_its_slot_or_leaves_it_to_another(hold_slots, first_s, second_s):
     """One slot. The first makes 3 tokens, waits 7 s for a tool and makes 3 more. The second, of 9 tokens,
     gets the slot when the first has ended at 13 s; or at 3 s, and then the first is back at 10 s, goes on at
     12 s and ends at 15 s."""
-
-    async def main():
-        calls = {3: [ToolWait(7.0, 5, 3)], 9: []}
-        worker = make(
-            slots=1,
-            response_tokens=lambda rng, n: [3] if rng.random() == random.Random(0).random() else [9],
-            tool_calls=lambda rng, tokens: calls[tokens],
-            hold_slots=hold_slots,
-        )
-        await load(worker, 0)
-        worker.submit(part(0, 0, 0))
-        worker.submit(part(1, 0, 0))
-        await asyncio.sleep(5)
-        progress = await worker.progress(0)
-        (first, came_first_s), (_, came_second_s) = await ended(worker, part(0, 0, 0), part(1, 0, 0))
-        return progress, first.trajectories[0], came_first_s, came_second_s
-
-    progress, meta, came_first_s, came_second_s = run_virtual(main())
-    assert (came_first_s, came_second_s) == (
-        pytest.approx(first_s, abs=0.2),
-        pytest.approx(second_s, abs=0.2),
+    calls = {3: [ToolWait(7.0, 5, 3)], 9: []}
+    worker = make(
+        slots=1,
+        response_tokens=lambda rng, n: [3] if rng.random() == random.Random(0).random() else [9],
+        tool_calls=lambda rng, tokens: calls[tokens],
+        hold_slots=hold_slots,
     )
+    await load(worker, 0)
+    worker.submit(part(0, 0, 0))
+    worker.submit(part(1, 0, 0))
+    await asyncio.sleep(5)
+    progress = await worker.progress(0)
+    (first, came_first_s), (_, came_second_s) = await ended(worker, part(0, 0, 0), part(1, 0, 0))
+    assert (came_first_s, came_second_s) == pytest.approx((first_s, second_s), abs=0.2)
+    (meta,) = first.trajectories
     assert (meta.num_turns, meta.tool_s, meta.prompt_tokens, meta.response_tokens) == (2, 7.0, 4 + 5, 6)
     assert progress.freed_slots == ({} if hold_slots else {part(0, 0, 0).key: 1})
-    report = progress.reports[0]
+    (report,) = progress.reports
     assert report.state is (State.WAITING if hold_slots else State.BUSY)
     assert report.waiting_for == ("a tool of p0@0.0/0 (2 s so far)" if hold_slots else "")
     assert report.sums["waiting_trajectory_s"] == pytest.approx(2.0)
 
 
-def test_tools_that_fail_fail_their_trajectory_alone_and_a_drain_waits_for_those_that_go_on():
-    async def main():
-        tools = {3: [ToolWait(4.0, 0, 0, "tool-died")], 5: [ToolWait(20.0, 1, 2)]}
-        worker = make(tool_calls=lambda rng, tokens: tools[tokens])
-        await load(worker, 0)
-        worker.submit(group())
-        await asyncio.sleep(6)
-        _, loaded_s = await timed(load(worker, 1, "drain"))
-        ((result, ended_s),) = await ended(worker, group())
-        return result, ended_s, loaded_s
-
-    result, ended_s, loaded_s = run_virtual(main())
+@virtual
+async def test_tools_that_fail_fail_their_trajectory_alone_and_a_drain_waits_for_those_that_go_on():
+    tools = {3: [ToolWait(4.0, 0, 0, "tool-died")], 5: [ToolWait(20.0, 1, 2)]}
+    worker = make(tool_calls=lambda rng, tokens: tools[tokens])
+    await load(worker, 0)
+    worker.submit(group())
+    await asyncio.sleep(6)
+    _, loaded_s = await timed(load(worker, 1, "drain"))
+    ((result, ended_s),) = await ended(worker, group())
     assert [failure.kind for failure in result.failures] == ["tool-died"]
     assert [meta.version_tokens for meta in result.trajectories] == [((0, 7),)]
     assert result.failed_tokens == 3
     assert loaded_s == 5 + 20 + 2 <= ended_s
 
 
-def test_a_response_has_the_same_length_on_any_worker_in_any_part_whatever_happened_before():
-    async def main(name, before):
-        worker = make(name=name, response_tokens=lambda rng, n: [rng.randint(1, 99) for _ in range(n)])
-        await load(worker, 0)
-        for number in range(before):
-            await generate(worker, group(number + 10))
-        worker.submit(part(1, 0, 0, 2))
-        results = await ended(worker, part(1, 0)), [(await generate(worker, part(1, 1, 1, 3)), 0.0)]
-        return [[meta.response_tokens for meta in result.trajectories] for ((result, _),) in results]
-
+@pytest.mark.parametrize(("name", "before"), [("rollout-0", 0), ("rollout-5", 3)])
+@virtual
+async def test_a_response_has_the_same_length_on_any_worker_in_any_part_whatever_happened_before(
+    name, before
+):
+    worker = make(name=name, response_tokens=lambda rng, n: [rng.randint(1, 99) for _ in range(n)])
+    await load(worker, 0)
+    for number in range(before):
+        await generate(worker, group(number + 10))
+    results = [await generate(worker, part(1, 0, 0, 2)), await generate(worker, part(1, 1, 1, 3))]
     rng = random.Random(1)
     expected = [rng.randint(1, 99) for _ in range(4)]
-    assert (
-        run_virtual(main("rollout-0", 0))
-        == run_virtual(main("rollout-5", 3))
-        == [expected[::2], expected[1::2]]
-    )
+    found = [[meta.response_tokens for meta in result.trajectories] for result in results]
+    assert found == [expected[::2], expected[1::2]]
 
 
 @pytest.mark.parametrize(
@@ -181,107 +166,93 @@ def test_a_response_has_the_same_length_on_any_worker_in_any_part_whatever_happe
         ("drain", [((0, 3),), ((0, 5),)], 5 + 4.0, 5.0),
     ],
 )
-def test_a_load_freezes_recomputes_or_drains(interrupt, versions, loaded_s, ended_s):
-    async def main():
-        decoding = Decoding(step_s=1.0, step_s_per_sequence=0.0, prefill_s_per_token=0.1)
-        worker = make(decoding=decoding, prompt_tokens=10, load_s=lambda rng: 3.0, pause_s=1.0)
-        await load(worker, 0)
-        began_s = now_s()
-        worker.submit(group())
-        running = asyncio.create_task(ended(worker, group()))
-        prefill_s = 2 * 10 * 0.1
-        await asyncio.sleep(prefill_s + 2.0)
-        report = await load(worker, 1, interrupt)
-        at_load_s = now_s() - began_s - prefill_s
-        ((result, end_s),) = await running
-        state_s = (await worker.progress(0)).reports[0].state_s
-        return report, at_load_s, result, end_s - began_s - prefill_s, state_s
-
-    report, at_load_s, result, end_s, state_s = run_virtual(main())
+@virtual
+async def test_a_load_freezes_recomputes_or_drains(interrupt, versions, loaded_s, ended_s):
+    decoding = Decoding(step_s=1.0, step_s_per_sequence=0.0, prefill_s_per_token=0.1)
+    worker = make(decoding=decoding, prompt_tokens=10, load_s=lambda rng: 3.0, pause_s=1.0)
+    await load(worker, 0)
+    worker.submit(group())
+    begin_s = now_s() + 2 * 10 * 0.1  # after the prefill
+    running = asyncio.create_task(ended(worker, group()))
+    await asyncio.sleep(begin_s - now_s() + 2.0)
+    report = await load(worker, 1, interrupt)
+    assert now_s() - begin_s == pytest.approx(loaded_s)
+    ((result, end_s),) = await running
+    assert end_s - begin_s == pytest.approx(ended_s)
     assert [meta.version_tokens for meta in result.trajectories] == versions
-    assert (at_load_s, end_s) == (pytest.approx(loaded_s), pytest.approx(ended_s))
     assert (report.load_s, report.pause_s) == (3.0, 4.0)
-    assert state_s["loading"] == pytest.approx(4.0 + 4.0)
+    assert (await worker.progress(0)).reports[0].state_s["loading"] == pytest.approx(4.0 + 4.0)
 
 
-def test_a_drain_lets_nobody_begin_before_the_load():
-    async def main():
-        worker = make(slots=2)
-        await load(worker, 0)
-        worker.submit(group(0))
-        await asyncio.sleep(1)
-        loading = asyncio.create_task(load(worker, 1, "drain"))
-        await asyncio.sleep(1)
-        worker.submit(group(1))
-        results = await ended(worker, group(0), group(1))
-        await loading
-        return [meta.version_tokens for result, _ in results for meta in result.trajectories]
+@virtual
+async def test_a_drain_lets_nobody_begin_before_the_load():
+    worker = make(slots=2)
+    await load(worker, 0)
+    worker.submit(group(0))
+    await asyncio.sleep(1)
+    loading = asyncio.create_task(load(worker, 1, "drain"))
+    await asyncio.sleep(1)
+    worker.submit(group(1))
+    results = await ended(worker, group(0), group(1))
+    await loading
+    versions = [meta.version_tokens for result, _ in results for meta in result.trajectories]
+    assert versions == [((0, 3),), ((0, 5),), ((1, 3),), ((1, 5),)]
 
-    assert run_virtual(main()) == [((0, 3),), ((0, 5),), ((1, 3),), ((1, 5),)]
 
-
-def test_the_parts_of_an_aborted_group_return_at_once_with_the_tokens_they_cost_and_free_their_slots():
-    async def main():
-        worker = make(slots=2)
-        await load(worker, 0)
-        worker.submit(part(0, 0, 0))
-        worker.submit(part(0, 1, 1))
-        worker.submit(group(1))
-        results = asyncio.create_task(ended(worker, part(0, 0), part(0, 1), group(1)))
-        await asyncio.sleep(3.5)
-        await worker.abort(AttemptKey("p0", 0, 0))
-        await worker.abort(AttemptKey("nobody's", 0, 0))
-        return await results
-
-    (whole, _), (aborted, aborted_s), (_, second_s) = run_virtual(main())
+@virtual
+async def test_the_parts_of_an_aborted_group_return_at_once_with_the_tokens_they_cost_and_free_their_slots():
+    worker = make(slots=2)
+    await load(worker, 0)
+    worker.submit(part(0, 0, 0))
+    worker.submit(part(0, 1, 1))
+    worker.submit(group(1))
+    results = asyncio.create_task(ended(worker, part(0, 0), part(0, 1), group(1)))
+    await asyncio.sleep(3.5)
+    await worker.abort(AttemptKey("p0", 0, 0))
+    await worker.abort(AttemptKey("nobody's", 0, 0))
+    (whole, _), (aborted, aborted_s), (_, second_s) = await results
     assert [meta.response_tokens for meta in whole.trajectories] == [3], "it had ended before"
     assert (aborted.trajectories, aborted.failures, aborted.failed_tokens, aborted_s) == ((), (), 3, 3.5)
     assert second_s == 3.5 + 5  # its first sequence began at 3 s, its second at 3.5 s
 
 
-def test_evals_wait_for_slots_like_groups_and_can_be_aborted():
-    async def main():
-        worker = make(slots=2, response_tokens=lengths(4, 4), reward_s=lambda rng: 1.0)
-        await load(worker, 0)
-        worker.submit(group())
-        tries = tuple(EvalTry({"uid": str(number)}) for number in range(5))
-        running = asyncio.create_task(ended(worker, group()))
-        answers = asyncio.create_task(timed(worker.evaluate(EvalRequest(version=0, tries=tries, seed=0))))
-        await asyncio.sleep(10.5)  # two have their rewards at 9 s, two more run from 8 s, one waits
-        await worker.abort_evals()
-        return await running, await answers, (await worker.progress(0)).reports[0].sums
-
-    ((_, group_s),), (result, eval_s), sums = run_virtual(main())
+@virtual
+async def test_evals_wait_for_slots_like_groups_and_can_be_aborted():
+    worker = make(slots=2, response_tokens=lengths(4, 4), reward_s=lambda rng: 1.0)
+    await load(worker, 0)
+    worker.submit(group())
+    tries = tuple(EvalTry({"uid": str(number)}) for number in range(5))
+    running = asyncio.create_task(ended(worker, group()))
+    answers = asyncio.create_task(timed(worker.evaluate(EvalRequest(version=0, tries=tries, seed=0))))
+    await asyncio.sleep(10.5)  # two have their rewards at 9 s, two more run from 8 s, one waits
+    await worker.abort_evals()
+    ((_, group_s),), (result, eval_s) = await running, await answers
     assert (group_s, eval_s) == (5.0, 10.5)
     assert [outcome.response_tokens for outcome in result.outcomes[:2]] == [4, 4]
     assert [failure.kind for failure in result.outcomes[2:]] == ["aborted"] * 3
-    assert sums["eval_s"] == 10.5
+    assert (await worker.progress(0)).reports[0].sums["eval_s"] == 10.5
 
 
-def test_progress_comes_at_a_change_but_not_more_often_than_allowed_and_after_a_while_anyway():
-    async def main():
-        worker = make(response_tokens=lengths(3, 5), progress_s=4.0, poll_s=30.0)
-        await load(worker, 0)
-        seen, times = (await worker.progress(0)).seen, []
-        worker.submit(part(0, 0, 0))
-        worker.submit(part(0, 1, 1))
-        for _ in range(4):
-            seen = (await worker.progress(seen)).seen
-            times.append(now_s())
-        return times
-
+@virtual
+async def test_progress_comes_at_a_change_but_not_more_often_than_allowed_and_after_a_while_anyway():
+    worker = make(response_tokens=lengths(3, 5), progress_s=4.0, poll_s=30.0)
+    await load(worker, 0)
+    seen, times = (await worker.progress(0)).seen, []
+    worker.submit(part(0, 0, 0))
+    worker.submit(part(0, 1, 1))
+    for _ in range(4):
+        seen = (await worker.progress(seen)).seen
+        times.append(now_s())
     # Changes: busy at 0 s; ends at 3 and 5 s. Reports: 4 s after the first at 0; at once when nothing runs
     # any more; then at rest, 30 s later each.
-    assert run_virtual(main()) == [4.0, 5.0, 35.0, 65.0]
+    assert times == [4.0, 5.0, 35.0, 65.0]
 
 
-def test_a_share_of_rewards_raises():
-    async def main():
-        worker = make(slots=64, response_tokens=lambda rng, n: [1] * n, failure_ratio=0.3)
-        await load(worker, 0)
-        return [await generate(worker, group(number, n=50)) for number in range(20)]
-
-    results = run_virtual(main())
+@virtual
+async def test_a_share_of_rewards_raises():
+    worker = make(slots=64, response_tokens=lambda rng, n: [1] * n, failure_ratio=0.3)
+    await load(worker, 0)
+    results = [await generate(worker, group(number, n=50)) for number in range(20)]
     failed = sum(len(result.failures) for result in results)
     assert 240 < failed < 360
     assert all(len(result.failures) + len(result.trajectories) == 50 for result in results)
@@ -296,148 +267,123 @@ async def follow(worker):
 
 @pytest.mark.parametrize("what", ["progress", "load", "abort", "evaluate", "pause"])
 @pytest.mark.parametrize("kind", [FaultKind.WORKER_DIES, FaultKind.WORKER_HANGS])
-def test_a_worker_that_dies_or_hangs_fails_every_call_in_its_name(what, kind):
-    async def main():
-        faults = Faults([Fault(kind=kind, executor="rollout-0", at_s=10.0)])
-        worker = make(
-            faults=faults,
-            response_tokens=lengths(90, 90),
-            load_s=lambda rng: 4.0,
-            call_timeout_s=50.0,
-            weights_timeout_s=20.0,
-        )
-        await load(worker, 0)
-        await worker.prefetch(Published(version=1, num_bytes=0, publish_s=0.0, handle=None))
-        await asyncio.sleep(4)
-        calls = {
-            "progress": lambda: follow(worker),
-            "load": lambda: worker.load(1, "keep-kv"),
-            "abort": lambda: worker.abort(AttemptKey("p0", 0, 0)),
-            "evaluate": lambda: worker.evaluate(
-                EvalRequest(version=0, tries=(EvalTry({"uid": "0"}),), seed=0)
-            ),
-            "pause": worker.pause,
-        }
-        if what in ("abort", "evaluate", "pause"):
-            await asyncio.sleep(8)
-        began_s = now_s()
+@virtual
+async def test_a_worker_that_dies_or_hangs_fails_every_call_in_its_name(what, kind):
+    faults = Faults([Fault(kind=kind, executor="rollout-0", at_s=10.0)])
+    worker = make(
+        faults=faults,
+        response_tokens=lengths(90, 90),
+        load_s=lambda rng: 4.0,
+        call_timeout_s=50.0,
+        weights_timeout_s=20.0,
+    )
+    await load(worker, 0)
+    await worker.prefetch(Published(version=1, num_bytes=0, publish_s=0.0, handle=None))
+    await asyncio.sleep(4)
+    calls = {
+        "progress": lambda: follow(worker),
+        "load": lambda: worker.load(1, "keep-kv"),
+        "abort": lambda: worker.abort(AttemptKey("p0", 0, 0)),
+        "evaluate": lambda: worker.evaluate(EvalRequest(version=0, tries=(EvalTry({"uid": "0"}),), seed=0)),
+        "pause": worker.pause,
+    }
+    if what in ("abort", "evaluate", "pause"):
+        await asyncio.sleep(8)
+    began_s, call = now_s(), calls[what]
+    if kind is FaultKind.WORKER_HANGS and what == "evaluate":
         # it has no limit: who follows the worker has
-        if kind is FaultKind.WORKER_HANGS and what == "evaluate":
-            with pytest.raises(TimeoutError):
-                async with asyncio.timeout(500):
-                    await calls[what]()
-            what_fails = calls["progress"]
-        else:
-            what_fails = calls[what]
-        with pytest.raises(ExecutorFailed) as failed:
-            await what_fails()
-        return str(failed.value), now_s() - began_s, dict(faults.happened)
-
-    message, after_s, happened = run_virtual(main())
-    assert happened == {kind: 1}
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(500):
+                await call()
+        call = calls["progress"]
+    with pytest.raises(ExecutorFailed) as failed:
+        await call()
+    message, after_s = str(failed.value), now_s() - began_s
+    assert dict(faults.happened) == {kind: 1}
     if kind is FaultKind.WORKER_DIES:
         assert message == "rollout-0 failed: simulated death at 10 s"
         assert after_s <= 2.0
     elif what == "load":
-        assert message == (
-            "rollout-0 failed: the load of version 1 (keep-kv) took longer than weights.timeout_s = 20 s"
-        )
-        assert after_s == 20.0
+        late = "the load of version 1 (keep-kv) took longer than weights.timeout_s = 20 s"
+        assert (message, after_s) == (f"rollout-0 failed: {late}", 20.0)
     else:
         assert "took longer than rollout.call_timeout_s = 50 s" in message
         assert message.startswith("rollout-0 failed: ")
 
 
-def test_a_hang_is_ended_by_the_limits_even_if_nothing_else_is_scheduled():
-    async def main():
-        worker = make(faults=Faults([Fault(kind=FaultKind.WORKER_HANGS, executor="rollout-0", at_s=2.0)]))
-        await load(worker, 0)
-        worker.submit(group())
+@virtual
+async def test_a_hang_is_ended_by_the_limits_even_if_nothing_else_is_scheduled():
+    worker = make(faults=Faults([Fault(kind=FaultKind.WORKER_HANGS, executor="rollout-0", at_s=2.0)]))
+    await load(worker, 0)
+    worker.submit(group())
+    limit = r"a progress report took longer than rollout\.call_timeout_s = 600 s"
+    with pytest.raises(ExecutorFailed, match=limit):
         await follow(worker)
 
-    with pytest.raises(
-        ExecutorFailed, match=r"a progress report took longer than rollout\.call_timeout_s = 600 s"
-    ):
-        run_virtual(main())
+
+@virtual
+async def test_transfers_may_lag_repeat_themselves_or_get_lost():
+    faults = Faults(
+        [
+            Fault(kind=FaultKind.LATE_PREFETCH, executor="rollout-0", nth=2, seconds=7.0),
+            Fault(kind=FaultKind.REPEATED_PREFETCH, executor="rollout-0", nth=2, seconds=3.0),
+            Fault(kind=FaultKind.SLOW_LOAD, executor="rollout-0", nth=3, seconds=11.0),
+            Fault(kind=FaultKind.LOST_PREFETCH, executor="rollout-0", nth=4),
+        ]
+    )
+    worker, times = make(faults=faults, load_s=lambda rng: 1.0), []
+    for version in (0, 1, 2):
+        await load(worker, version)
+        times.append(now_s())
+    with pytest.raises(ExecutorFailed, match="version 3 on its way"):
+        await load(worker, 3)
+    with pytest.raises(ExecutorFailed, match="version 3 on its way"):
+        await worker.progress(0)
+    assert (times, worker.loads, worker.version) == ([1.0, 9.0, 21.0], [0, 1, 2], 2)
+    assert faults.pending == []
+    assert sum(faults.happened.values()) == 4
 
 
-def test_transfers_may_lag_repeat_themselves_or_get_lost():
-    faults = [
-        Fault(kind=FaultKind.LATE_PREFETCH, executor="rollout-0", nth=2, seconds=7.0),
-        Fault(kind=FaultKind.REPEATED_PREFETCH, executor="rollout-0", nth=2, seconds=3.0),
-        Fault(kind=FaultKind.SLOW_LOAD, executor="rollout-0", nth=3, seconds=11.0),
-        Fault(kind=FaultKind.LOST_PREFETCH, executor="rollout-0", nth=4),
-    ]
-    together = Faults(faults)
-
-    async def main():
-        worker, times = make(faults=together, load_s=lambda rng: 1.0), []
-        for version in (0, 1, 2):
-            await load(worker, version)
-            times.append(now_s())
-        with pytest.raises(ExecutorFailed, match="version 3 on its way"):
-            await load(worker, 3)
-        with pytest.raises(ExecutorFailed, match="version 3 on its way"):
-            await worker.progress(0)
-        return times, worker.loads, worker.version
-
-    assert run_virtual(main()) == ([1.0, 9.0, 21.0], [0, 1, 2], 2)
-    assert together.pending == []
-    assert sum(together.happened.values()) == 4
-
-
-def test_a_restarted_worker_is_a_fresh_one_that_what_was_on_its_way_to_the_old_one_does_not_reach():
+@virtual
+async def test_a_restarted_worker_is_a_fresh_one_that_what_was_on_its_way_to_the_old_one_does_not_reach():
     faults = [
         Fault(kind=FaultKind.REPEATED_PREFETCH, executor="rollout-0", nth=2, seconds=30.0),
         Fault(kind=FaultKind.WORKER_DIES, executor="rollout-0", at_s=5.0),
         Fault(kind=FaultKind.WORKER_DIES, executor="rollout-0", at_s=60.0),
     ]
-
-    async def main():
-        machine = SharedMachine(training_ratio=1.0)
-        worker = make(
-            faults=Faults(faults),
-            machine=machine,
-            restart_s=lambda rng: 4.0,
-            reward_s=lambda rng: 9.0,
-            response_tokens=lengths(2, 90),
-        )
-        await load(worker, 0)
-        await load(worker, 1)
-        worker.submit(group())
-        with pytest.raises(ExecutorFailed, match="death at 5 s"):
-            await follow(worker)
-        await asyncio.sleep(1.0)
-        await worker.restart()
-        back_s, version = now_s(), worker.version
-        report = (await worker.progress(0)).reports[0]
-        assert await machine.compute(1.0) == 1.0, "the old engine still slows the machine down"
-        await load(worker, 0)
-        await asyncio.sleep(30.0)
-        with pytest.raises(AssertionError, match="has received 0"):
-            await worker.load(1, "keep-kv")
-        with pytest.raises(ExecutorFailed, match="death at 60 s"):
-            await generate(worker, group(1))
-        return (
-            back_s,
-            version,
-            report.sums["idle_s"],
-            report.sums["running_sequence_s"],
-            report.gauges["running_sequences"],
-        )
-
-    assert run_virtual(main()) == (10.0, -1, 5.0, 0.0, 0)
+    machine = SharedMachine(training_ratio=1.0)
+    worker = make(
+        faults=Faults(faults),
+        machine=machine,
+        restart_s=lambda rng: 4.0,
+        reward_s=lambda rng: 9.0,
+        response_tokens=lengths(2, 90),
+    )
+    await load(worker, 0)
+    await load(worker, 1)
+    worker.submit(group())
+    with pytest.raises(ExecutorFailed, match="death at 5 s"):
+        await follow(worker)
+    await asyncio.sleep(1.0)
+    await worker.restart()
+    assert (now_s(), worker.version) == (10.0, -1)
+    report = (await worker.progress(0)).reports[0]
+    sums, running = report.sums, report.gauges["running_sequences"]
+    assert (sums["idle_s"], sums["running_sequence_s"], running) == (5.0, 0.0, 0)
+    assert await machine.compute(1.0) == 1.0, "the old engine still slows the machine down"
+    await load(worker, 0)
+    await asyncio.sleep(30.0)
+    with pytest.raises(AssertionError, match="has received 0"):
+        await worker.load(1, "keep-kv")
+    with pytest.raises(ExecutorFailed, match="death at 60 s"):
+        await generate(worker, group(1))
 
 
-def test_a_reward_that_raises_costs_one_trajectory():
-    faults = Faults([Fault(kind=FaultKind.REWARD_RAISES, executor="rollout-0", nth=2)])
-
-    async def main():
-        worker = make(faults=faults)
-        await load(worker, 0)
-        return [len((await generate(worker, group(number))).failures) for number in range(3)]
-
-    assert run_virtual(main()) == [0, 1, 0]
+@virtual
+async def test_a_reward_that_raises_costs_one_trajectory():
+    worker = make(faults=Faults([Fault(kind=FaultKind.REWARD_RAISES, executor="rollout-0", nth=2)]))
+    await load(worker, 0)
+    assert [len((await generate(worker, group(number))).failures) for number in range(3)] == [0, 1, 0]
 
 
 def test_faults_come_from_their_seed_and_half_of_the_seeds_are_fatal():
@@ -454,33 +400,23 @@ def test_faults_come_from_their_seed_and_half_of_the_seeds_are_fatal():
     assert {fault.kind for seed in range(400) for fault in drawn(seed)} == set(FaultKind) - drawn_elsewhere
 
 
-def test_on_a_shared_machine_trainer_and_workers_slow_each_other_down():
-    async def main():
-        machine = SharedMachine(generation_ratio=0.5, training_ratio=1.0)
-        worker = make(machine=machine, response_tokens=lengths(10, 10))
-        trainer = SimulatedTrainer(
-            TrainerTimes(train_s=lambda batch: 4.0, old_logprob_s=lambda batch: 0.0), machine=machine
-        )
-        await load(worker, 0)
-        worker.submit(group())
-        running = asyncio.create_task(ended(worker, group()))
-        await asyncio.sleep(4)
-        took_s = await machine.compute(6.0)
-        return took_s, (await running)[0][1], trainer
-
-    # 4 tokens alone, 6 more at 1.5 s: until 13 s, by when the trainer, at half its speed, has 1.5 of its 6 s
-    # left.
-    took_s, ended_s, _ = run_virtual(main())
-    assert ended_s == pytest.approx(4 + 6 * 1.5)
-    assert took_s == pytest.approx(9 + 1.5)
+@virtual
+async def test_on_a_shared_machine_trainer_and_workers_slow_each_other_down():
+    """4 tokens alone, 6 more at 1.5 s: until 13 s, by when the trainer, at half its speed, has 1.5 of its 6 s
+    left."""
+    machine = SharedMachine(generation_ratio=0.5, training_ratio=1.0)
+    worker = make(machine=machine, response_tokens=lengths(10, 10))
+    await load(worker, 0)
+    worker.submit(group())
+    running = asyncio.create_task(ended(worker, group()))
+    await asyncio.sleep(4)
+    assert await machine.compute(6.0) == pytest.approx(9 + 1.5)
+    assert (await running)[0][1] == pytest.approx(4 + 6 * 1.5)
 
 
-def test_workers_differ_in_speed_as_much_as_asked():
+@virtual
+async def test_workers_differ_in_speed_as_much_as_asked():
     uneven = Decoding(step_s=1.0, step_s_per_sequence=0.0, speed_spread=0.2)
-
-    async def main():
-        return [make(name=f"rollout-{number}", decoding=uneven).speed for number in range(200)]
-
-    speeds = run_virtual(main())
+    speeds = [make(name=f"rollout-{number}", decoding=uneven).speed for number in range(200)]
     assert 0.8 <= min(speeds) < 0.82
     assert 1.18 < max(speeds) <= 1.2

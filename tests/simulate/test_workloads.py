@@ -8,6 +8,7 @@ import pytest
 from asyncrl_cli.base.errors import ConfigError
 from asyncrl_cli.cli.app import run
 from asyncrl_cli.profile.arithmetic import Schedule
+from asyncrl_cli.profile.rollout_sections import AsyncTrainingSection
 from asyncrl_cli.profile.toml_files import shipped_profiles, shipped_workloads
 from asyncrl_cli.simulate.responses import ResponseLengths
 from asyncrl_cli.simulate.workload import Lengths
@@ -73,12 +74,7 @@ def test_the_help_of_bench_names_every_workload(capsys, monkeypatch):
         ("step_s = 0.01\n", "", "decoding.step_s is missing", "Seconds of a decode step"),
         ("step_s = 0.01\n", "step_s = -1.0\n", "decoding.step_s = -1.0", "Seconds of a decode step"),
         ("slots = 8", "slot = 8", "unknown key rollout.slot", "rollout.slots"),
-        (
-            "[profiles.stale-samples.",
-            "[profiles.stale-sample.",
-            "there is no profile 'stale-sample'",
-            "stale-samples",
-        ),
+        ("stale-samples.", "stale-sample.", "there is no profile 'stale-sample'", "stale-samples"),
         ("sigma = 0.5\n", "", "needs lengths.median_tokens and lengths.sigma", "sigma = "),
         ("[decoding]", "[decodings]", "unknown key decodings", "decoding"),
     ],
@@ -105,32 +101,27 @@ def test_a_workload_lies_above_the_profile_and_below_environment_and_sets(tmp_pa
     assert plain.profile.rollout.slots == 8
     assert plain.profile.async_training.trigger_parameter_sync_step == 4
     assert plain.origins["rollout.slots"] == "workload small"
-    assert (
-        profile_for(workload, "stale-samples", environ={"ASYNCRL_ROLLOUT__SLOTS": "9"}).profile.rollout.slots
-        == 9
-    )
-    assert (
-        profile_for(
-            workload, "stale-samples", ["rollout.slots=10"], environ={"ASYNCRL_ROLLOUT__SLOTS": "9"}
-        ).profile.rollout.slots
-        == 10
-    )
+    environ = {"ASYNCRL_ROLLOUT__SLOTS": "9"}
+    for sets, slots in (((), 9), (("rollout.slots=10",), 10)):
+        loaded = profile_for(workload, "stale-samples", sets, environ=environ)
+        assert loaded.profile.rollout.slots == slots
 
 
 def test_a_file_has_the_keys_that_the_workload_sets_for_the_profile_it_extends_below_its_own(
     tmp_path: Path,
 ) -> None:
     workload = load_workload(small(tmp_path))
-    own = tmp_path / "own.toml"
-    own.write_text('extends = "stale-samples"\n', encoding="utf-8")
-    assert profile_for(workload, str(own), environ={}).profile.async_training.trigger_parameter_sync_step == 4
-    own.write_text(
-        'extends = "stale-samples"\nasync_training.trigger_parameter_sync_step = 3\n', encoding="utf-8"
-    )
-    assert profile_for(workload, str(own), environ={}).profile.async_training.trigger_parameter_sync_step == 3
-    own.write_text('extends = "partial-rollout"\n', encoding="utf-8")
+
+    def schedule_of(toml: str) -> AsyncTrainingSection:
+        (tmp_path / "mine.toml").write_text(toml, encoding="utf-8")
+        return profile_for(workload, str(tmp_path / "mine.toml"), environ={}).profile.async_training
+
+    stale = 'extends = "stale-samples"\n'
+    assert schedule_of(stale).trigger_parameter_sync_step == 4
+    key = "async_training.trigger_parameter_sync_step = 3"
+    assert schedule_of(stale + key).trigger_parameter_sync_step == 3
     shipped = profile_for(workload, "partial-rollout", environ={}).profile
-    assert profile_for(workload, str(own), environ={}).profile.async_training == shipped.async_training
+    assert schedule_of('extends = "partial-rollout"') == shipped.async_training
 
 
 def test_all_profiles_train_the_baselines_windows_in_whole_steps(tmp_path: Path) -> None:

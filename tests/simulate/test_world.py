@@ -20,14 +20,7 @@ from asyncrl_cli.simulate.world import simulate
 from tests.job.test_memory_vllm import planned
 from tests.llama import LLAMA_7B
 
-PROFILES = (
-    "on-policy-pipeline",
-    "stream-off-policy",
-    "stale-samples",
-    "partial-rollout",
-    "one-step-off",
-    "colocate",
-)
+PROFILES = ("on-policy-pipeline", "stream-off-policy", "stale-samples", "partial-rollout", "one-step-off")
 
 
 def workload(**changes: Any) -> Workload:
@@ -75,7 +68,7 @@ def profile(name: str, work: Workload, *sets: str, groups: int = 40) -> Profile:
     return profile_for(work, name, sets, groups=groups, environ={}).profile
 
 
-@pytest.mark.parametrize("name", PROFILES)
+@pytest.mark.parametrize("name", [*PROFILES, "colocate"])
 def test_every_profile_trains_its_groups_within_its_staleness(name: str) -> None:
     work = workload()
     chosen = profile(name, work)
@@ -83,19 +76,15 @@ def test_every_profile_trains_its_groups_within_its_staleness(name: str) -> None
     run = simulate(chosen, work, observers=[kept])
     assert run.error is None
     assert run.lines[-1]["groups_trained"] == 40
-    assert max(line["staleness/max"] for line in run.lines) <= (
-        1 if chosen.async_training.staleness_threshold else 0
-    )
+    oldest = max(line["staleness/max"] for line in run.lines)
+    assert oldest <= (1 if chosen.async_training.staleness_threshold else 0)
     assert kept.spans["trainer-0"]
 
 
 def test_colocates_window_is_the_sum_of_its_phases() -> None:
     work = workload()
-    run = simulate(
-        profile("colocate", work, 'algorithm.old_logprobs="recompute"', "async_training.require_batches=2"),
-        work,
-    )
-    parts = window_parts(run)
+    sets = 'algorithm.old_logprobs="recompute"', "async_training.require_batches=2"
+    parts = window_parts(simulate(profile("colocate", work, *sets), work))
     # 8 groups of 2 on 4 workers: all at once, 100 steps of 10 ms. 1600 tokens at 1 ms on 2 GPUs take 0.8 s on
     # 4, and the old logprobs of the second mini-batch (800 tokens) 0.2 s.
     assert parts["wait_data"] == pytest.approx(1.0, abs=0.05)
@@ -130,8 +119,7 @@ def test_apart_the_trainer_has_its_share_of_the_gpus() -> None:
 
 def test_a_synchronous_trainer_waits_for_send_and_load_in_its_gather() -> None:
     work = workload()
-    run = simulate(profile("on-policy-pipeline", work, "weights.mode=sync"), work)
-    parts = window_parts(run)
+    parts = window_parts(simulate(profile("on-policy-pipeline", work, "weights.mode=sync"), work))
     assert parts["gather"] == pytest.approx(0.1 + 0.5 + 0.2, abs=0.01)
     assert parts["wait_data"] == pytest.approx(1.0, abs=0.06)  # the response alone
     assert parts["train"] == pytest.approx(0.8)
@@ -206,22 +194,14 @@ def test_a_small_cache_preempts_and_makes_the_window_longer() -> None:
 def test_the_cache_has_what_a_plan_gives_it(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(LLAMA_7B), encoding="utf-8")
     estimate = planned("rollout.gpu_memory_utilization=0.7", model=str(tmp_path), gpus=2, gpu_gib=80)
-    held = {
-        item.what: item.num_bytes
-        for item in estimate.items
-        if item.role == ROLLOUT and item.place == "device"
-    }
+    items = [item for item in estimate.items if item.role == ROLLOUT and item.kind == "device"]
+    held = {item.what: item.num_bytes for item in items}
     cache_bytes = held.pop("engine's cache")
     sizes = {"gpu_memory_gib": 80, "gpu_memory_utilization": 0.7, "kv_bytes_per_token": 524_288}
-    work = workload(
-        memory=sizes, syncing=workload().syncing.model_dump() | {"parameter_bytes": sum(held.values())}
-    )
-    cache = (
-        Costs(workload=work, profile=profile("partial-rollout", work), ranks=1, workers=1)
-        .worker_times()
-        .cache
-    )
-    assert cache.blocks == cache_bytes // (524_288 * 16)
+    syncing = workload().syncing.model_dump() | {"parameter_bytes": sum(held.values())}
+    work = workload(memory=sizes, syncing=syncing)
+    costs = Costs(workload=work, profile=profile("partial-rollout", work), ranks=1, workers=1)
+    assert costs.worker_times().cache.blocks == cache_bytes // (524_288 * 16)
 
 
 def test_a_cache_that_cannot_hold_one_response_is_refused() -> None:
@@ -232,15 +212,13 @@ def test_a_cache_that_cannot_hold_one_response_is_refused() -> None:
 
 def test_the_same_prompts_have_the_same_lengths_in_every_profile() -> None:
     work = workload(lengths={"median_tokens": 60.0, "sigma": 0.8, "prompt_variance_ratio": 0.5})
-    runs = [
-        simulate(profile(name, work), work, seed=3)
-        for name in ("colocate", "on-policy-pipeline", "stream-off-policy")
-    ]
-    assert len({run.lines[-1]["tokens_trained"] for run in runs}) == 1
-    assert (
-        simulate(profile("colocate", work), work, seed=4).lines[-1]["tokens_trained"]
-        != runs[0].lines[-1]["tokens_trained"]
-    )
+
+    def tokens(name: str, seed: int) -> int:
+        return simulate(profile(name, work), work, seed=seed).lines[-1]["tokens_trained"]
+
+    same = {tokens(name, 3) for name in ("colocate", "on-policy-pipeline", "stream-off-policy")}
+    assert len(same) == 1
+    assert tokens("colocate", 4) not in same
 
 
 def test_a_run_repeats_itself() -> None:
@@ -322,25 +300,18 @@ def test_a_critic_of_its_own_learns_beside_the_policy_and_its_values_come_after(
 def test_prox_apart_hides_the_pass_behind_training_where_a_window_has_several_steps():
     """With K = 4 a step's groups are scored while the one before is trained; the trainer has no pass of its
     own then."""
-    sets = (
-        "algorithm.old_logprobs=recompute",
-        "async_training.trigger_parameter_sync_step=4",
-        "placement.trainer_workers=1",
-    )
+    sets = "algorithm.old_logprobs=recompute", "async_training.trigger_parameter_sync_step=4", TRAINER_OF_ONE
 
     def lines(*more: str) -> list[dict[str, Any]]:
-        ran = simulate(
-            profile_for(workload(), "stale-samples", (*sets, *more), groups=96).profile, workload(), groups=96
-        )
+        chosen = profile("stale-samples", workload(), *sets, *more, groups=96)
+        ran = simulate(chosen, workload(), groups=96)
         assert ran.error is None
         return ran.lines[len(ran.lines) // 2 :]
 
-    together = lines("placement.gpus=4", "rollout.workers=3")
-    apart = lines(
-        "placement.gpus=5", 'placement.tasks=[["train"],["prox"],["rollout"]]', "placement.ratios=[1,1,3]"
-    )
+    together = lines(*THREE_WORKERS)
+    tasks = 'placement.tasks=[["train"],["prox"],["rollout"]]', "placement.ratios=[1,1,3]"
+    apart = lines("placement.gpus=5", *tasks)
     assert sum(line["timing/old_logprob_s"] for line in apart) == 0
-    assert sum(line["timing/step_s"] for line in apart) < 0.93 * sum(
-        line["timing/step_s"] for line in together
-    )
+    steps_s = [sum(line["timing/step_s"] for line in lines) for lines in (apart, together)]
+    assert steps_s[0] < 0.93 * steps_s[1]
     assert all(0 < line["prox/idle_ratio"] <= 1 for line in apart)

@@ -162,8 +162,8 @@ class ScorerTimes:
 
 
 class SimulatedScorer:
-    """Implements `contracts.ports.Scorer`. A column's handle is (the scorer's name, the group's key); a reward
-    model's scores are 0."""
+    """Implements `contracts.ports.Scorer`. A column's handle is (the scorer's name, the group's key); a
+    reward model's scores are 0."""
 
     def __init__(self, name: str, times: ScorerTimes, machine: SharedMachine | None = None) -> None:
         self.name = name

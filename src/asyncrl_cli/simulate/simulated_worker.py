@@ -1,4 +1,5 @@
-"""A simulated rollout worker: an engine, rewards that take time, and the calls of `contracts.ports.RolloutWorker`.
+"""A simulated rollout worker: an engine, rewards that take time, and the calls of
+`contracts.ports.RolloutWorker`.
 
     submit -> engine (a part's sequences) --each end--> slot free, reward begins --all rewards--> progress
     prefetch -> second buffer -> load (drain | freeze) -> thaw -> generation continues
