@@ -230,8 +230,7 @@ def test_a_resumed_run_keeps_finished_groups_with_their_payloads():
     frozen, state = max(first.checkpoints.cuts, key=lambda cut: len(cut[0].payloads))
     assert frozen.payloads, "some group was finished and untrained at some cut"
     resumed = run_world(
-        settings("partial-rollout", train_steps=20, eta=Fraction(2)),
-        resume_from=resume_from(frozen, state),
+        settings("partial-rollout", train_steps=20, eta=Fraction(2)), resume_from=resume_from(frozen, state)
     )
     payloads = {group.payload for batch in resumed.trainer.batches for group in batch.groups}
     assert set(frozen.payloads[: len(state["groups"]["finished"])]) <= payloads

@@ -137,11 +137,7 @@ def test_a_worker_that_its_probes_find_on_the_old_weights_is_warned_of_and_uncle
     synced = {record.sync["version"]: record.sync for record in ran.recorder.steps if record.sync}
     assert {
         version: (synced[version]["loaded_share"], synced[version]["unclear_loads"]) for version in (1, 2, 3)
-    } == {
-        1: (0.99, 0),
-        2: (0.02, 0),
-        3: (0.99, 1),
-    }
+    } == {1: (0.99, 0), 2: (0.02, 0), 3: (0.99, 1)}
     verdicts = {
         (event.version, event.fields["worker"]): event.fields["verdict"]
         for event in ran.recorder.named("loaded")

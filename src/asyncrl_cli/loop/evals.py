@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from hashlib import sha256
 from math import comb
 from statistics import fmean, median
@@ -18,6 +18,7 @@ from typing import Any
 
 from asyncrl_cli.base.errors import ExecutorLost
 from asyncrl_cli.contracts.events import EvalSummary
+from asyncrl_cli.contracts.item import Item
 from asyncrl_cli.contracts.ports import EvalOutcome, EvalRequest, EvalResult, EvalTry, RolloutWorker, Scorer
 from asyncrl_cli.contracts.prompt_group import Failure, TrajectoryMeta
 from asyncrl_cli.loop.changes import Change, Changes
@@ -30,12 +31,38 @@ will run), so that the longest responses of one call do not leave the eval's who
 empty."""
 
 
+class RunningEval:
+    """The eval of one version."""
+
+    def __init__(self, version: int, tries: Sequence[EvalTry], started_s: float) -> None:
+        self.version = version
+        self.num_tries = len(tries)
+        self.queue = deque(tries)
+        self.started_s = started_s
+        self.eval_s = 0.0
+        """The seconds that it had run when its last worker was lost."""
+        self.helpers: dict[str, float] = {}
+        """By worker that the eval runs on: since when it does."""
+        self.timed_out = False
+        self.ended: list[tuple[EvalTry, EvalOutcome]] = []
+
+    def next(self, at_most: int) -> tuple[EvalTry, ...]:
+        return tuple(self.queue.popleft() for _ in range(min(at_most, len(self.queue))))
+
+    def put_back(self, tries: Sequence[EvalTry]) -> None:
+        """These have no outcome, because their worker was lost or the eval timed out."""
+        self.queue.extendleft(reversed(tries))
+
+    def __str__(self) -> str:
+        return f"version {self.version}: {len(self.ended)} of {self.num_tries} trajectories"
+
+
 class Evaluator:
     """Decides when an eval is due, runs it, and integrates the time during which one runs."""
 
     def __init__(
         self,
-        sets: Mapping[str, Sequence[Mapping[str, Any]]],
+        sets: Mapping[str, Sequence[Item]],
         profile: Profile,
         changes: Changes,
         event: Callable[..., None],
@@ -72,11 +99,8 @@ class Evaluator:
     def held_s(self) -> dict[str, float]:
         """For each worker of the running eval: the seconds for which the eval has held it. Its next load
         waits."""
-        return (
-            {}
-            if self.running is None
-            else {name: self._now() - since_s for name, since_s in self.running.helpers.items()}
-        )
+        helpers = self.running.helpers if self.running is not None else {}
+        return {name: self._now() - since_s for name, since_s in helpers.items()}
 
     @property
     def active_s(self) -> float:
@@ -91,12 +115,8 @@ class Evaluator:
 
     def is_left_to(self, slots: WorkerSlots) -> bool:
         """Whether the worker holds the version of an eval that was left by its last worker."""
-        return (
-            self.running is None
-            and self._left is not None
-            and self._left.version == slots.version
-            and not slots.loading
-        )
+        left = self._left if self.running is None else None
+        return left is not None and left.version == slots.version and not slots.loading
 
     async def work(self, worker: RolloutWorker, slots: WorkerSlots, *, is_last: bool) -> None:
         """Start, join or take over the eval of `slots.version`, if it is due. A worker's sync loop calls this
@@ -154,110 +174,66 @@ class Evaluator:
         self, current: RunningEval, worker: RolloutWorker, slots: WorkerSlots, chunk: int
     ) -> None:
         while current.queue and not current.timed_out:
-            tries = current.next(chunk)
+            tries, outcomes = current.next(chunk), None
+            request = EvalRequest(version=current.version, tries=tries, seed=self._profile.run.seed)
             slots.change_evals(len(tries))
-            request, outcomes = (
-                EvalRequest(version=current.version, tries=tries, seed=self._profile.run.seed),
-                None,
-            )
             try:
                 try:
                     result = await worker.evaluate(request)
                 finally:
                     slots.change_evals(-len(tries))
                     self._changes.notify(Change.SLOTS)
-                outcomes = (
-                    result.outcomes if self._judge is None else await self._judged(self._judge, tries, result)
-                )
+                outcomes = await self._judged(tries, result)
             finally:
                 if outcomes is None:
                     current.put_back(tries)
             current.ended += zip(tries, outcomes, strict=True)
 
-    async def _judged(self, judge: Scorer, tries: Sequence[EvalTry], result: EvalResult) -> list[EvalOutcome]:
-        """The outcomes, with the reward model's scores added. If the reward model is lost meanwhile, these
-        trajectories count as failed; scorer_tasks.py restarts it or stops the run."""
-        played = [
-            (entry.item, meta)
-            for entry, meta in zip(tries, result.outcomes, strict=True)
-            if not isinstance(meta, Failure)
-        ]
+    async def _judged(self, tries: Sequence[EvalTry], result: EvalResult) -> tuple[EvalOutcome, ...]:
+        """The outcomes, with the scores of the reward model, if there is one, added. If it is lost meanwhile,
+        these trajectories count as failed; scorer_tasks.py restarts it or stops the run."""
+        if self._judge is None:
+            return result.outcomes
+        both, weight = zip(tries, result.outcomes, strict=True), self._profile.reward_model.weight
+        items = [entry.item for entry, outcome in both if not isinstance(outcome, Failure)]
         try:
-            scores = iter(await judge.judge(result, [item for item, _ in played]) if played else ())
+            scores = iter(await self._judge.judge(result, items) if items else ())
         except ExecutorLost as error:
-            return [
-                meta if isinstance(meta, Failure) else Failure("reward", str(error))
-                for meta in result.outcomes
-            ]
-        weight = self._profile.reward_model.weight
-        return [
-            meta if isinstance(meta, Failure) else meta.judged(next(scores), weight)
-            for meta in result.outcomes
-        ]
+            lost = Failure("reward", str(error))
+            return tuple(one if isinstance(one, Failure) else lost for one in result.outcomes)
+        return tuple(
+            one if isinstance(one, Failure) else one.judged(next(scores), weight) for one in result.outcomes
+        )
 
     def _end(self, current: RunningEval) -> None:
+        """Notify the observers of the eval's result on each set."""
         self._ended_s = self.active_s
         self.running = None
+        version, eval_s = current.version, self._now() - current.started_s
+        names = dict.fromkeys(entry.eval_set for entry in self.tries)
         if current.timed_out:
-            limit = f"eval.timeout_s = {self._profile.eval.timeout_s:g}"
-            self._event(
-                "warning", message=f"the eval of version {current.version} gave no result within {limit}"
-            )
-        else:
-            for name in dict.fromkeys(entry.eval_set for entry in self.tries):
-                self._tell(current, name)
+            limit, names = f"eval.timeout_s = {self._profile.eval.timeout_s:g}", {}
+            message = f"the eval of version {version} gave no result within {limit}"
+            self._event("warning", message=message)
+        for name in names:
+            ended = [(entry, outcome) for entry, outcome in current.ended if entry.eval_set == name]
+            failures = [outcome for _, outcome in ended if isinstance(outcome, Failure)]
+            summary = summary_of(ended, version=version, eval_s=eval_s)
+            if summary is None:
+                what = f"the eval of version {version}" + (f" on {name}" if name else "")
+                last = failures[-1].text or failures[-1].kind
+                self._event("warning", message=f"{what} scored no prompt; the last failure: {last}")
+                continue
+            self.ended.append(summary)
+            fields: dict[str, Any] = {"eval_set": name} if name else {}
+            if failures:
+                fields["failures"] = dict(Counter(failure.kind for failure in failures))
+            if summary.interval is not None:
+                fields["reward_low"], fields["reward_high"] = summary.interval
+            shown = ("eval_s", "reward_mean", "num_prompts", "prompts", "rewards")
+            fields |= {key: getattr(summary, key) for key in shown}
+            self._event("eval", version=version, **fields)
         self._changes.notify()
-
-    def _tell(self, current: RunningEval, name: str) -> None:
-        """Notify the observers of the eval's result on the set `name`."""
-        ended = [(entry, outcome) for entry, outcome in current.ended if entry.eval_set == name]
-        failures = [outcome for _, outcome in ended if isinstance(outcome, Failure)]
-        summary = summary_of(ended, version=current.version, eval_s=self._now() - current.started_s)
-        if summary is None:
-            what = f"the eval of version {current.version}" + (f" on {name}" if name else "")
-            self._event(
-                "warning",
-                message=f"{what} scored no prompt; the last failure: "
-                f"{failures[-1].text or failures[-1].kind}",
-            )
-            return
-        self.ended.append(summary)
-        fields: dict[str, Any] = {"eval_set": name} if name else {}
-        if failures:
-            fields["failures"] = dict(Counter(failure.kind for failure in failures))
-        if summary.interval is not None:
-            fields["reward_low"], fields["reward_high"] = summary.interval
-        scored = {
-            "eval_s": summary.eval_s,
-            "reward_mean": summary.reward_mean,
-            "num_prompts": summary.num_prompts,
-        }
-        by_prompt = {"prompts": summary.prompts, "rewards": summary.rewards}
-        self._event("eval", version=current.version, **scored, **fields, **by_prompt)
-
-
-class RunningEval:
-    def __init__(self, version: int, tries: Sequence[EvalTry], started_s: float) -> None:
-        self.version = version
-        self.num_tries = len(tries)
-        self.queue = deque(tries)
-        self.started_s = started_s
-        self.eval_s = 0.0
-        """The seconds that it had run when its last worker was lost."""
-        self.helpers: dict[str, float] = {}
-        """By worker that the eval runs on: since when it does."""
-        self.timed_out = False
-        self.ended: list[tuple[EvalTry, EvalOutcome]] = []
-
-    def next(self, at_most: int) -> tuple[EvalTry, ...]:
-        return tuple(self.queue.popleft() for _ in range(min(at_most, len(self.queue))))
-
-    def put_back(self, tries: Sequence[EvalTry]) -> None:
-        """These have no outcome, because their worker was lost or the eval timed out."""
-        self.queue.extendleft(reversed(tries))
-
-    def __str__(self) -> str:
-        return f"version {self.version}: {len(self.ended)} of {self.num_tries} trajectories"
 
 
 def summary_of(
@@ -272,6 +248,12 @@ def summary_of(
         rewards[entry.item["uid"]].append(meta.reward)
     means = tuple(fmean(known) if known else None for known in rewards.values())
     samples = 1 + max(entry.sample for entry, _ in ended)
+    sizes = [*(2**power for power in range(1, samples.bit_length()) if 2**power < samples), samples]
+    best = []
+    for size in sizes if samples > 1 else ():
+        # A prompt counts only if it has that many scored samples.
+        if enough := [best_of(scores, size) for scores in rewards.values() if len(scores) >= size]:
+            best.append((size, fmean(enough)))
     return EvalSummary(
         version=version,
         reward_mean=fmean(mean for mean in means if mean is not None),
@@ -282,19 +264,10 @@ def summary_of(
         eval_set=ended[0][0].eval_set,
         samples_per_prompt=samples,
         truncated_ratio=fmean(meta.finish_reason != "stop" for _, meta in scored),
-        best=tuple(_best(list(rewards.values()), samples)),
+        best=tuple(best),
         rewards=means,
         prompts=sha256("\n".join(rewards).encode()).hexdigest()[:16],
     )
-
-
-def _best(rewards: Sequence[Sequence[float]], samples: int) -> Iterator[tuple[int, float]]:
-    """(N, best@N) for N = 2, 4, ... below `samples`, and for `samples` itself. A prompt counts only if it has
-    N scored samples."""
-    sizes = [2**power for power in range(1, samples.bit_length()) if 2**power < samples]
-    for size in [*sizes, samples] if samples > 1 else ():
-        if enough := [best_of(own, size) for own in rewards if len(own) >= size]:
-            yield size, fmean(enough)
 
 
 def best_of(rewards: Sequence[float], size: int) -> float:
