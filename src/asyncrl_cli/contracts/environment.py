@@ -76,7 +76,7 @@ class EpisodeFailed(Exception):
 
 
 class Rewards(Protocol):
-    async def score(self, item: Any, response_text: Any) -> float:
+    async def score(self, item: Item, response_text: Any) -> float:
         """The task's reward, with its parts if it is a `Reward`. Raises RewardFailed."""
 
 

@@ -8,10 +8,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from asyncrl_cli.base.safe_files import Count
+from asyncrl_cli.contracts.ports import Json
 from asyncrl_cli.contracts.prompt_group import AttemptKey, GroupResult
 from asyncrl_cli.contracts.train_step import TrainReport
 from asyncrl_cli.measure.intervals import Interval, mean_interval
-from asyncrl_cli.measure.states import ExecutorReport, SlotInterval
+from asyncrl_cli.measure.states import ExecutorReport, SlotInterval, Span
 
 ENDED = ("done", "failed", "stopped")
 """The phases of a run that is over."""
@@ -87,7 +88,7 @@ class StepRecord:
     timing_s: Mapping[str, float]
     train: TrainReport
     reports: Mapping[str, ExecutorReport]
-    spans: Mapping[str, tuple[Any, ...]]
+    spans: Mapping[str, tuple[Span, ...]]
     sync: Mapping[str, float | int | None]
     evals: tuple[EvalSummary, ...]
     ledger: Mapping[str, int]
@@ -142,10 +143,10 @@ class Observer:
     def tick(self, snapshot: Snapshot) -> None:
         """Another second has passed."""
 
-    def state(self, record: StepRecord | None = None) -> dict[str, Any]:
+    def state(self, record: StepRecord | None = None) -> Json:
         """State for the checkpoint, as JSON. `restore` continues from it. `record`: what is known of a step
         whose record comes later; the state should count it."""
         return {}
 
-    def restore(self, state: Mapping[str, Any]) -> None:
+    def restore(self, state: Json) -> None:
         """Called before anything happens in a resumed run."""

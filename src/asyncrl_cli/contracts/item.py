@@ -14,8 +14,8 @@ from typing import Any
 from uuid import UUID
 
 Item = Mapping[str, Any]
-"""`{"uid": str, "prompt": ChatPrompt, "answer": str | None, "metadata": {...}}`; metadata holds any Python values
-of the source."""
+"""`{"uid": str, "prompt": ChatPrompt, "answer": str | None, "metadata": {...}}`; metadata holds any Python
+values of the source."""
 ChatPrompt = str | Sequence[Mapping[str, str]]
 """The user's message as text, or a conversation up to the model's answer: messages with `role` and
 `content`."""
@@ -24,7 +24,7 @@ PLAIN = (str, bytes, Number, type(None), date, time, timedelta, UUID)
 `Number`."""
 
 
-def make_item(prompt: ChatPrompt, answer: str | None, metadata: Mapping[str, Any]) -> Item:
+def make_item(prompt: ChatPrompt, answer: str | None, metadata: Mapping[str, object]) -> Item:
     return {
         "uid": content_uid(prompt, answer),
         "prompt": prompt,
@@ -83,7 +83,7 @@ def fingerprint(items: Iterable[Item]) -> str:
     return content.hexdigest()
 
 
-def _canonical(value: Any) -> str:
+def _canonical(value: object) -> str:
     """A text that is the same for equal values in every process. For objects that are not plain values only
     the type counts."""
     kind = type(value).__name__

@@ -33,6 +33,7 @@ from asyncrl_cli.measure.states import ExecutorReport
 from asyncrl_cli.profile.schema import Interrupt
 
 Json = dict[str, Any]
+"""State that JSON can hold."""
 
 
 class EvalTry(NamedTuple):

@@ -9,7 +9,7 @@ Worked example, with n = 3 and two workers that have room:
     PartRequest(key=9f3c@0.0/0, indices=(0, 1), seed=77, item=...)      to rollout-0
     PartRequest(key=9f3c@0.0/1, indices=(2,), seed=77, item=...)        to rollout-1
     PartResult(key=9f3c@0.0/0, trajectories=(a, b), payload=<handle>)   from rollout-0
-    PartResult(key=9f3c@0.0/1, failures=(reward: it raised,), ...)      from rollout-1: response 2 has no reward
+    PartResult(key=9f3c@0.0/1, failures=(reward: it raised,), ...)      from rollout-1, which has no reward
     GroupResult(key=9f3c@0.0, trajectories=(a, b), payload=(<handle>, <handle>))
 
 The arrays (`contracts.trajectories.GroupPayload`) stay behind the handles: the loop passes these on and never

@@ -87,7 +87,7 @@ class Reward(float):
 
     parts: Mapping[str, float]
 
-    def __new__(cls, value: Any, parts: Mapping[str, float] | None = None) -> Reward:
+    def __new__(cls, value: float, parts: Mapping[str, float] | None = None) -> Reward:
         made = super().__new__(cls, value)
         made.parts = parts or {}
         return made

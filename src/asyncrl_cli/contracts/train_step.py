@@ -1,6 +1,6 @@
 """One train step: what the trainer is given, and what it reports.
 
-    TrainBatch(step=41, window=10, step_in_window=0, groups=(R GroupResults,), columns={key: {"ref": <handle>}})
+    TrainBatch(step=41, window=10, step_in_window=0, groups=(...), columns={key: {"ref": <handle>}})
     TrainReport(train_s=3.2, tokens=81920, metrics={"loss/policy": Ratio(12.5, 81920), ...})
 
 With K = 4 this is the first of the four train steps between the publishes of versions 10 and 11.

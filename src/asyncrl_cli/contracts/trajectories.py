@@ -1,5 +1,5 @@
-"""The arrays of a group. They travel from rollout workers to trainer ranks, never through the driver, which has
-only handles of them (`GroupResult.payload`).
+"""The arrays of a group. They travel from rollout workers to trainer ranks, never through the driver, which
+has only handles of them (`GroupResult.payload`).
 
     GroupPayload(uid="9f3c", epoch=0, attempt=0, trajectories=(
         Trajectory(reward=1.0, finish_reason="stop", segments=(
@@ -90,12 +90,9 @@ def overlaid(groups: Iterable[tuple[str, int, int]], parts: Iterable[GroupPayloa
     found: dict[tuple[str, int, int], list[GroupPayload]] = {}
     for part in parts:
         found.setdefault((part.uid, part.epoch, part.attempt), []).append(part)
-    return [_overlaid(found[*group]) for group in groups]
-
-
-def _overlaid(parts: Sequence[GroupPayload]) -> GroupPayload:
-    by_index = zip_longest(*(part.trajectories for part in parts))
-    chosen = [
-        max((one for one in ones if one is not None), key=lambda one: len(one.segments)) for ones in by_index
-    ]
-    return replace(parts[0], trajectories=tuple(chosen))
+    whole = []
+    for group in groups:
+        by_index = zip_longest(*(part.trajectories for part in found[*group]))
+        chosen = [max(filter(None, ones), key=lambda one: len(one.segments)) for ones in by_index]
+        whole.append(replace(found[*group][0], trajectories=tuple(chosen)))
+    return whole

@@ -4,8 +4,8 @@
     LoadReport(version=10, send_s=0.0, load_s=0.3, pause_s=0.3, logprob_abs_diff=2e-4, verdict="loaded")
 
 The manifest lies behind the handle. It has the parts of each bucket, their fingerprints, and the trainer's
-logprobs of the probe sequences: a worker scores these after its load, and so says whether it really computes with
-the version.
+logprobs of the probe sequences: a worker scores these after its load, and so says whether it really computes
+with the version.
 """
 
 from __future__ import annotations

@@ -249,19 +249,6 @@ class Admission:
             placed.append(part)
         return placed
 
-    def _should_wait(self, version: int, deadline: int) -> bool:
-        """Whether `version` lags and a group should rather start after the load of a newer one, which makes
-        it due a window later.
-
-        At the end of the window in which a group is due, the trainer waits for its longest response. A group
-        that starts now uses up one window of its slack, unless it ends before the new weights arrive. Where
-        weights travel for long, most groups do.
-        """
-        lags = version < self.version
-        return (
-            self._on_stale != "accept" and lags and (deadline <= self.version or self.fleet.travel.is_short)
-        )
-
     def _in_time(self, untaken: Mapping[int, int], takes_left: int) -> bool:
         if self._on_stale != "wait":
             return True
@@ -272,8 +259,12 @@ class Admission:
         lost = self.first_lost()
         if self.stopping:
             return None, Closed.STOPPING
-        if lost is None and (closed := self._closed_to_new()):
-            return None, closed
+        if lost is None:  # has the run, or its window, a place for another group?
+            untaken_groups = len(self.ledger.running) + len(self.ledger.finished)
+            if untaken_groups + len(self.ledger.training) + self.trained_groups >= self._total_groups:
+                return None, Closed.END
+            if untaken_groups + self.taken_in_window >= self.budget:
+                return None, Closed.WINDOW
         if self._together and not self.fleet.are_current(self.version):
             return None, Closed.LOADING
         placement = self._with_room(lost)
@@ -289,16 +280,15 @@ class Admission:
         """Where the next responses would start, whatever their deadlines."""
         return self.fleet.placement(self._n if lost is None else len(lost.unplaced))
 
-    def _closed_to_new(self) -> Closed:
-        """Whether the run or its window has no place for another group."""
-        untaken_groups = len(self.ledger.running) + len(self.ledger.finished)
-        if untaken_groups + len(self.ledger.training) + self.trained_groups >= self._total_groups:
-            return Closed.END
-        return Closed.WINDOW if untaken_groups + self.taken_in_window >= self.budget else Closed.OPEN
-
     def _may_start(self, placement: Placement) -> bool:
-        """Whether a new group with this placement can be trained in time beside all others. (Older weights
-        are no better.)"""
+        """Whether a new group with this placement can be trained in time beside all others, and should not
+        rather start after the load of newer weights. (Older weights are no better.)"""
         untaken, deadline = self.ledger.deadlines.copy(), self.deadline_from(placement.version)
         untaken[deadline] += 1
-        return not self._should_wait(placement.version, deadline) and self._in_time(untaken, self.takes_left)
+        # At the end of the window in which a group is due, the trainer waits for its longest response. A
+        # group that starts on a lagging worker uses up one window of its slack, unless it ends before the new
+        # weights arrive. Where weights travel for long, most groups do.
+        lags = placement.version < self.version and self._on_stale != "accept"
+        if lags and (deadline <= self.version or self.fleet.travel.is_short):
+            return False
+        return self._in_time(untaken, self.takes_left)

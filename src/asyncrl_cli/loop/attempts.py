@@ -16,9 +16,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
 
-from asyncrl_cli.contracts.prompt_group import AttemptKey, GroupResult, Kept, PartKey, PartResult, Prompt
+from asyncrl_cli.contracts.prompt_group import (
+    AttemptKey,
+    GroupResult,
+    Handle,
+    Kept,
+    PartKey,
+    PartResult,
+    Prompt,
+)
 
 
 class Stage(StrEnum):
@@ -67,9 +74,9 @@ class Attempt:
     parts: dict[int, Part] = field(default_factory=dict)
     unplaced: tuple[int, ...] = ()
     kept: dict[int, Kept] = field(default_factory=dict)
-    so_far: Any = None
+    so_far: Handle = None
     result: GroupResult | None = None
-    columns: dict[str, Any] = field(default_factory=dict)
+    columns: dict[str, Handle] = field(default_factory=dict)
     key: AttemptKey = field(init=False)
     num_parts: int = 0
 

@@ -198,13 +198,6 @@ def _tools(report: ExecutorReport | None) -> str:
     return f"waits for {report.waiting_for}" if report is not None and report.state is State.WAITING else ""
 
 
-def older_loads(run: RunState) -> str:
-    """What the trainer waits for before it may publish one more version: what each worker with an unfinished
-    load is doing."""
-    begun = [worker for worker in run.admission.workers.values() if worker.begun is not None]
-    return f"workers to finish older loads: {', '.join(lags(run, begun))}"
-
-
 def restarts(run: RunState) -> str:
     """Which workers have no process and are being restarted."""
     return _some(lags(run, [worker for worker in run.admission.fleet.present() if worker.down]))

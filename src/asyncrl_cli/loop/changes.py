@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from enum import Enum
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from asyncrl_cli.base.errors import StallError
 
@@ -39,7 +39,7 @@ class Changes:
         self.waits: dict[str, str | Callable[[], str]] = {}
         self.progress = 0
         """Rises with every `notify`, and with every worker's report that shows new tokens."""
-        self._sleepers: dict[Change, dict[asyncio.Future[None], Callable[[], Any]]] = {
+        self._sleepers: dict[Change, dict[asyncio.Future[None], Callable[[], object]]] = {
             change: {} for change in Change
         }
         """By kind of change: the future that each waiting task sleeps on, and the task's condition; oldest
@@ -82,7 +82,7 @@ class Changes:
                     raise StallError(message) from None
         return found
 
-    async def _sleep(self, condition: Callable[[], Any], concerned: Collection[Change]) -> None:
+    async def _sleep(self, condition: Callable[[], object], concerned: Collection[Change]) -> None:
         sleeper = asyncio.get_running_loop().create_future()
         for change in concerned:
             self._sleepers[change][sleeper] = condition

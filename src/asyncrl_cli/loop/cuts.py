@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from itertools import chain
 from typing import Any, Final, Literal, NotRequired
@@ -24,7 +24,7 @@ from typing_extensions import TypedDict  # pydantic reads typing's own from Pyth
 from asyncrl_cli.base.errors import AsyncrlError, ExecutorFailed, RefusedError
 from asyncrl_cli.base.safe_files import Count, parse_json
 from asyncrl_cli.contracts.events import EvalSummary, StepRecord
-from asyncrl_cli.contracts.ports import CheckpointWriter, Cut, PartialResult, RolloutWorker
+from asyncrl_cli.contracts.ports import CheckpointWriter, Cut, Json, PartialResult, RolloutWorker
 from asyncrl_cli.contracts.prompt_group import Kept, TrajectoryMeta
 from asyncrl_cli.loop.admission import takeable_in_time
 from asyncrl_cli.loop.attempts import Stage
@@ -57,7 +57,7 @@ class LoopState(TypedDict):
     restarts: NotRequired[Count]
     last_eval_version: Count | None
     evals_ended: list[EvalSummary]
-    observers: list[dict[str, Any]]
+    observers: list[Json]
 
 
 class Checkpointer:
@@ -169,7 +169,7 @@ def thaw(run: RunState, resumed: ResumeFrom) -> None:
         worker.version = run.version - 1
 
 
-def read_state(content: Mapping[str, Any], settings: LoopSettings) -> LoopState:
+def read_state(content: Json, settings: LoopSettings) -> LoopState:
     """Validate `content`. Raises RefusedError unless it is the state of a run with these settings."""
     if content.get("schema_version") != SCHEMA_VERSION:
         raise RefusedError(
@@ -210,7 +210,10 @@ def _contradictions(state: LoopState, settings: LoopSettings) -> Iterator[str]:
         yield f"admitted_total is {admitted}, but the stages add up to {accounted}"
     if live + trained > schedule.groups:
         yield f"there are more groups than the {schedule.groups} of the run"
-    yield from _wrong_prompts(groups)
+    tries = [*groups["running"], *groups["again"], *(entry["try"] for entry in groups["finished"])]
+    prompts = Counter(entry["key"][:2] for entry in tries)
+    if prompts.total() != len(prompts):
+        yield f"prompt {prompts.most_common(1)[0][0][0]:.40} occurs more than once"
     for running in groups["running"]:
         yield from _wrong_running(running, version, settings)
     for entry in groups["finished"]:
@@ -226,28 +229,15 @@ def _contradictions(state: LoopState, settings: LoopSettings) -> Iterator[str]:
 def _window(state: LoopState, settings: LoopSettings) -> tuple[int, int]:
     """The version, and how many groups its window has taken."""
     window = state.get("window")
-    return (
-        settings.window_after(state["step"])
-        if window is None
-        else (window["version"], window["taken_groups"])
-    )
-
-
-def _wrong_prompts(groups: GroupsState) -> Iterator[str]:
-    """A prompt that occurs more than once."""
-    tries = [*groups["running"], *groups["again"], *(entry["try"] for entry in groups["finished"])]
-    prompts = Counter(entry["key"][:2] for entry in tries)
-    if prompts.total() != len(prompts):
-        yield f"prompt {prompts.most_common(1)[0][0][0]:.40} occurs more than once"
+    if window is None:
+        return settings.window_after(state["step"])
+    return window["version"], window["taken_groups"]
 
 
 def _wrong_running(entry: RunningState, version: int, settings: LoopSettings) -> Iterator[str]:
     """What would keep a running group from continuing."""
-    ended, kept, prompt = (
-        entry.get("ended", []),
-        entry.get("kept", {}),
-        (f"running prompt {entry['key'].uid:.40}"),
-    )
+    ended, kept = entry.get("ended", []), entry.get("kept", {})
+    prompt = f"running prompt {entry['key'].uid:.40}"
     indices = [*chain.from_iterable(part["indices"] for part in ended), *kept]
     all_indices = set(range(settings.profile.rollout.n))
     has_all_ended = all_indices <= set(chain.from_iterable(part["indices"] for part in ended))
@@ -259,9 +249,7 @@ def _wrong_running(entry: RunningState, version: int, settings: LoopSettings) ->
     if numbers and numbers[-1] >= entry.get("num_parts", 0):
         yield f"{prompt} has {entry.get('num_parts')} parts, and one has the number {numbers[-1]}"
     yield from _wrong_versions(prompt, kept.values(), version)
-    oldest = min(
-        [version, *(so_far.oldest for so_far in kept.values()), *(part["version"] for part in ended)]
-    )
+    oldest = min([version, *(one.oldest for one in kept.values()), *(part["version"] for part in ended)])
     bound = settings.schedule.max_staleness
     if (deadline := entry.get("deadline", version + bound)) > oldest + bound:
         yield f"the deadline of {prompt} is {deadline}, with tokens of version {oldest}"
@@ -280,5 +268,5 @@ def _wrong_group(entry: FinishedState, version: int, profile: Profile) -> Iterat
 
 def _wrong_versions(prompt: str, sampled: Iterable[Kept | TrajectoryMeta], version: int) -> Iterator[str]:
     versions = [[version for version, _ in one.version_tokens] for one in sampled]
-    if any(own != sorted(set(own)) or own[-1] > version for own in versions):
+    if any(one != sorted(set(one)) or one[-1] > version for one in versions):
         yield f"{prompt} has tokens of impossible versions"

@@ -74,9 +74,9 @@ class GroupFilter:
         if self._in_a_row > self._num_batches * self._step_groups:
             raise AsyncrlError(
                 f"each of the last {self._in_a_row} groups had equal rewards (the last one: {self._last:g}), "
-                f"more than algorithm.max_num_gen_batches = {self._num_batches} times R = {self._step_groups}: "
-                "nothing is left to train",
-                hint="start a run with prompts that the model solves now and then (too easy and too hard ones "
-                "give equal rewards) or a larger rollout.n, or resume with a higher "
+                f"more than algorithm.max_num_gen_batches = {self._num_batches} times R = "
+                f"{self._step_groups}: nothing is left to train",
+                hint="start a run with prompts that the model solves now and then (too easy and too hard "
+                "ones give equal rewards) or a larger rollout.n, or resume with a higher "
                 "algorithm.max_num_gen_batches",
             )

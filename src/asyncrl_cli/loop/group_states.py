@@ -9,7 +9,16 @@ from typing import Any, NotRequired
 from typing_extensions import TypedDict  # pydantic reads typing's own from Python 3.12 on
 
 from asyncrl_cli.base.safe_files import Count
-from asyncrl_cli.contracts.prompt_group import AttemptKey, GroupResult, Kept, PartKey, PartResult, Prompt
+from asyncrl_cli.contracts.ports import Json
+from asyncrl_cli.contracts.prompt_group import (
+    AttemptKey,
+    GroupResult,
+    Handle,
+    Kept,
+    PartKey,
+    PartResult,
+    Prompt,
+)
 from asyncrl_cli.loop.attempts import Attempt, Part, Stage
 from asyncrl_cli.loop.ledger import LedgerState
 
@@ -49,7 +58,7 @@ class GroupsState(TypedDict):
     tokens_discarded: Count
     tokens_trained: Count
     ledger: LedgerState
-    feed: dict[str, Any]
+    feed: Json
     running: list[RunningState]
     again: list[TryState]
     finished: list[FinishedState]
@@ -89,7 +98,7 @@ def restored_attempt(state: TryState, find: Find) -> Attempt:
     return Attempt(prompt=find(key.uid, key.epoch), number=key.attempt, requeues=state["requeues"])
 
 
-def restored_finished(state: FinishedState, find: Find, payload: tuple[Any, ...]) -> Attempt:
+def restored_finished(state: FinishedState, find: Find, payload: tuple[Handle, ...]) -> Attempt:
     again = restored_attempt(state["try"], find)
     again.stage, again.deadline = Stage.FINISHED, state["deadline"]
     again.result = replace(state["result"], payload=payload)
@@ -97,7 +106,7 @@ def restored_finished(state: FinishedState, find: Find, payload: tuple[Any, ...]
 
 
 def restored_running(
-    state: RunningState, find: Find, handles: Iterator[tuple[Any, ...]], deadline: int, n: int
+    state: RunningState, find: Find, handles: Iterator[tuple[Handle, ...]], deadline: int, n: int
 ) -> Attempt:
     """`handles`: those of its ended parts come next. `deadline`: if the state has none."""
     again = restored_attempt(state, find)

@@ -11,11 +11,18 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 from asyncrl_cli.base.errors import AsyncrlError
 from asyncrl_cli.contracts.ports import Feed
-from asyncrl_cli.contracts.prompt_group import AttemptKey, GroupResult, Kept, PartKey, PartRequest, PartResult
+from asyncrl_cli.contracts.prompt_group import (
+    AttemptKey,
+    GroupResult,
+    Handle,
+    Kept,
+    PartKey,
+    PartRequest,
+    PartResult,
+)
 from asyncrl_cli.loop import group_states
 from asyncrl_cli.loop.admission import Admission
 from asyncrl_cli.loop.attempts import Attempt, Part, Stage
@@ -69,12 +76,12 @@ class Groups:
             (part.worker, request(key=part.key, indices=part.indices, goes_on=part.goes_on)) for part in parts
         ]
 
-    def _place_again(self, attempt: Attempt, placement: Placement, where: Mapping[str, Any]) -> list[Part]:
+    def _place_again(self, attempt: Attempt, placement: Placement, where: Mapping[str, object]) -> list[Part]:
         before = attempt.ended_tokens()
         parts = self.admission.place_again(attempt, placement)
         kept_tokens = sum(kept.tokens for part in parts for kept in part.goes_on.values())
         self.tokens_discarded += before - attempt.ended_tokens() - kept_tokens
-        fields: dict[str, Any] = {"indices": sorted(index for part in parts for index in part.indices)}
+        fields: dict[str, object] = {"indices": sorted(index for part in parts for index in part.indices)}
         if kept_tokens:
             fields["kept_tokens"] = kept_tokens
         self._event("replaced", key=attempt.key, **where, **fields)
@@ -123,10 +130,6 @@ class Groups:
         enough = len(self.ledger.finished) >= num_groups
         return enough and len(self.admission.takeable(num_groups, unscored=unscored)) == num_groups
 
-    def may_score(self, scorer: str) -> bool:
-        """Whether that scorer has groups to score, and may do so: the critic may not while it learns."""
-        return bool(self.unscored(scorer)) and not (scorer == CRITIC and self.is_learning)
-
     def unscored(self, scorer: str) -> list[Attempt]:
         """The finished groups without that scorer's column: first those that could be taken now, then the
         others, in finish order.
@@ -145,7 +148,7 @@ class Groups:
         first = dict.fromkeys(self.admission.takeable(len(self.ledger.finished), unscored=True))
         return sorted(missing, key=lambda attempt: attempt not in first)
 
-    def scored(self, scorer: str, columns: Mapping[AttemptKey, Any]) -> None:
+    def scored(self, scorer: str, columns: Mapping[AttemptKey, Handle]) -> None:
         """Record a scorer's columns, except for groups that were given up meanwhile. A group may be dropped
         for its new rewards."""
         for key, column in columns.items():
@@ -161,7 +164,7 @@ class Groups:
         for attempt in self.ledger.finished.values():
             attempt.columns.pop(scorer, None)
 
-    def columns(self) -> dict[AttemptKey, Mapping[str, Any]]:
+    def columns(self) -> dict[AttemptKey, Mapping[str, Handle]]:
         """What scorers have computed for the sampled tokens of the groups in training, by scorer."""
         names = [name for name in self.admission.scorers if name != REWARD]
         training = self.ledger.training.items()
@@ -244,7 +247,7 @@ class Groups:
         self.admission.leave(attempt, stage, reason)
         self._entered(attempt, reason=reason)
 
-    def _entered(self, attempt: Attempt, **fields: Any) -> None:
+    def _entered(self, attempt: Attempt, **fields: object) -> None:
         """Notify the observers that the attempt has entered another stage."""
         self._event(attempt.stage.value, key=attempt.key, **fields)
 
@@ -262,14 +265,14 @@ class Groups:
             "failures": dict(self.failures),
         }
 
-    def payloads(self) -> tuple[tuple[Any, ...], ...]:
+    def payloads(self) -> tuple[tuple[Handle, ...], ...]:
         """The handles of all arrays held here, in the order of `state`: each finished group's parts, then
         each ended part."""
         finished = [attempt.outcome().payload for attempt in self.ledger.finished.values()]
         running = self.ledger.running.values()
         return (*finished, *((part.payload,) for attempt in running for part in attempt.ended_parts()))
 
-    def restore(self, state: GroupsState, payloads: Iterable[tuple[Any, ...]], lost_tokens: int) -> None:
+    def restore(self, state: GroupsState, payloads: Iterable[tuple[Handle, ...]], lost_tokens: int) -> None:
         """Continue from `state`. What ran at the cut is placed again, as if all workers had been lost.
         Responses continue from their kept tokens; `lost_tokens` count as discarded. `payloads`: those of
         `Groups.payloads`, then those of kept groups."""

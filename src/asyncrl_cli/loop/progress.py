@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import Any
 
 from asyncrl_cli.contracts.events import Event, Observer
 from asyncrl_cli.contracts.prompt_group import AttemptKey
@@ -50,14 +49,22 @@ class RunProgress:
         self.checkpoint = name
         self.event("checkpointed", step=step, version=version, path=name)
 
-    def event(self, name: str, *, key: AttemptKey | None = None, **fields: Any) -> None:
+    def event(
+        self,
+        name: str,
+        *,
+        key: AttemptKey | None = None,
+        version: int | None = None,
+        step: int | None = None,
+        **fields: object,
+    ) -> None:
         """Notify the observers. `version` and `step` default to the run's."""
         event = Event(
             time_s=self.time_s,
             name=name,
             key=key,
-            version=fields.pop("version", self._admission.version),
-            step=fields.pop("step", self.step),
+            version=self._admission.version if version is None else version,
+            step=self.step if step is None else step,
             fields=fields,
         )
         for observer in self.observers:

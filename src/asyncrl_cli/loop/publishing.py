@@ -10,6 +10,7 @@ from functools import partial
 from asyncrl_cli.base.errors import AsyncrlError, StallError
 from asyncrl_cli.loop import causes
 from asyncrl_cli.loop.changes import Change
+from asyncrl_cli.loop.fleet import WorkerSlots
 from asyncrl_cli.loop.rollouts import Rollouts
 from asyncrl_cli.loop.run_state import RunState
 from asyncrl_cli.measure.states import State, StepTimes
@@ -27,7 +28,7 @@ class Publishing:
         """Publish the first version for the workers: 0 in a fresh run, the checkpoint's version in a resumed
         one."""
         run = self._run
-        # Within a window the trainer's weights are newer than the version: it publishes those of the checkpoint.
+        # Within a window the trainer's weights are newer than the version: the checkpoint has the version's.
         begins_window = run.admission.taken_in_window == 0
         self._publish_beside(await self._gather(run.version) if begins_window else None)
         await self.until_held_by_all()
@@ -98,6 +99,10 @@ class Publishing:
         """Keep at most two published versions: wait for the last publish to end, and for loads while workers
         have begun two."""
         run, who = self._run, "trainer (gather)"
+
+        def begun() -> list[WorkerSlots]:
+            return [worker for worker in run.admission.workers.values() if worker.begun is not None]
+
         if self._publishing is not None:
             with run.changes.waiting(who, f"version {run.version} to be published"):
                 await self._publishing
@@ -105,7 +110,7 @@ class Publishing:
             await run.changes.until(
                 lambda: run.sync.room or run.failure.stopping,
                 who,
-                partial(causes.older_loads, run),
+                lambda: f"workers to finish older loads: {', '.join(causes.lags(run, begun()))}",
                 (Change.LOADED,),
                 run.settings.sync_timeout_s,
             )

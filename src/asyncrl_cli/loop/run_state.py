@@ -13,10 +13,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from asyncrl_cli.contracts.events import Observer
-from asyncrl_cli.contracts.ports import CheckpointWriter, Feed, RolloutWorker, Scorer, Trainer
+from asyncrl_cli.contracts.item import Item
+from asyncrl_cli.contracts.ports import CheckpointWriter, Feed, Json, RolloutWorker, Scorer, Trainer
+from asyncrl_cli.contracts.prompt_group import Handle
 from asyncrl_cli.loop.admission import Admission
 from asyncrl_cli.loop.changes import Changes
 from asyncrl_cli.loop.evals import Evaluator
@@ -35,8 +36,8 @@ class ResumeFrom:
     `Groups.restore` expects. `continues`: whether the engine can continue responses that had not ended; else
     they start again."""
 
-    loop_state: Mapping[str, Any]
-    payloads: Sequence[Any]
+    loop_state: Json
+    payloads: Sequence[tuple[Handle, ...]]
     continues: bool = True
 
 
@@ -48,7 +49,7 @@ class World:
     trainer: Trainer
     workers: Sequence[RolloutWorker]
     scorers: Sequence[Scorer] = ()
-    eval_sets: Mapping[str, Sequence[Mapping[str, Any]]] = field(default_factory=dict)
+    eval_sets: Mapping[str, Sequence[Item]] = field(default_factory=dict)
     observers: Sequence[Observer] = ()
     checkpoints: CheckpointWriter | None = None
     resume_from: ResumeFrom | None = None

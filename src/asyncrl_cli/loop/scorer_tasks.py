@@ -77,10 +77,29 @@ class ScorerTasks(ExecutorTasks):
 
     async def _score(self) -> None:
         run, groups, name = self._run, self._run.groups, self.scorer.name
+
+        def may_score() -> bool:
+            """Whether there are groups to score. The critic scores none while it learns."""
+            return bool(groups.unscored(name)) and not (name == CRITIC and groups.is_learning)
+
         while True:
-            await run.changes.until(lambda: groups.may_score(name), name, "finished groups", (Change.GROUPS,))
+            await run.changes.until(may_score, name, "finished groups", (Change.GROUPS,))
             if name == PROX and self._version != run.version:
-                await self._load_window()
+                # The weights that the window begins with. They may not be published yet, and when they are
+                # loaded it may be another window.
+                newest = await run.changes.until(
+                    lambda: (
+                        run.sync.newest
+                        if run.sync.newest and run.sync.newest.version == run.version
+                        else None
+                    ),
+                    name,
+                    lambda: f"version {run.version} to be published",
+                    (Change.PUBLISHED,),
+                )
+                with run.changes.waiting(name, f"version {newest.version} to be loaded"):
+                    await self.scorer.load(newest)
+                self._version = newest.version
                 continue
             age, attempts = self._age(), self._next_call()
             results, items = [one.outcome() for one in attempts], [one.prompt.item for one in attempts]
@@ -97,19 +116,6 @@ class ScorerTasks(ExecutorTasks):
         admission = self._run.admission
         taken_groups = admission.trained_groups + len(admission.ledger.training)
         return {PROX: admission.version, CRITIC: taken_groups}.get(self.scorer.name, 0)
-
-    async def _load_window(self) -> None:
-        """Load the weights that the window begins with, once they are published."""
-        run, name = self._run, self.scorer.name
-        newest = await run.changes.until(
-            lambda: run.sync.newest if run.sync.newest and run.sync.newest.version == run.version else None,
-            name,
-            lambda: f"version {run.version} to be published",
-            (Change.PUBLISHED,),
-        )
-        with run.changes.waiting(name, f"version {newest.version} to be loaded"):
-            await self.scorer.load(newest)
-        self._version = newest.version
 
     def _next_call(self) -> list[Attempt]:
         """The first unscored groups: as many as fill the scorer, at least one, at most as many as a train

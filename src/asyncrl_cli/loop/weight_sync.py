@@ -1,7 +1,7 @@
 """The versions on their way to the rollout workers. A version is sent while a worker generates, and loaded
 worker by worker.
 
-    trainer --gather--> publish --offer--> [newest] --prefetch--> worker's second buffer --load--> worker generates
+    trainer --gather--> publish --offer--> [newest] --prefetch--> second buffer --load--> worker generates
 
 At most two published versions exist: the one being loaded and the newest. A newer version replaces one that
 no worker has begun to receive; once workers have begun two, the next gather waits (`WeightSync.room`).
@@ -9,10 +9,13 @@ no worker has begun to receive; once workers have begun two, the next gather wai
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
+from typing import TypeVar
 
 from asyncrl_cli.contracts.weight_version import LoadReport, Published
 from asyncrl_cli.loop.fleet import WorkerSlots
+
+T = TypeVar("T")
 
 
 class WeightSync:
@@ -66,18 +69,11 @@ class WeightSync:
         self._reports.setdefault(report.version, []).append(report)
         held_by_all = min([worker.version for worker in self._workers if not worker.away])
         version = max([version for version in self._reports if version <= held_by_all], default=-1)
-        if version > self._summarised:
-            self._summarise(version)
-
-    def _summarise(self, version: int) -> None:
+        if version <= self._summarised:
+            return
         self._summarised, reports = version, self._reports[version]
         gather_s, num_bytes = self._costs.get(version, (None, None))
-        means = [report.logprob_abs_diff for report in reports if report.logprob_abs_diff is not None]
-        medians = [
-            report.logprob_abs_diff_median for report in reports if report.logprob_abs_diff_median is not None
-        ]
-        shares = [report.loaded_share for report in reports if report.loaded_share is not None]
-        verdicts = [report.verdict for report in reports if report.verdict is not None]
+        verdicts = _known([report.verdict for report in reports])
         self.summary = {
             "version": version,
             "bytes": num_bytes,
@@ -85,10 +81,18 @@ class WeightSync:
             "send_s": max(report.send_s for report in reports),
             "load_s": max(report.load_s for report in reports),
             "pause_s": max(report.pause_s for report in reports),
-            "logprob_abs_diff": max(means, default=None),
-            "logprob_abs_diff_median": max(medians, default=None),
-            "loaded_share": max(shares, key=lambda share: abs(share - 1), default=None),
+            "logprob_abs_diff": max(_known(one.logprob_abs_diff for one in reports), default=None),
+            "logprob_abs_diff_median": max(
+                _known(one.logprob_abs_diff_median for one in reports), default=None
+            ),
+            "loaded_share": max(
+                _known(one.loaded_share for one in reports), key=lambda share: abs(share - 1), default=None
+            ),
             "unclear_loads": verdicts.count("unclear") if verdicts else None,
         }
         self._reports = {later: reports for later, reports in self._reports.items() if later >= version}
         self._costs = {later: costs for later, costs in self._costs.items() if later >= version}
+
+
+def _known(measured: Iterable[T | None]) -> list[T]:
+    return [one for one in measured if one is not None]

@@ -46,8 +46,9 @@ class WorkerTasks(ExecutorTasks):
             if preempted and not warned:
                 warned = True
                 run.progress.warn(
-                    f"{preempted[0].name} preempted {preempted[0].sums['preemptions']:g} sequences: its KV cache is "
-                    "too small for its slots, and work is done twice; lower rollout.slots or give the cache more memory"
+                    f"{preempted[0].name} preempted {preempted[0].sums['preemptions']:g} sequences: its KV "
+                    "cache is too small for its slots, and work is done twice; lower rollout.slots or give "
+                    "the cache more memory"
                 )
             room = slots.room
             run.admission.slots_freed(name, progress.freed_slots)
@@ -67,7 +68,8 @@ class WorkerTasks(ExecutorTasks):
                 num_groups = len({key.attempt for key in slots.unfinished})
                 running = f"{num_groups} groups" + (" and an eval" if slots.eval_sequences else "")
                 raise ExecutorLost(
-                    f"it is stuck: {running} are running on it, and it made no token for {CALL_KEY} = {limit_s:g} s",
+                    f"it is stuck: {running} are running on it, and it made no token for {CALL_KEY} = "
+                    f"{limit_s:g} s",
                     hint=f"its log may say why; if its first token just takes longer, --set {CALL_KEY}=...",
                     executor=name,
                 )
@@ -90,11 +92,13 @@ class WorkerTasks(ExecutorTasks):
         def takes_over() -> bool:
             return not run.failure.stopping and run.evaluator.is_left_to(slots)
 
-        def has_work() -> bool:
-            return takes_over() or run.sync.wanted(slots) is not None
-
         while True:
-            await run.changes.until(has_work, who, "a new version from the trainer", (Change.PUBLISHED,))
+            await run.changes.until(
+                lambda: takes_over() or run.sync.wanted(slots) is not None,
+                who,
+                "a new version from the trainer",
+                (Change.PUBLISHED,),
+            )
             if not takes_over() and (published := run.sync.wanted(slots)) is not None:
                 with run.changes.waiting(who, f"prefetch and load of version {published.version}"):
                     await self._load(published)
@@ -157,8 +161,8 @@ class WorkerTasks(ExecutorTasks):
         version = run.evaluator.worker_lost()
         if version is not None:
             run.progress.warn(
-                f"the eval of version {version} was interrupted by the loss of {name}: another worker with that "
-                "version goes on with it, or the next version is scored instead"
+                f"the eval of version {version} was interrupted by the loss of {name}: another worker with "
+                "that version goes on with it, or the next version is scored instead"
             )
         run.changes.notify()
         with run.changes.waiting(f"{name} (restart)", "word of its node"):

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Collection, Iterator, Mapping
 from statistics import fmean
-from typing import Any
 
+from asyncrl_cli.measure.values import Scalar
 from asyncrl_cli.profile.algorithm_section import AlgorithmSection
 
 SIGNALS = (
@@ -61,11 +61,11 @@ class Bands:
                 "nothing; `asyncrl samples RUN` shows the responses"
             )
 
-    def left(self, figures: Mapping[str, Any]) -> Iterator[str]:
+    def left(self, figures: Mapping[str, Scalar]) -> Iterator[str]:
         """A warning for each signal that leaves its band with this step's figures. Signals that were not
         measured do not change."""
         for name, key, side, advice in SIGNALS:
-            if (figure := figures.get(name)) is None:
+            if not isinstance(figure := figures.get(name), (int, float)):
                 continue
             recent, limit = self._recent[name], getattr(self._algorithm, key)
             recent.append(figure)

@@ -27,7 +27,7 @@ class RolloutMeter:
     busy                at least one sequence runs (including those that a drain waits for)
     waiting for tools   none runs, and at least one trajectory waits for its environment between two turns
     starved             neither
-    loading             an interrupt and the load itself; with `drain`, only once nothing runs or waits any more
+    loading             an interrupt and the load itself; with `drain`, only once nothing runs or waits
     paused              colocate: the trainer has the resources
     """
 
@@ -134,17 +134,15 @@ class RolloutMeter:
             draining = "running sequences before a load" if self._interrupt == "drain" else ""
             self._clock.enter(State.BUSY, draining)
         elif self._waiting:
-            self._clock.enter(State.WAITING, self._longest())
+            # what the longest-waiting trajectory waits for, and how many others wait
+            trajectory, (for_what, since_s) = next(iter(self._waiting.items()))
+            others = f" and {len(self._waiting) - 1} more" if len(self._waiting) > 1 else ""
+            waited_s = self._now() - since_s
+            self._clock.enter(State.WAITING, f"{for_what} of {trajectory} ({waited_s:.0f} s so far){others}")
         else:
             self._clock.enter(State.STARVED)
         if self._clock.state is not before:
             self._on_change()
-
-    def _longest(self) -> str:
-        """What the longest-waiting trajectory waits for, and how many others wait."""
-        trajectory, (for_what, since_s) = next(iter(self._waiting.items()))
-        others = f" and {len(self._waiting) - 1} more" if len(self._waiting) > 1 else ""
-        return f"{for_what} of {trajectory} ({self._now() - since_s:.0f} s so far){others}"
 
 
 class SlotIntervals:

@@ -48,8 +48,8 @@ class InvariantError(AssertionError):
 
 
 class Invariants:
-    """Implements `contracts.ports.Observer`. Call `watch(pipeline)` when the pipeline is made, `end(error)` when
-    it has ended."""
+    """Implements `contracts.ports.Observer`. Call `watch(pipeline)` when the pipeline is made, `end(error)`
+    when it has ended."""
 
     def __init__(
         self,

@@ -19,7 +19,8 @@ def resume_from(cut: Cut, state: Mapping[str, Any]) -> ResumeFrom:
 
 
 class MemoryCheckpoints:
-    """Implements `contracts.ports.CheckpointWriter` in memory: the cuts as they would be read back from JSON."""
+    """Implements `contracts.ports.CheckpointWriter` in memory: the cuts as they would be read back from
+    JSON."""
 
     def __init__(self, write_s: float = 0.0) -> None:
         self.cuts: list[Any] = []

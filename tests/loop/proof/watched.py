@@ -199,8 +199,8 @@ class WatchedWorker:
 
 
 class WatchedScorer:
-    """Implements `contracts.ports.Scorer` around another one: it gets the groups that can be taken next, one call
-    at a time."""
+    """Implements `contracts.ports.Scorer` around another one: it gets the groups that can be taken next, one
+    call at a time."""
 
     def __init__(self, scorer: Scorer, invariants: Invariants) -> None:
         self.name = scorer.name
