@@ -88,11 +88,7 @@ class ScorerTasks(ExecutorTasks):
                 # The weights that the window begins with. They may not be published yet, and when they are
                 # loaded it may be another window.
                 newest = await run.changes.until(
-                    lambda: (
-                        run.sync.newest
-                        if run.sync.newest and run.sync.newest.version == run.version
-                        else None
-                    ),
+                    lambda: run.sync.offered(run.version),
                     name,
                     lambda: f"version {run.version} to be published",
                     (Change.PUBLISHED,),

@@ -42,23 +42,12 @@ class Watching(Invariants):
         closed, feed = self.books.closed(), snapshot.reports["feed"]
         all_down = all(worker.down for worker in self.books.workers.values())
         expected = "restart" if closed == "loading" and all_down else closed
-        self.check(
-            snapshot.admission == expected,
-            "causes",
-            f"closed by {snapshot.admission!r}, counted {expected!r}",
-        )
-        self.check(
-            bool(snapshot.admission_cause) == bool(closed),
-            "causes",
-            f"{closed!r} because of {snapshot.admission_cause!r}",
-        )
-        wait = f"admission: {expected} ({snapshot.admission_cause})" if closed else ""
+        self.check_same("causes", "what admission is closed by", snapshot.admission, expected)
+        cause = snapshot.admission_cause
+        self.check(bool(cause) == bool(closed), "causes", f"{closed!r} because of {cause!r}")
+        wait = f"admission: {expected} ({cause})" if closed else ""
         state = State.BLOCKED if closed else State.BUSY
-        self.check(
-            (feed.state, feed.waiting_for) == (state, wait),
-            "causes",
-            f"feed {feed.state} for {feed.waiting_for!r}: {wait}",
-        )
+        self.check_same("causes", "the feed", (feed.state, feed.waiting_for), (state, wait))
         for claim in snapshot.admission_cause.split(", ") if closed else ():
             self.check_claim(claim)
             Watching.said[f"{expected}: {re.sub(r'[0-9]+', 'N', claim)}"] += 1
@@ -116,11 +105,7 @@ class Watching(Invariants):
         trainer = snapshot.reports.get("trainer-0")
         if trainer is None:
             return
-        training = snapshot.ledger["training"]
-        self.check(
-            (trainer.state is State.BUSY) == (training > 0),
-            "causes",
-            f"trainer {trainer.state}, training {training}",
-        )
+        is_busy = snapshot.ledger["training"] > 0
+        self.check_same("causes", "whether the trainer is busy", trainer.state is State.BUSY, is_busy)
         if trainer.state is State.STARVED and snapshot.phase != "stopping":
             self.check(bool(trainer.waiting_for), "causes", "the trainer waits for nothing")

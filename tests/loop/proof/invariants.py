@@ -3,19 +3,23 @@
 `Invariants` is an Observer. It hears every ledger transition, step and tick; `watched.py` wraps the ports, so
 that it also hears every call to an executor. From both it keeps books of its own (`books.py`) and compares:
 
-    ledger       admitted = running + finished + training + trained + dropped + requeued, here and in the loop's own ledger
-    admission    slots (and prefetch), window budget, deadlines, length of the run; open exactly when it should be
+    ledger       admitted = running + finished + training + trained + dropped + requeued, here and in the loop
+    admission    slots (and prefetch), window budget, deadlines, length of the run; open exactly when it
+                 should be
     takes        finish order as far as deadlines allow; R groups; never more than the window holds
-    filter       with algorithm.filter_groups a group of equal rewards is never trained, and no other is left out for them
-    staleness    strict bound unless `on_stale = "accept"`; 0 if eta is 0; versions never fall within a trajectory
-    scores       a group is taken with every scorer's column; scored once (twice only after a loss), first what can be taken first
+    filter       with algorithm.filter_groups a group of equal rewards is never trained, and no other is left
+                 out for them
+    staleness    strict bound unless `on_stale = "accept"`; 0 if eta is 0; versions never fall within a
+                 trajectory
+    scores       a group is taken with every scorer's column; scored once (twice only after a loss), first
+                 what can be taken first
     loads        versions rise, nothing starts in a load, at most two published versions are on their way
     sync         with weights.mode = "sync" a window is trained only when every worker holds its version
     time         every executor's states, and the parts of every step, sum to the time that passed
     limits       too many failures or groups left out end the run, and nothing else does in their name
     resume       what a checkpoint has of running responses is neither forgotten nor made again
-    restarts     as many as allowed, of workers that are down; only their responses are lost, which are placed again before any new
-                 group, and nothing starts before a load
+    restarts     as many as allowed, of workers that are down; only their responses are lost, which are placed
+                 again before any new group, and nothing starts before a load
     ends         at the right number of groups, with nothing left over, within the limits of a stop
 """
 
@@ -87,14 +91,10 @@ class Invariants:
         """From now on the loop's own counters are compared, too."""
         groups, ledger = pipeline.state.groups, self.ledger
         self._loop = LoopWatch(groups, self.settings, self.books, self.check)
-        tokens, mine = (
-            (groups.tokens_discarded, groups.tokens_trained),
-            (ledger.discarded_tokens, ledger.trained_tokens),
-        )
-        self.check(
-            tokens == mine, "waste", f"{tokens} tokens are discarded and trained at the start, counted {mine}"
-        )
-        self._compare_everything()
+        tokens = (groups.tokens_discarded, groups.tokens_trained)
+        counted = (ledger.discarded_tokens, ledger.trained_tokens)
+        self.check_same("waste", "tokens discarded and trained at the start", tokens, counted)
+        self._loop.everything()
 
     def event(self, event: Event) -> None:
         self.counts[event.name] += 1
@@ -106,9 +106,13 @@ class Invariants:
         else:
             handle: Callable[[Event], None] = getattr(self, f"_on_{event.name}")
             handle(event)
-        self._gone_in_time(event)
-        if event.name != "failed":  # whatever failed may have failed within a transition
-            self._compare_ledger()
+        if event.name not in ("dropped", "requeued"):
+            late = self.ledger.must_go
+            self.check(not late, "staleness", f"{late} are past their deadline and still there")
+        if (
+            self._loop is not None and event.name != "failed"
+        ):  # what failed may have failed within a transition
+            self._loop.ledger()
         if event.name not in ("training", "trained", "failed", "resumed", "requeued", "dropped"):
             self._compare_everything()
 
@@ -123,30 +127,18 @@ class Invariants:
     def tick(self, snapshot: Snapshot) -> None:
         self.counts["ticks"] += 1
         books = self.books
-        self.check(
-            snapshot.ledger == books.totals(),
-            "ledger",
-            f"a tick says {snapshot.ledger}, counted {books.totals()}",
-        )
-        self.check(
-            snapshot.version == books.version,
-            "version",
-            f"a tick says {snapshot.version}, counted {books.version}",
-        )
+        self.check_same("ledger", "a tick's ledger", snapshot.ledger, books.totals())
+        self.check_same("version", "a tick's version", snapshot.version, books.version)
         if snapshot.phase not in ("done", "stopped", "failed"):
             for name, worker in books.workers.items():
                 held = snapshot.worker_versions[name]
-                is_right = (
-                    held == worker.version
-                    if worker.version >= 0
-                    else held < books.version or books.version == 0
-                )
+                has_none = worker.version < 0 and (held < books.version or books.version == 0)
+                is_right = held == worker.version or has_none
                 self.check(is_right, "loads", f"{name} holds {worker.version}, the loop says {held}")
             self.times.check_report(snapshot.reports["feed"])
             exceeded = self.ledger.limits.exceeded()
-            self.check(
-                not exceeded or books.stopping, "limits", f"the run goes on, and {exceeded} are exceeded"
-            )
+            holds = not exceeded or books.stopping
+            self.check(holds, "limits", f"the run goes on, and {exceeded} are exceeded")
             self._compare_everything()
         self.last_tick = snapshot
 
@@ -173,31 +165,17 @@ class Invariants:
             raise self.violation
         phase = "done" if error is None else "stopped" if isinstance(error, Interrupted) else "failed"
         assert self.last_tick is not None
-        self.check(
-            self.last_tick.phase == phase,
-            "ends",
-            f"the last tick says {self.last_tick.phase}, the run is {phase}: {error}",
-        )
-        self.check(
-            (phase == "failed") == bool(self.failed_with),
-            "ends",
-            f"{phase}, with failed events {self.failed_with}",
-        )
-        must_fail = self.ledger.has_exhausted and not self.failed_with
+        self.check_same("ends", "the phase of the last tick", self.last_tick.phase, phase)
+        has_failed = phase == "failed"
+        self.check_same("ends", "failed events", self.failed_with, [str(error)] if has_failed else [])
+        must_fail = self.ledger.has_exhausted and not has_failed
         self.check(not must_fail, "ends", "a prompt was requeued too often, and the run has not failed")
         if error is None:
             self._check_whole()
-        elif phase == "failed":
-            self.check(
-                self.failed_with == [str(error)],
-                "ends",
-                f"failed events {self.failed_with}, the run raised {error}",
-            )
         if self.stop_s is not None:
             took_s = self._now() - self.stop_s
-            self.check(
-                took_s <= stop_limit_s, "ends", f"the stop took {took_s} s, more than {stop_limit_s} s"
-            )
+            is_quick = took_s <= stop_limit_s
+            self.check(is_quick, "ends", f"the stop took {took_s} s, more than {stop_limit_s} s")
 
     def _held(self) -> dict[str, int]:
         """The newest version that each worker has had, of those that are present."""
@@ -205,39 +183,23 @@ class Invariants:
         return {name: max(worker.version, worker.held_when_lost) for name, worker in present.items()}
 
     def _check_whole(self) -> None:
-        books, settings = self.books, self.settings
-        totals = books.totals()
-        self.check(
-            books.trained == settings.schedule.groups,
-            "ends",
-            f"{books.trained} of {settings.schedule.groups} groups are trained",
-        )
-        self.check(
-            not books.live and not books.waiting,
-            "ends",
-            f"{totals} at the end, {books.waiting} wait to start again",
-        )
-        num_windows = -(-settings.schedule.train_steps // settings.schedule.window_steps)
-        self.check(
-            books.version == num_windows, "ends", f"version {books.version} after {num_windows} windows"
-        )
+        books, schedule, same = self.books, self.settings.schedule, self.check_same
+        same("ends", "trained groups", books.trained, schedule.groups)
+        left = (books.live, books.waiting)
+        self.check(not any(left), "ends", f"{books.totals()} at the end, left are {left}")
+        num_windows = -(-schedule.train_steps // schedule.window_steps)
+        same("ends", "the last version", books.version, num_windows)
         held = self._held_at_last_step or self._held()
-        self.check(
-            set(held.values()) == {num_windows},
-            "ends",
-            f"the workers held {held}, the last version is {num_windows}",
-        )
-        outcomes = {key[:2]: account for key, account in books.ended.items() if account != "requeued"}
-        num_fed = len(self.ledger.fed)
-        self.check(
-            len(outcomes) == num_fed,
-            "ends",
-            f"{num_fed} prompts were fed, {len(outcomes)} trained or dropped",
-        )
+        same("ends", "what the workers held", set(held.values()), {num_windows})
+        outcomes = [key[:2] for key, account in books.ended.items() if account != "requeued"]
+        same("ends", "prompts trained or dropped", len(set(outcomes)), len(self.ledger.fed))
 
     def check(self, holds: bool, invariant: str, message: str) -> None:
         if not holds:
             self._break(invariant, message)
+
+    def check_same(self, invariant: str, what: str, found: object, counted: object) -> None:
+        self.check(found == counted, invariant, f"{what}: {found}, should be {counted}")
 
     def note(self, text: str) -> None:
         self.trace.append((self._now(), text))
@@ -263,43 +225,28 @@ class Invariants:
             if not worker.loading:
                 books.travel.set_out(name, worker.unfinished)
         late = books.late()
-        if self.settings.profile.async_training.on_stale == "wait":
-            self.check(
-                not late, "staleness", f"version {version} and {late} are untaken, past their deadline"
-            )
-        elif self.settings.profile.async_training.on_stale != "accept":
+        on_stale = self.settings.profile.async_training.on_stale
+        is_kept = on_stale != "wait" or not late
+        self.check(is_kept, "staleness", f"version {version} and {late} are untaken, past their deadline")
+        if on_stale in ("drop", "requeue"):
             self.ledger.must_go = set(late)
 
     def _on_published(self, event: Event) -> None:
         assert event.version is not None
-        self.check(
-            event.version > self.published,
-            "version",
-            f"version {event.version} is published after {self.published}",
-        )
-        self.check(
-            event.version <= self.books.version,
-            "version",
-            f"version {event.version} is published before it was gathered",
-        )
+        is_next = self.published < event.version <= self.books.version
+        gathered = f"after {self.published}, gathered is {self.books.version}"
+        self.check(is_next, "version", f"version {event.version} is published {gathered}")
         self.published = event.version
 
     def _on_loaded(self, event: Event) -> None:
-        held = self.books.workers[event.fields["worker"]].version
-        self.check(
-            event.version == held,
-            "loads",
-            f"{event.fields['worker']} holds {held}, the loop says {event.version}",
-        )
+        name = event.fields["worker"]
+        self.check_same("loads", f"what {name} holds", event.version, self.books.workers[name].version)
 
     def _on_checkpointed(self, event: Event) -> None:
         assert event.step is not None
-        self.check(
-            event.step > self._checkpointed_step,
-            "cut",
-            f"checkpoint {event.step} after {self._checkpointed_step}",
-        )
-        self._checkpointed_step = event.step
+        step, before = event.step, self._checkpointed_step
+        self.check(step > before, "cut", f"checkpoint {step} after {before}")
+        self._checkpointed_step = step
 
     def _on_failed(self, event: Event) -> None:
         self.failed_with.append(event.fields["error"])
@@ -311,14 +258,11 @@ class Invariants:
     def _on_lost(self, event: Event) -> None:
         name, allowed = event.fields["worker"], self.settings.profile.rollout.max_restarts
         self.lost[name] += 1
-        self.check(
-            self.lost[name] <= allowed,
-            "restarts",
-            f"{name} is restarted {self.lost[name]} times, {allowed} are allowed",
-        )
-        left = event.fields["restarts_left"]
-        self.check(
-            left == allowed - self.lost[name], "restarts", f"{name}: {left} restarts are said to be left"
+        times = self.lost[name]
+        is_allowed = times <= allowed
+        self.check(is_allowed, "restarts", f"{name} is restarted {times} times, {allowed} are allowed")
+        self.check_same(
+            "restarts", f"restarts left of {name}", event.fields["restarts_left"], allowed - times
         )
         if name in self.books.scorers:
             self.ledger.scorer_lost(name)
@@ -333,35 +277,24 @@ class Invariants:
     def _on_away(self, event: Event) -> None:
         """The run goes on without a worker: enough others are there, or about to be."""
         name, least = event.fields["worker"], self.settings.profile.rollout.min_workers
-        book, others = (
-            self.books.workers[name],
-            [book for other, book in self.books.workers.items() if other != name],
-        )
-        here = sum(not other.away for other in others)
-        self.check(
-            least is not None and here >= least,
-            "restarts",
-            f"{name} is away, {here} others are not, {least} are needed",
-        )
+        book = self.books.workers[name]
+        here = sum(not other.away for other in self.books.workers.values() if other is not book)
+        is_enough = least is not None and here >= least
+        self.check(is_enough, "restarts", f"{name} is away, {here} others are not, {least} are needed")
         if not book.down:
             self._lose(name)
         book.away = True
 
     def _on_restarted(self, event: Event) -> None:
-        if event.fields["worker"] in self.books.scorers:
+        name = event.fields["worker"]
+        if name in self.books.scorers:
             return
-        book = self.books.workers[event.fields["worker"]]
-        self.check(
-            book.down and book.loading, "restarts", f"{event.fields['worker']} is back, and was not down"
-        )
+        book = self.books.workers[name]
+        self.check(book.down and book.loading, "restarts", f"{name} is back, and was not down")
         book.down = book.away = False
 
     def _on_resumed(self, event: Event) -> None:
-        self.check(
-            event.fields["from_step"] == self.steps.number,
-            "cut",
-            f"resumed from step {event.fields['from_step']}",
-        )
+        self.check_same("cut", "resumed from step", event.fields["from_step"], self.steps.number)
 
     def _on_warning(self, event: Event) -> None:
         self.steps.warned_in.add(self.books.version)
@@ -370,23 +303,7 @@ class Invariants:
         assert event.version is not None
         self.check(event.version <= self.books.version, "version", f"an eval of version {event.version}")
         num_ended = event.fields["num_prompts"] + sum(event.fields.get("failures", {}).values())
-        self.check(
-            num_ended == self._num_eval_prompts,
-            "evals",
-            f"{num_ended} of {self._num_eval_prompts} prompts were scored",
-        )
-
-    def _gone_in_time(self, event: Event) -> None:
-        if event.name not in ("dropped", "requeued"):
-            self.check(
-                not self.ledger.must_go,
-                "staleness",
-                f"{self.ledger.must_go} are past their deadline and still there",
-            )
-
-    def _compare_ledger(self) -> None:
-        if self._loop is not None:
-            self._loop.ledger()
+        self.check_same("evals", "prompts that were scored", num_ended, self._num_eval_prompts)
 
     def _compare_everything(self) -> None:
         if self._loop is not None:

@@ -66,33 +66,17 @@ class LedgerWatch:
 
     def submitted(self, worker: str, request: PartRequest) -> None:
         """A worker is asked for a part: the one that was announced, of responses that nobody else has."""
-        (key, number), check = request.key, self.check
+        (key, number), same, asked = request.key, self._same, request.key
         attempt = self.books.live.get(key)
         part = attempt.parts.get(number) if attempt is not None else None
         if attempt is None or part is None:
-            self.check(False, "ledger", f"{request.key} was never placed")
+            self.check(False, "ledger", f"{asked} was never placed")
             return
-        check(
-            part.worker == worker,
-            "slots",
-            f"{request.key} was placed on {part.worker}, and {worker} is asked",
-        )
-        check(request.key not in self.asked, "ledger", f"{request.key} is asked for twice")
-        check(
-            len(request.indices) == part.num_responses,
-            "slots",
-            f"{request.key}: {request.indices} for {part.num_responses} slots",
-        )
-        check(
-            request.indices == part.indices,
-            "ledger",
-            f"{request.key}: {request.indices} are asked for, not {part.indices}",
-        )
-        check(
-            dict(request.goes_on) == part.goes_on,
-            "resume",
-            f"{request.key} goes on with {request.goes_on}, not {part.goes_on}",
-        )
+        self.check(asked not in self.asked, "ledger", f"{asked} is asked for twice")
+        same("slots", f"the worker that is asked for {asked}", worker, part.worker)
+        same("slots", f"responses of {asked}", len(request.indices), part.num_responses)
+        same("ledger", f"indices of {asked}", request.indices, part.indices)
+        same("resume", f"what {asked} goes on with", dict(request.goes_on), part.goes_on)
         self.asked.add(request.key)
 
     def part_ended(self, worker: str, result: PartResult) -> None:
@@ -106,9 +90,7 @@ class LedgerWatch:
             self.discarded_tokens += tokens
             return
         self.check(not part.has_ended, "ledger", f"{result.key} has ended twice")
-        self.check(
-            part.worker == worker, "slots", f"{result.key} started on {part.worker}, came back from {worker}"
-        )
+        self._same("slots", f"the worker that returns {result.key}", worker, part.worker)
         part.has_ended = True
         attempt.num_kept += len(result.trajectories)
         attempt.rewards.update(meta.reward for meta in result.trajectories)
@@ -121,22 +103,15 @@ class LedgerWatch:
     def _check_tokens(self, result: PartResult, began: int, newest: int) -> None:
         for meta in result.trajectories:
             versions = [version for version, _ in meta.version_tokens]
+            tokens = f"{result.key}: token versions {versions}"
             is_rising = versions == sorted(set(versions))
-            self.check(is_rising, "token versions", f"{result.key}: token versions {versions} fall or repeat")
+            self.check(is_rising, "token versions", f"{tokens} fall or repeat")
             in_reach = began <= versions[0] and versions[-1] <= newest
-            self.check(
-                in_reach, "token versions", f"{result.key}: {versions}, on weights {began} to {newest}"
-            )
+            self.check(in_reach, "token versions", f"{tokens}, on weights {began} to {newest}")
             sampled = sum(count for _, count in meta.version_tokens)
-            self.check(
-                sampled == meta.response_tokens,
-                "token versions",
-                f"{sampled} of {meta.response_tokens} tokens have a version",
-            )
+            self._same("token versions", "tokens with a version", sampled, meta.response_tokens)
             if self.settings.interrupt == "drain":
-                self.check(
-                    meta.span == 0, "spans", f"{result.key}: a span of {meta.span} without partial rollouts"
-                )
+                self._same("spans", f"{tokens}, without partial rollouts: the span", meta.span, 0)
 
     def _check_kept(self, result: PartResult, part: PartBook) -> None:
         """What its responses went on from is among its tokens."""
@@ -147,9 +122,8 @@ class LedgerWatch:
             kept.update(dict(one.version_tokens))
         for meta in result.trajectories:
             has.update(dict(meta.version_tokens))
-        self.check(
-            kept <= has, "resume", f"{result.key} went on from tokens of {dict(kept)}, and has {dict(has)}"
-        )
+        went_on = f"{result.key} went on from tokens of {dict(kept)}"
+        self.check(kept <= has, "resume", f"{went_on}, and has {dict(has)}")
 
     def lost(self, worker: str) -> None:
         """The worker's process is gone, and with it the parts that ran there; those that have ended stay."""
@@ -159,56 +133,36 @@ class LedgerWatch:
         self.books.workers[worker].unfinished.clear()
 
     def _running(self, key: AttemptKey, event: Event) -> None:
-        books, n = self.books, self.settings.profile.rollout.n
-        self.check(
-            books.lost_first() is None,
-            "restarts",
-            f"{key} starts before {books.lost_first()} is placed again",
-        )
-        self._check_placed(key, event, n)
-        in_time = books.start_in_time(books.oldest(event.fields["workers"]))
-        self.check(
-            in_time, "deadlines", f"{key}: started on {event.fields['workers']} it cannot be trained in time"
-        )
+        books, placed = self.books, event.fields["workers"]
+        self._same("restarts", f"what is to be placed again before {key} starts", books.lost_first(), None)
+        self._check_placed(key, event, self.settings.profile.rollout.n)
+        in_time = books.start_in_time(books.oldest(placed))
+        self.check(in_time, "deadlines", f"{key}: started on {placed} it cannot be trained in time")
         self._check_prompt(key)
         books.live[key] = LiveAttempt(account="running")
         books.admitted += 1
-        self._place(key, event.fields["workers"])
+        self._place(key, placed)
 
     def _replaced(self, key: AttemptKey, event: Event) -> None:
         """Responses that were lost start again, within the bound of their group."""
-        books = self.books
         self._expect(key, "running")
-        self.check(
-            books.lost_first() == key, "restarts", f"{key} is placed again before {books.lost_first()}"
-        )
-        attempt = books.live[key]
+        self._same("restarts", "what is placed again", key, self.books.lost_first())
+        attempt = self.books.live[key]
         self._check_placed(key, event, attempt.num_lost)
         before, attempt.num_lost = attempt.deadline, 0
         self._place(key, event.fields["workers"])
-        self.check(
-            attempt.deadline >= before,
-            "deadlines",
-            f"{key}: the deadline {before} falls to {attempt.deadline}",
-        )
+        is_rising = attempt.deadline >= before
+        self.check(is_rising, "deadlines", f"{key}: the deadline {before} falls to {attempt.deadline}")
 
     def _check_placed(self, key: AttemptKey, event: Event, num_responses: int) -> None:
-        books, placed = self.books, event.fields["workers"]
-        closed, mine = books.closed(), books.placement_now()
+        books, placed, same = self.books, event.fields["workers"], self._same
+        closed, counted = books.closed(), books.placement_now()
         self.check(not closed, "admission", f"{key} starts, but admission is closed by: {closed}")
-        self.check(
-            sum(placed.values()) == num_responses,
-            "slots",
-            f"{key}: {num_responses} responses are placed as {placed}",
-        )
+        same("slots", f"responses of {key} that are placed", sum(placed.values()), num_responses)
         for name in placed:
             self.check(not books.workers[name].loading, "loads", f"{key} starts on {name} while it loads")
-        self.check(placed == mine, "slots", f"{key} is placed as {placed}, should be {mine}")
-        self.check(
-            event.version == books.oldest(placed),
-            "loads",
-            f"{key} starts on version {event.version}, on {placed}",
-        )
+        same("slots", f"where {key} is placed", placed, counted)
+        same("loads", f"the version that {key} starts on", event.version, books.oldest(placed))
 
     def _place(self, key: AttemptKey, placed: Mapping[str, int]) -> None:
         attempt, workers = self.books.live[key], self.books.workers
@@ -223,24 +177,18 @@ class LedgerWatch:
     def _part_on(self, attempt: LiveAttempt, worker: str, num_responses: int) -> PartBook:
         """The first responses that nobody has. Without partial rollouts an unfinished one goes on with its
         own version alone, and only if it gets a slot now."""
-        version, placed = (
-            self.books.workers[worker].version,
-            {i for part in attempt.parts.values() for i in part.indices},
-        )
-        free_slots = max(0, self.books.workers[worker].slots - self.books.workers[worker].used)
-        indices = tuple(index for index in range(self.settings.profile.rollout.n) if index not in placed)[
-            :num_responses
-        ]
+        book, n = self.books.workers[worker], self.settings.profile.rollout.n
+        version, free_slots = book.version, max(0, book.slots - book.used)
+        placed = {index for part in attempt.parts.values() for index in part.indices}
+        indices = tuple(index for index in range(n) if index not in placed)[:num_responses]
         part = PartBook(worker=worker, version=version, num_responses=num_responses, indices=indices)
         for place, index in enumerate(indices):
             if (kept := attempt.kept.pop(index, None)) is None:
                 continue
             is_of_now = {v for v, _ in kept.version_tokens} == {version} and place < free_slots
             if kept.is_whole or self.settings.interrupt != "drain" or is_of_now:
-                part.goes_on[index], part.version = (
-                    kept,
-                    min(part.version, *(v for v, _ in kept.version_tokens)),
-                )
+                part.goes_on[index] = kept
+                part.version = min(part.version, *(v for v, _ in kept.version_tokens))
             else:
                 self.discarded_tokens += kept.tokens
         return part
@@ -255,18 +203,15 @@ class LedgerWatch:
             books.waiting.remove(before)
             return
         self.check(key.attempt == 0, "ledger", f"{key}: nothing requeued it")
-        self.check(
-            (key.uid, key.epoch) == self.fed[-1], "ledger", f"{key} is not what the feed gave: {self.fed[-1]}"
-        )
+        self._same("ledger", "the prompt that starts", (key.uid, key.epoch), self.fed[-1])
 
     def _finished(self, key: AttemptKey, event: Event) -> None:
         self._check_whole(key)
         kept = self.books.live[key].num_kept
         self.check(kept >= 2, "ledger", f"{key} finished with {kept} trajectories")
         is_judged = "reward" not in self.books.scorers
-        self.check(
-            not (is_judged and self._is_equal(key)), "filter", f"{key} finished, and its rewards are equal"
-        )
+        is_left_in = is_judged and self._is_equal(key)
+        self.check(not is_left_in, "filter", f"{key} finished, and its rewards are equal")
         self._count(key)
         if is_judged:
             self.limits.judged(is_equal=False)
@@ -289,22 +234,15 @@ class LedgerWatch:
         running = [number for number, part in attempt.parts.items() if not part.has_ended]
         self.check(not running and not attempt.num_lost, "ledger", f"{key} ends while parts {running} run")
         indices = sorted(index for part in attempt.parts.values() for index in part.indices)
-        self.check(
-            indices == [*range(self.settings.profile.rollout.n)],
-            "ledger",
-            f"{key} has the responses {indices}",
-        )
+        self._same("ledger", f"responses of {key}", indices, [*range(self.settings.profile.rollout.n)])
 
     def _scored(self, key: AttemptKey, event: Event) -> None:
         scorer = event.fields["scorer"]
         self._expect(key, "finished")
         columns = self.books.live[key].columns
         self.check(scorer not in columns, "scores", f"{key} is scored twice by {scorer}")
-        self.check(
-            (scorer, key) in self.computed,
-            "scores",
-            f"{key} counts as scored, and {scorer} has not scored it",
-        )
+        is_scored = (scorer, key) in self.computed
+        self.check(is_scored, "scores", f"{key} counts as scored, and {scorer} has not scored it")
         columns[scorer] = (scorer, key)
         if scorer == "reward":
             self.limits.judged(is_equal=self._is_equal(key))
@@ -326,36 +264,25 @@ class LedgerWatch:
     def _training(self, key: AttemptKey, event: Event) -> None:
         books = self.books
         self._expect(key, "finished")
-        self.check(
-            books.may_take(key), "deadlines", f"{key} is taken, though others then cannot be trained in time"
-        )
-        self.check(
-            books.is_scored(key), "scores", f"{key} is taken with the columns {list(books.live[key].columns)}"
-        )
+        may_take, columns = books.may_take(key), list(books.live[key].columns)
+        self.check(may_take, "deadlines", f"{key} is taken, though others then cannot be trained in time")
+        self.check(books.is_scored(key), "scores", f"{key} is taken with the columns {columns}")
+        self.check(not self._is_equal(key), "filter", f"{key} is taken, and its rewards are equal")
         earlier = books.finish_order[: books.finish_order.index(key)]
         first = next((other for other in earlier if books.is_scored(other) and books.may_take(other)), key)
-        self.check(not self._is_equal(key), "filter", f"{key} is taken, and its rewards are equal")
-        self.check(
-            first == key, "takes", f"{key} is taken before {first}, which finished earlier and may be taken"
-        )
+        self._same("takes", "what is taken first of what finished", key, first)
         books.finish_order.remove(key)
         books.live[key].account = "training"
         books.taken_in_window += 1
-        self.check(
-            books.takes_left >= 0,
-            "takes",
-            f"{books.taken_in_window} groups are taken in a window of {books.window_size}",
-        )
+        window = f"{books.taken_in_window} groups are taken in a window of {books.window_size}"
+        self.check(books.takes_left >= 0, "takes", window)
 
     def _trained(self, key: AttemptKey, event: Event) -> None:
         self._expect(key, "training")
         is_own = any(group.key == key for group in self.in_training)
         self.check(is_own, "ledger", f"{key} counts as trained and no trainer had it")
-        again = [
-            other
-            for other, account in self.books.ended.items()
-            if account == "trained" and other[:2] == key[:2]
-        ]
+        ended = self.books.ended.items()
+        again = [other for other, account in ended if account == "trained" and other[:2] == key[:2]]
         self.check(not again, "ledger", f"{key} is trained twice: {again}")
         self.trained_tokens += event.fields["tokens"]
         self._ends(key, "trained")
@@ -375,53 +302,41 @@ class LedgerWatch:
                 self._check_whole(key)
                 self._count(key)
                 self.limits.judged(is_equal=True)
-            self.check(
-                self._is_equal(key),
-                "filter",
-                f"{key} is left out with rewards {self.books.live[key].rewards}",
-            )
+            rewards = self.books.live[key].rewards
+            self.check(self._is_equal(key), "filter", f"{key} is left out with rewards {rewards}")
             self.discarded_tokens += self.books.live[key].tokens
         else:
             self._given_up(key, "drop" if reason == "stale" else "requeue")
         self._ends(key, "dropped")
 
     def _requeued(self, key: AttemptKey, event: Event) -> None:
-        reason = event.fields["reason"]
-        self.check(
-            self.books.live[key].account in ("running", "finished"), "ledger", f"{key} cannot be requeued"
-        )
-        if reason == "stale":
-            self._given_up(key, "requeue")
-            self.books.stale_requeues[key.uid, key.epoch] += 1
-            count = self.books.stale_requeues[key.uid, key.epoch]
-            self.has_exhausted |= count > self.settings.profile.async_training.max_requeues
-            may_exhaust = (
-                not self.has_exhausted or self.settings.profile.async_training.on_exhausted == "fail"
-            )
-            self.check(may_exhaust, "staleness", f"{key} was requeued {count} times")
-        else:
-            self.check(False, "ledger", f"{key} is requeued: {reason}")
+        may_end = self.books.live[key].account in ("running", "finished")
+        self.check(may_end, "ledger", f"{key} cannot be requeued")
+        self._same("ledger", f"why {key} is requeued", event.fields["reason"], "stale")
+        self._given_up(key, "requeue")
+        self.books.stale_requeues[key.uid, key.epoch] += 1
+        count, training = self.books.stale_requeues[key.uid, key.epoch], self.settings.profile.async_training
+        self.has_exhausted |= count > training.max_requeues
+        may_exhaust = not self.has_exhausted or training.on_exhausted == "fail"
+        self.check(may_exhaust, "staleness", f"{key} was requeued {count} times")
         self._ends(key, "requeued")
         self.books.waiting.append(key)
 
     def _given_up(self, key: AttemptKey, policy: str) -> None:
-        attempt = self.books.live[key]
-        self.check(
-            self.settings.profile.async_training.on_stale == policy,
-            "staleness",
-            f"{key} is given up under {self.settings.profile.async_training.on_stale}",
-        )
-        self.check(
-            attempt.deadline < self.books.version,
-            "staleness",
-            f"{key} is given up before its deadline {attempt.deadline}",
-        )
+        attempt, deadline = self.books.live[key], self.books.live[key].deadline
+        on_stale = self.settings.profile.async_training.on_stale
+        self._same("staleness", f"the policy that gives up {key}", policy, on_stale)
+        is_late = deadline < self.books.version
+        self.check(is_late, "staleness", f"{key} is given up before its deadline {deadline}")
         self.discarded_tokens += attempt.tokens + attempt.kept_tokens
 
     def _expect(self, key: AttemptKey, account: str) -> None:
         attempt = self.books.live.get(key)
         found = attempt.account if attempt else self.books.ended.get(key, "unknown")
-        self.check(found == account, "ledger", f"{key} is {found} where it should be {account}")
+        self._same("ledger", f"the account of {key}", found, account)
+
+    def _same(self, invariant: str, what: str, found: object, counted: object) -> None:
+        self.check(found == counted, invariant, f"{what}: {found}, should be {counted}")
 
     def _ends(self, key: AttemptKey, account: str) -> None:
         del self.books.live[key]

@@ -15,46 +15,29 @@ class LoopWatch:
 
     def __init__(self, groups: Groups, settings: LoopSettings, books: Books, check: Check) -> None:
         self._groups = groups
-        self._settings = settings
+        self._step_groups = settings.schedule.step_groups
         self._books = books
         self._check = check
 
     def ledger(self) -> None:
-        ledger, mine = self._groups.ledger.totals(), self._books.totals()
+        ledger = self._groups.ledger.totals()
         self._check(
             2 * ledger["admitted_total"] == sum(ledger.values()), "ledger", f"{ledger} does not add up"
         )
-        self._check(ledger == mine, "ledger", f"the ledger says {ledger}, counted {mine}")
+        self._same("ledger", "the ledger", ledger, self._books.totals())
 
     def everything(self) -> None:
         self.ledger()
-        admission, books = self._groups.admission, self._books
-        ledger = self._groups.ledger
+        same, books, admission, ledger = self._same, self._books, self._groups.admission, self._groups.ledger
         untaken = {key: attempt.deadline for key, attempt in {**ledger.running, **ledger.finished}.items()}
-        self._check(
-            untaken == books.untaken,
-            "deadlines",
-            f"the loop's deadlines are {untaken}, counted {books.untaken}",
-        )
-        self._check(
-            list(ledger.finished) == books.finish_order,
-            "takes",
-            f"{list(ledger.finished)} are not {books.finish_order}",
-        )
-        numbers = (admission.version, admission.taken_in_window, admission.trained_groups, admission.budget)
-        mine = (books.version, books.taken_in_window, books.trained, books.budget)
-        self._check(
-            numbers == mine, "admission", f"version, taken, trained and budget are {numbers}, counted {mine}"
-        )
-        closed, my_closed = admission.closed().value, books.closed()
-        self._check(
-            closed == my_closed,
-            "admission",
-            f"closed by {closed or 'nothing'!r}, should be {my_closed or 'nothing'!r}",
-        )
-        num_groups = self._settings.schedule.step_groups
-        takeable, my_takeable = (
-            [attempt.key for attempt in admission.takeable(num_groups)],
-            books.takeable(num_groups),
-        )
-        self._check(takeable == my_takeable, "takes", f"{takeable} may be taken, should be {my_takeable}")
+        same("deadlines", "deadlines", untaken, books.untaken)
+        same("takes", "finished groups", list(ledger.finished), books.finish_order)
+        window = (admission.version, admission.taken_in_window, admission.trained_groups, admission.budget)
+        counted = (books.version, books.taken_in_window, books.trained, books.budget)
+        same("admission", "version, taken, trained and budget", window, counted)
+        same("admission", "what admission is closed by", admission.closed().value, books.closed())
+        takeable = [attempt.key for attempt in admission.takeable(self._step_groups)]
+        same("takes", "what may be taken", takeable, books.takeable(self._step_groups))
+
+    def _same(self, invariant: str, what: str, found: object, counted: object) -> None:
+        self._check(found == counted, invariant, f"{what}: the loop says {found}, counted {counted}")

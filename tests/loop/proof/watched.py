@@ -82,9 +82,8 @@ class WatchedWorker:
             now = live[key.attempt].parts[key.number].num_responses - progress.freed_slots.get(key, 0)
             is_over = any(result.key == key for result in progress.ended)
             may_rise = is_over or not self._invariants.settings.profile.rollout.hold_slots
-            self._invariants.check(
-                now <= before or may_rise, "slots", f"{key} takes {now} slots after {before}"
-            )
+            holds = now <= before or may_rise
+            self._invariants.check(holds, "slots", f"{key} takes {now} slots after {before}")
             unfinished[key] = 0 if is_over else now
         for result in progress.ended:
             self._invariants.counts["turns"] += sum(meta.num_turns for meta in result.trajectories)
@@ -93,13 +92,9 @@ class WatchedWorker:
         return progress
 
     async def prefetch(self, published: Published) -> float:
-        version, check = published.version, self._invariants.check
+        version, held, check = published.version, self._book.version, self._invariants.check
         self._invariants.note(f"{self.name} prefetches version {version}")
-        check(
-            version > self._book.version,
-            "loads",
-            f"{self.name} holds {self._book.version} and prefetches {version}",
-        )
+        check(version > held, "loads", f"{self.name} holds {held} and prefetches {version}")
         self._on_the_way[version] += 1
         versions = sorted(+self._on_the_way)
         check(len(versions) <= 2, "loads", f"versions {versions} are on their way at once")
@@ -115,46 +110,32 @@ class WatchedWorker:
     async def load(self, version: int, interrupt: Interrupt) -> LoadReport:
         check, loop = self._invariants.check, asyncio.get_running_loop()
         self._invariants.note(f"{self.name} loads version {version} ({interrupt})")
-        check(
-            version == self._prefetched,
-            "loads",
-            f"{self.name} loads {version} and has prefetched {self._prefetched}",
-        )
+        is_here, held = version == self._prefetched, self._book.version
+        check(is_here, "loads", f"{self.name} loads {version} and has prefetched {self._prefetched}")
         check(self._book.eval_sequences == 0, "evals", f"{self.name} loads {version} during an eval")
-        began_s = loop.time()
+        began_s, limit_s = loop.time(), self._load_limit_s
         with self._sent_or_lost(version):
             report = await self._worker.load(version, interrupt)
         took_s = loop.time() - began_s
-        check(
-            took_s <= self._load_limit_s,
-            "drain",
-            f"{self.name} took {took_s} s to load, more than {self._load_limit_s} s",
-        )
-        check(
-            report.version == version > self._book.version,
-            "loads",
-            f"{self.name} holds {self._book.version}, loaded {version}",
-        )
+        check(took_s <= limit_s, "drain", f"{self.name} took {took_s} s to load, more than {limit_s} s")
+        is_newer = report.version == version > held
+        check(is_newer, "loads", f"{self.name} held {held}, loaded {report.version}")
         self._book.version, self._book.loading = version, False
         self._on_the_way[version] -= 1
         return report
 
     async def evaluate(self, request: EvalRequest) -> EvalResult:
-        holds = self._book.version == request.version and not self._book.loading
-        self._invariants.check(
-            holds or self._book.down,
-            "evals",
-            f"{self.name} holds {self._book.version} and scores {request.version}",
-        )
-        self._book.eval_sequences += len(request.tries)
+        check, held = self._invariants.check, self._book.version
+        holds = (held == request.version and not self._book.loading) or self._book.down
+        check(holds, "evals", f"{self.name} holds {held} and scores {request.version}")
+        num_tries = len(request.tries)
+        self._book.eval_sequences += num_tries
         try:
             result = await self._worker.evaluate(request)
         finally:
-            self._book.eval_sequences -= len(request.tries)
+            self._book.eval_sequences -= num_tries
         num_answers = len(result.outcomes)
-        self._invariants.check(
-            num_answers == len(request.tries), "evals", f"{num_answers} answers to {len(request.tries)} tries"
-        )
+        check(num_answers == num_tries, "evals", f"{num_answers} answers to {num_tries} tries")
         return result
 
     async def abort_evals(self) -> None:
@@ -179,11 +160,8 @@ class WatchedWorker:
         self._invariants.note(f"{self.name} is restarted")
         check(book.down, "restarts", f"{self.name} is restarted, and has not failed")
         check(not book.unfinished, "restarts", f"{self.name} is restarted with {list(book.unfinished)} on it")
-        check(
-            not self._invariants.is_lent,
-            "restarts",
-            f"{self.name} is restarted while the trainer has the resources",
-        )
+        is_lent = self._invariants.is_lent
+        check(not is_lent, "restarts", f"{self.name} is restarted while the trainer has the resources")
         self._prefetched, self._paused = -1, False
         self._invariants.times.restarted(self.name)
         await self._worker.restart()
@@ -214,9 +192,8 @@ class WatchedScorer:
         version, current = published.version, self._invariants.books.version
         self._invariants.note(f"{self.name} loads version {version}")
         is_due = self.name == "prox" and self._held < version == current
-        self._invariants.check(
-            is_due, "loads", f"{self.name} holds {self._held} and loads {version} in window {current}"
-        )
+        loads = f"{self.name} holds {self._held} and loads {version} in window {current}"
+        self._invariants.check(is_due, "loads", loads)
         await self._scorer.load(published)
         self._held = version
 
@@ -226,27 +203,22 @@ class WatchedScorer:
         check, asked = self._invariants.check, [group.key for group in groups]
         self._invariants.note(f"{self.name} scores {len(groups)} groups")
         check(not self._is_scoring, "scores", f"{self.name} has two calls at once")
-        check(
-            not self._is_learning,
-            "scores",
-            f"{self.name} scores before it has learned from the last train step",
-        )
+        is_early = self._is_learning
+        check(not is_early, "scores", f"{self.name} scores before it has learned from the last train step")
         num_taken = self._num_taken()
         due = self._invariants.books.unscored(self.name)[: len(asked)]
         check(asked == due, "scores", f"{self.name} scores {asked}, should be {due}")
         is_current = self.name != "prox" or self._held == self._invariants.books.version
         check(is_current, "scores", f"{self.name} scores with the weights of version {self._held}")
-        check(
-            [item["prompt"] for item in items] == [key.uid[1:] for key in asked],
-            "scores",
-            f"{self.name} is given other prompts",
-        )
-        tokens = [
-            sum(meta.prompt_tokens + meta.response_tokens for meta in group.trajectories) for group in groups
+        prompts = [item["prompt"] for item in items] == [key.uid[1:] for key in asked]
+        check(prompts, "scores", f"{self.name} is given other prompts")
+        lengths = [
+            [one.prompt_tokens + one.response_tokens for one in group.trajectories] for group in groups
         ]
+        tokens = [sum(group) for group in lengths]
         is_small = len(tokens) == 1 or sum(tokens) <= self.call_tokens
-        is_small &= len(tokens) <= self._invariants.settings.schedule.step_groups
-        check(bool(tokens) and is_small, "scores", f"{self.name} is given groups of {tokens} tokens")
+        is_small &= 0 < len(tokens) <= self._invariants.settings.schedule.step_groups
+        check(is_small, "scores", f"{self.name} is given groups of {tokens} tokens")
         self._is_scoring = True
         try:
             columns, report = await self._scorer.score(groups, items)
@@ -254,19 +226,17 @@ class WatchedScorer:
             self._is_scoring = False
         if self.name == "reward":
             for group, scores in zip(groups, columns, strict=True):
-                rewarded = tuple(
-                    meta.reward + score for meta, score in zip(group.trajectories, scores, strict=True)
-                )
+                both = zip(group.trajectories, scores, strict=True)
+                rewarded = tuple(meta.reward + score for meta, score in both)
                 self._invariants.ledger.rewarded[group.key] = rewarded
         if self.name != "critic" or num_taken == self._num_taken():
             self._invariants.ledger.computed.update((self.name, key) for key in asked)
         return columns, report
 
     async def judge(self, result: EvalResult, items: Sequence[Mapping[str, Any]]) -> Sequence[float]:
-        played = [outcome for outcome in result.outcomes if not isinstance(outcome, Failure)]
-        self._invariants.check(
-            len(items) == len(played) > 0, "scores", f"{self.name} judges {len(items)} of {len(played)}"
-        )
+        num_played = sum(not isinstance(outcome, Failure) for outcome in result.outcomes)
+        has_all = len(items) == num_played > 0
+        self._invariants.check(has_all, "scores", f"{self.name} judges {len(items)} of {num_played}")
         try:
             return await self._scorer.judge(result, items)
         except asyncio.CancelledError:
@@ -280,13 +250,10 @@ class WatchedScorer:
     async def learn(self, batch: TrainBatch) -> tuple[TrainReport, ExecutorReport]:
         """All taken groups are those of this step and of those before it."""
         self._invariants.note(f"{self.name} learns from step {batch.step}")
-        is_due = (
-            not self._is_learning
-            and self._num_taken() == batch.step * self._invariants.settings.schedule.step_groups
-        )
-        self._invariants.check(
-            is_due, "scores", f"{self.name} learns from step {batch.step} of {self._num_taken()} groups"
-        )
+        num_taken, step_groups = self._num_taken(), self._invariants.settings.schedule.step_groups
+        is_due = not self._is_learning and num_taken == batch.step * step_groups
+        learns = f"{self.name} learns from step {batch.step} of {num_taken} groups"
+        self._invariants.check(is_due, "scores", learns)
         self._is_learning = True
         made, report = await self._scorer.learn(batch)
         self._is_learning = False
@@ -327,9 +294,8 @@ class WatchedTrainer:
 
     async def publish(self, version: int) -> Published:
         published = await self._trainer.publish(version)
-        self._invariants.check(
-            published.version == version, "version", f"published {published.version}, asked for {version}"
-        )
+        is_it = published.version == version
+        self._invariants.check(is_it, "version", f"published {published.version}, asked for {version}")
         return published
 
     async def snapshot(self, step: int) -> None:
@@ -362,9 +328,8 @@ class WatchedFeed:
 
     def next(self) -> Prompt:
         prompt, fed = self._feed.next(), self._invariants.ledger.fed
-        self._invariants.check(
-            (prompt.uid, prompt.epoch) not in fed, "ledger", f"the feed gives {prompt.uid} again"
-        )
+        is_new = (prompt.uid, prompt.epoch) not in fed
+        self._invariants.check(is_new, "ledger", f"the feed gives {prompt.uid} again")
         fed.append((prompt.uid, prompt.epoch))
         return prompt
 
