@@ -104,7 +104,7 @@ def test_it_is_restarted_where_that_is_allowed(monkeypatch: pytest.MonkeyPatch, 
     stand_still_at(monkeypatch, 5.0)
     ran = run_long(mode, max_restarts=1)
     assert ran.error is None
-    assert [event.fields["worker"] for event in ran.recorder.named("restarted")] == ["rollout-1"]
+    assert ran.recorder.fields("restarted", "worker") == ["rollout-1"]
     assert len(set(ran.trained)) == len(ran.trained) == 6 * 4
 
 

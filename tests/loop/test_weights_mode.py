@@ -131,19 +131,13 @@ def test_a_worker_that_its_probes_find_on_the_old_weights_is_warned_of_and_uncle
     assert ran.error is None
     (warning,) = ran.recorder.named("warning")
     assert "rollout-1 disagrees with the trainer after loading version 2" in warning.fields["message"]
-    assert ("moved only 2% of the way from the previous version's to the new one's") in warning.fields[
-        "message"
-    ]
+    assert "moved only 2% of the way from the previous version's to the new" in warning.fields["message"]
     synced = {record.sync["version"]: record.sync for record in ran.recorder.steps if record.sync}
-    assert {
-        version: (synced[version]["loaded_share"], synced[version]["unclear_loads"]) for version in (1, 2, 3)
-    } == {1: (0.99, 0), 2: (0.02, 0), 3: (0.99, 1)}
-    verdicts = {
-        (event.version, event.fields["worker"]): event.fields["verdict"]
-        for event in ran.recorder.named("loaded")
-    }
-    assert verdicts[2, "rollout-1"] == "not loaded"
-    assert verdicts[2, "rollout-0"] == "loaded"
+    shown = [(synced[version]["loaded_share"], synced[version]["unclear_loads"]) for version in (1, 2, 3)]
+    assert shown == [(0.99, 0), (0.02, 0), (0.99, 1)]
+    loads = [event.fields for event in ran.recorder.named("loaded") if event.version == 2]
+    verdicts = {fields["worker"]: fields["verdict"] for fields in loads}
+    assert verdicts == {"rollout-0": "loaded", "rollout-1": "not loaded"}
 
 
 def test_a_worker_that_dies_in_the_wait_ends_it_with_its_own_error() -> None:

@@ -84,6 +84,9 @@ class Recorder:
     def named(self, name: str) -> list[Event]:
         return [event for event in self.events if event.name == name]
 
+    def fields(self, name: str, field: str) -> list[Any]:
+        return [event.fields[field] for event in self.named(name)]
+
 
 @dataclass
 class Ran:
