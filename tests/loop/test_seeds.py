@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from asyncrl_cli.contracts.prompt_group import Kept
+from asyncrl_cli.contracts.prompt_group import PartialResponse
 from asyncrl_cli.loop import admission
 from asyncrl_cli.loop.admission import Admission
 from asyncrl_cli.loop.attempts import Attempt, Stage
@@ -341,7 +341,7 @@ def use_none(restarts, original=Restarts.use):
 
 @mistake("what was kept is generated again", Attempt, "place", "resume", "waste", "deadlines")
 def kept_is_forgotten(attempt, num_responses, worker, version, original=Attempt.place, **how):
-    attempt.kept.clear()
+    attempt.partial.clear()
     return original(attempt, num_responses, worker, version, **how)
 
 
@@ -368,7 +368,7 @@ def always(*_, **__):
 
 
 mixed = "without partial rollouts a response goes on with newer weights"
-mistake(mixed, Kept, "goes_on", "spans", "resume")(always)
+mistake(mixed, PartialResponse, "goes_on", "spans", "resume")(always)
 mistake("a group is taken without its columns", Admission, "is_scored", "takes")(always)
 mistake(
     "admission looks at no deadline",

@@ -32,7 +32,7 @@ REPORT_AGE_S = 1.0
 """A worker at rest reports once a second: so much of its time may be in the next line."""
 
 
-class Kept(Sink):
+class PartialResponse(Sink):
     """Everything that the files and the screen would get."""
 
     def __init__(self) -> None:
@@ -89,7 +89,7 @@ def watched_run(
     )
 
     async def main():
-        kept, checkpoints = Kept(), MemoryCheckpoints(write_s=0.4)
+        kept, checkpoints = PartialResponse(), MemoryCheckpoints(write_s=0.4)
         observers, times = Observers(facts, [kept]), worker_times(token_s=0.1, restart_s=lambda rng: 4.0)
         world = World(
             feed=NumberedFeed(),
@@ -318,7 +318,7 @@ def test_every_status_that_is_written_can_be_read_back(facts):
 def test_a_period_begins_where_the_line_before_it_ends(facts, make):
     """The run's time is told anew with every tick, and a little later each time: as much as the driver is
     late."""
-    now_s, kept = [0.0], Kept()
+    now_s, kept = [0.0], PartialResponse()
     observers = Observers(facts, [kept], clock=lambda: now_s[0])
     for step in range(1, 31):
         now_s[0] = 5.0 * step

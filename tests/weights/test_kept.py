@@ -1,4 +1,4 @@
-"""Kept versions open with plain transformers, appear whole, and the oldest go."""
+"""PartialResponse versions open with plain transformers, appear whole, and the oldest go."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from asyncrl_cli.contracts.prompt_group import (
     Failure,
     GroupResult,
     Handle,
-    Kept,
+    PartialResponse,
     PartKey,
     PartRequest,
     PartResult,
@@ -87,7 +87,7 @@ class PartialResult:
     continue, by part and index; `handle`: the handle of their tokens. `rest_tokens`: the number of tokens of
     all others, which would start again."""
 
-    kept: Mapping[PartKey, Mapping[int, Kept]] = field(default_factory=dict)
+    kept: Mapping[PartKey, Mapping[int, PartialResponse]] = field(default_factory=dict)
     rest_tokens: int = 0
     handle: Handle = None
 

@@ -65,7 +65,7 @@ class Prompt:
     item: Item
 
 
-class Kept(NamedTuple):
+class PartialResponse(NamedTuple):
     """A response of a running group in a checkpoint. A resumed run continues the response or, if `is_whole`,
     only computes its reward."""
 
@@ -100,7 +100,7 @@ class PartRequest:
     item: Item
     indices: tuple[int, ...]
     seed: int
-    goes_on: Mapping[int, Kept] = field(default_factory=dict)
+    goes_on: Mapping[int, PartialResponse] = field(default_factory=dict)
     so_far: Handle = None
 
 

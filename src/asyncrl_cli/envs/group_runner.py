@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from asyncrl_cli.contracts.ports import EvalRequest, EvalResult, EvalTry, PartialResult
-from asyncrl_cli.contracts.prompt_group import AttemptKey, Kept, PartKey, PartRequest, PartResult
+from asyncrl_cli.contracts.prompt_group import AttemptKey, PartialResponse, PartKey, PartRequest, PartResult
 from asyncrl_cli.contracts.trajectories import GroupPayload, Segment, Trajectory
 from asyncrl_cli.engines.port import Completion, Sampling
 from asyncrl_cli.envs.episode import Episode, Means, derived_seed
@@ -60,7 +60,7 @@ class GroupRunner:
     def so_far(self) -> tuple[PartialResult, list[GroupPayload]]:
         """What each running part has kept so far, and the kept tokens: a payload for each part that has
         any."""
-        kept, payloads, rest_tokens = dict[PartKey, dict[int, Kept]](), list[GroupPayload](), 0
+        kept, payloads, rest_tokens = dict[PartKey, dict[int, PartialResponse]](), list[GroupPayload](), 0
         for part in self._running:
             if (request := part.request) is None:
                 continue
@@ -173,9 +173,9 @@ class GroupRunner:
             self._running.remove(running)
 
 
-def _kept(completion: Completion) -> Kept:
+def _kept(completion: Completion) -> PartialResponse:
     versions = tuple(sorted(Counter(completion.versions).items()))
-    return Kept(version_tokens=versions, is_whole=completion.finish_reason != "abort")
+    return PartialResponse(version_tokens=versions, is_whole=completion.finish_reason != "abort")
 
 
 def _tokens_by_index(key: AttemptKey, kept: Mapping[int, Completion]) -> GroupPayload:

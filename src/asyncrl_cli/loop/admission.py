@@ -160,7 +160,7 @@ class Admission:
         """Free the slots of responses that need none now. A count falls when responses continue after a tool:
         these may exceed the worker's slots, and then queue."""
         slots = self.workers[worker]
-        changed, slots.told = counts.items() ^ slots.told.items(), counts
+        changed, slots.reported_free = counts.items() ^ slots.reported_free.items(), counts
         for key in {key for key, _ in changed} & slots.unfinished.keys():
             num_responses = len(self.ledger.running[key.attempt].parts[key.number].indices)
             slots.set_unfinished(key, num_responses - counts.get(key, 0))

@@ -21,7 +21,7 @@ from asyncrl_cli.contracts.prompt_group import (
     AttemptKey,
     GroupResult,
     Handle,
-    Kept,
+    PartialResponse,
     PartKey,
     PartResult,
     Prompt,
@@ -49,7 +49,7 @@ class Part:
     indices: tuple[int, ...]
     worker: str
     version: int
-    goes_on: Mapping[int, Kept] = field(default_factory=dict)
+    goes_on: Mapping[int, PartialResponse] = field(default_factory=dict)
     result: PartResult | None = None
 
 
@@ -60,7 +60,7 @@ class Attempt:
     `requeues`: how often its prompt was requeued for staleness. `deadline`: the last version in which it may
     be trained. `parts`: by number; a part that was lost with its worker is removed. `unplaced`: indices of
     the responses that have to be placed: all at the start, later those of lost parts, and in a resumed run
-    those that had not ended. `kept`: what unplaced responses continue from, by index; `so_far` is the handle
+    those that had not ended. `partial`: what unplaced responses continue from, by index; `so_far` is the handle
     of those tokens. `result` is set from the stage `finished` on. `columns`: handles of what scorers have
     computed for it since, by scorer (for `reward`, the scores themselves). Checkpoints hold neither columns
     nor the parts of a finished group.
@@ -73,7 +73,7 @@ class Attempt:
     deadline: int = -1
     parts: dict[int, Part] = field(default_factory=dict)
     unplaced: tuple[int, ...] = ()
-    kept: dict[int, Kept] = field(default_factory=dict)
+    partial: dict[int, PartialResponse] = field(default_factory=dict)
     so_far: Handle = None
     result: GroupResult | None = None
     columns: dict[str, Handle] = field(default_factory=dict)
@@ -87,13 +87,13 @@ class Attempt:
         self, num_responses: int, worker: str, version: int, *, free_slots: int, mixes: bool = True
     ) -> Part:
         """Make a part of the first unplaced responses. They continue from their kept tokens where
-        `Kept.goes_on` allows it. The first `free_slots` of them start at once."""
+        `PartialResponse.goes_on` allows it. The first `free_slots` of them start at once."""
         indices, self.unplaced = self.unplaced[:num_responses], self.unplaced[num_responses:]
-        kept = {index: self.kept.pop(index) for index in indices if index in self.kept}
+        partial = {index: self.partial.pop(index) for index in indices if index in self.partial}
         start = indices[:free_slots]
         goes_on = {
             index: one
-            for index, one in kept.items()
+            for index, one in partial.items()
             if one.goes_on(version, mixes=mixes, at_once=index in start)
         }
         oldest = min([version, *(so_far.oldest for so_far in goes_on.values())])
@@ -119,7 +119,7 @@ class Attempt:
         unplaced responses."""
         ended = [self.result] if self.result is not None else self.ended_parts()
         return sum(part.response_tokens for part in ended) + sum(
-            so_far.tokens for so_far in self.kept.values()
+            so_far.tokens for so_far in self.partial.values()
         )
 
     def outcome(self) -> GroupResult:

@@ -25,7 +25,7 @@ from asyncrl_cli.base.errors import AsyncrlError, ExecutorFailed, RefusedError
 from asyncrl_cli.base.safe_files import Count, parse_json
 from asyncrl_cli.contracts.events import EvalSummary, StepRecord
 from asyncrl_cli.contracts.ports import CheckpointWriter, Cut, Json, PartialResult, RolloutWorker
-from asyncrl_cli.contracts.prompt_group import Kept, TrajectoryMeta
+from asyncrl_cli.contracts.prompt_group import PartialResponse, TrajectoryMeta
 from asyncrl_cli.loop.admission import takeable_in_time
 from asyncrl_cli.loop.attempts import Stage
 from asyncrl_cli.loop.group_states import FinishedState, GroupsState, RunningState
@@ -127,7 +127,7 @@ def freeze(
     # `record` has them: its line comes later, and the next run's first line must not have them again.
     evals_ended: list[Any] = [asdict(summary) for summary in run.evaluator.ended] if record is None else []
     groups = run.groups.state({key: kept for found in partial_results for key, kept in found.kept.items()})
-    earlier = [attempt.so_far for attempt in ledger.running.values() if attempt.kept]
+    earlier = [attempt.so_far for attempt in ledger.running.values() if attempt.partial]
     state: LoopState = {
         "schema_version": SCHEMA_VERSION,
         "step": run.progress.step,
@@ -266,7 +266,9 @@ def _wrong_group(entry: FinishedState, version: int, profile: Profile) -> Iterat
     yield from _wrong_versions(prompt, trajectories, version)
 
 
-def _wrong_versions(prompt: str, sampled: Iterable[Kept | TrajectoryMeta], version: int) -> Iterator[str]:
+def _wrong_versions(
+    prompt: str, sampled: Iterable[PartialResponse | TrajectoryMeta], version: int
+) -> Iterator[str]:
     versions = [[version for version, _ in one.version_tokens] for one in sampled]
     if any(one != sorted(set(one)) or one[-1] > version for one in versions):
         yield f"{prompt} has tokens of impossible versions"

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from asyncrl_cli.contracts.prompt_group import PartKey
 
-_TRAVEL_KEPT = 0.8
+_TRAVEL_WEIGHT = 0.8
 """The weight of all workers' last loads once every worker has had one more load."""
 Room = tuple[int, int, int]
 """How many units there is room for: in slots if no worker were loading; in slots now; in slots and queues
@@ -32,7 +32,7 @@ class Placement(NamedTuple):
 @dataclass(slots=True, kw_only=True, eq=False)
 class WorkerSlots:
     """One worker. `unfinished` counts the responses of each running part that need a slot; evals take slots
-    too. `told`: the worker's last report of those that need none.
+    too. `reported_free`: the worker's last report of those that need none.
 
     `version`: the published version that it holds, -1 for none; `begun`: the version that it is receiving or
     loading; `received`: whether that one has arrived. `loading`: nothing may start on it now; `down`: its
@@ -51,7 +51,7 @@ class WorkerSlots:
     eval_sequences: int = 0
     unfinished: dict[PartKey, int] = field(default_factory=dict)
     unfinished_sequences: int = 0
-    told: Mapping[PartKey, int] = field(default_factory=dict)
+    reported_free: Mapping[PartKey, int] = field(default_factory=dict)
     room: Room = (0, 0, 0)
     rank: tuple[int, int] | None = None
     fleet: Fleet = field(init=False)
@@ -122,7 +122,7 @@ class Travel:
     """
 
     def __init__(self, num_workers: int) -> None:
-        self._kept = _TRAVEL_KEPT ** (1 / num_workers)
+        self._weight = _TRAVEL_WEIGHT ** (1 / num_workers)
         self._ran_before: dict[str, dict[PartKey, int]] = {}
         self._ran = self._ended = 0.0
         self.is_short = True
@@ -141,8 +141,8 @@ class Travel:
             return
         ran = sum(before.values())
         ended = ran - sum(min(count, unfinished.get(key, 0)) for key, count in before.items())
-        self._ran = self._ran * self._kept + ran
-        self._ended = self._ended * self._kept + ended
+        self._ran = self._ran * self._weight + ran
+        self._ended = self._ended * self._weight + ended
         self.is_short = self._ended < self._ran / 2
 
     def lost(self, worker: str) -> None:

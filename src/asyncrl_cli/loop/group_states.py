@@ -14,7 +14,7 @@ from asyncrl_cli.contracts.prompt_group import (
     AttemptKey,
     GroupResult,
     Handle,
-    Kept,
+    PartialResponse,
     PartKey,
     PartResult,
     Prompt,
@@ -46,7 +46,7 @@ class RunningState(TryState):
     deadline: NotRequired[Count]
     num_parts: NotRequired[Count]
     ended: NotRequired[list[EndedState]]
-    kept: NotRequired[dict[int, Kept]]
+    kept: NotRequired[dict[int, PartialResponse]]
 
 
 FinishedState = TypedDict("FinishedState", {"deadline": Count, "try": TryState, "result": GroupResult})
@@ -69,13 +69,13 @@ def try_state(attempt: Attempt) -> TryState:
     return {"key": attempt.key, "requeues": attempt.requeues}
 
 
-def running_state(attempt: Attempt, kept: Mapping[PartKey, Mapping[int, Kept]]) -> RunningState:
+def running_state(attempt: Attempt, kept: Mapping[PartKey, Mapping[int, PartialResponse]]) -> RunningState:
     """`kept` has what running parts had; a part that began later has nothing yet."""
     ended: list[Any] = []
-    all_kept = dict(attempt.kept)
+    all_partial = dict(attempt.partial)
     for part in attempt.parts.values():
         if part.result is None:
-            all_kept |= kept.get(part.key, {})
+            all_partial |= kept.get(part.key, {})
         else:
             result = asdict(replace(part.result, payload=None))
             ended.append({"indices": part.indices, "version": part.version, "result": result})
@@ -84,7 +84,7 @@ def running_state(attempt: Attempt, kept: Mapping[PartKey, Mapping[int, Kept]]) 
         "deadline": attempt.deadline,
         "num_parts": attempt.num_parts,
         "ended": ended,
-        "kept": dict(sorted(all_kept.items())),
+        "kept": dict(sorted(all_partial.items())),
     }
 
 
@@ -120,7 +120,7 @@ def restored_running(
             version=entry["version"],
             result=replace(entry["result"], payload=payload),
         )
-    again.num_parts, again.kept = state.get("num_parts", 0), dict(state.get("kept", {}))
+    again.num_parts, again.partial = state.get("num_parts", 0), dict(state.get("kept", {}))
     ended = {index for part in again.parts.values() for index in part.indices}
     again.unplaced = tuple(index for index in range(n) if index not in ended)
     return again

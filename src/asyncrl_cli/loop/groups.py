@@ -18,7 +18,7 @@ from asyncrl_cli.contracts.prompt_group import (
     AttemptKey,
     GroupResult,
     Handle,
-    Kept,
+    PartialResponse,
     PartKey,
     PartRequest,
     PartResult,
@@ -251,7 +251,7 @@ class Groups:
         """Notify the observers that the attempt has entered another stage."""
         self._event(attempt.stage.value, key=attempt.key, **fields)
 
-    def state(self, kept: Mapping[PartKey, Mapping[int, Kept]]) -> GroupsState:
+    def state(self, kept: Mapping[PartKey, Mapping[int, PartialResponse]]) -> GroupsState:
         """Everything as JSON, except payloads, the prompts' items and what follows from the run's step.
         `kept`: what the running parts had a moment ago."""
         return {
@@ -287,7 +287,7 @@ class Groups:
             group_states.restored_running(entry, find, handles, deadline, n) for entry in state["running"]
         ]
         for attempt in running:
-            (attempt.so_far,) = next(handles) if attempt.kept else (None,)
+            (attempt.so_far,) = next(handles) if attempt.partial else (None,)
         self.ledger.restore(state["ledger"], [*running, *finished])
         self.admission.note_unplaced()
         self._again.extend(group_states.restored_attempt(entry, find) for entry in state["again"])
@@ -295,5 +295,5 @@ class Groups:
     def forget_unfinished(self) -> None:
         """After `restore`: the kept responses that had not ended start again."""
         for attempt in self.ledger.running.values():
-            unfinished = [index for index, kept in attempt.kept.items() if not kept.is_whole]
-            self.tokens_discarded += sum(attempt.kept.pop(index).tokens for index in unfinished)
+            unfinished = [index for index, kept in attempt.partial.items() if not kept.is_whole]
+            self.tokens_discarded += sum(attempt.partial.pop(index).tokens for index in unfinished)

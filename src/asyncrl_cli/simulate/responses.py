@@ -21,7 +21,13 @@ from dataclasses import dataclass
 from statistics import NormalDist, fmean
 
 from asyncrl_cli.contracts.ports import EvalOutcome, EvalRequest, EvalResult
-from asyncrl_cli.contracts.prompt_group import Failure, Kept, PartRequest, PartResult, TrajectoryMeta
+from asyncrl_cli.contracts.prompt_group import (
+    Failure,
+    PartialResponse,
+    PartRequest,
+    PartResult,
+    TrajectoryMeta,
+)
 from asyncrl_cli.measure.meters import DEBOUNCE_S, POLL_S
 from asyncrl_cli.profile.arithmetic import max_context_tokens
 from asyncrl_cli.profile.schema import Profile
@@ -182,7 +188,7 @@ class Responses:
         on_done: Callable[[Responses], None],
         on_waiting: Callable[[str, str], None],
         on_slot: Callable[[], None],
-        goes_on: Mapping[int, Kept],
+        goes_on: Mapping[int, PartialResponse],
     ) -> None:
         self.aborted = self.is_done = False
         self.num_ended = 0
@@ -209,16 +215,16 @@ class Responses:
             return self.num_ended
         return self.num_ended + sum([response.is_at_tool for response in self._responses])
 
-    def so_far(self) -> tuple[dict[int, Kept], int]:
+    def so_far(self) -> tuple[dict[int, PartialResponse], int]:
         """The tokens, by index, from which trajectories can continue in a resumed run, and the token count of
         those that cannot."""
-        kept, rest_tokens = dict[int, Kept](), 0
+        kept, rest_tokens = dict[int, PartialResponse](), 0
         for response in self._responses:
             versions = self._engine.version_tokens(response)
             if self._times.tool_calls is not None:  # as in the real runner, episodes with turns start again
                 rest_tokens += sum([count for _, count in versions])
             elif versions:
-                kept[response.index] = Kept(versions, is_whole=response.has_ended)
+                kept[response.index] = PartialResponse(versions, is_whole=response.has_ended)
         return kept, rest_tokens
 
     def abort(self) -> None:

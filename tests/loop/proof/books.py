@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from asyncrl_cli.contracts.ports import PartialResult
-from asyncrl_cli.contracts.prompt_group import AttemptKey, Kept, PartKey
+from asyncrl_cli.contracts.prompt_group import AttemptKey, PartialResponse, PartKey
 from asyncrl_cli.profile.arithmetic import LoopSettings
 from tests.loop.proof.travel_book import TravelBook
 
@@ -42,7 +42,7 @@ class PartBook:
     version: int
     num_responses: int
     indices: tuple[int, ...] = ()
-    goes_on: dict[int, Kept] = field(default_factory=dict)
+    goes_on: dict[int, PartialResponse] = field(default_factory=dict)
     has_ended: bool = False
 
 
@@ -57,7 +57,7 @@ class LiveAttempt:
     parts: dict[int, PartBook] = field(default_factory=dict)
     num_parts: int = 0
     num_lost: int = 0
-    kept: dict[int, Kept] = field(default_factory=dict)
+    kept: dict[int, PartialResponse] = field(default_factory=dict)
     num_kept: int = 0
     rewards: set[float] = field(default_factory=set)
     tokens: int = 0
@@ -356,7 +356,7 @@ class Books:
                     part.num_responses for part in live.parts.values()
                 )
             live.kept = {
-                index: Kept(tuple((v, count) for v, count in versions), whole)
+                index: PartialResponse(tuple((v, count) for v, count in versions), whole)
                 for index, versions, whole in kept
             }
             self.live[AttemptKey(*key)] = live
