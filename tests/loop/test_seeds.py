@@ -195,8 +195,8 @@ def first_broken(seeds, invariant: str = "") -> Outcome:
 
 
 MISTAKES = {}
-"""By what it is: the public method (or function of a module) that is replaced, by what, and the invariants that
-may notice."""
+"""By what it is: the public method (or function of a module) that is replaced, by what, and the invariants
+that may notice."""
 
 
 def mistake(what, where, name, *invariants):

@@ -32,6 +32,8 @@ from asyncrl_cli.contracts.weight_version import LoadReport, Published
 from asyncrl_cli.measure.states import ExecutorReport
 from asyncrl_cli.profile.schema import Interrupt
 
+CALL_KEY = "rollout.call_timeout_s"
+"""The limit of most calls to a worker or scorer, as messages name it."""
 Json = dict[str, Any]
 """State that JSON can hold."""
 

@@ -23,13 +23,12 @@ from ray.actor import ActorHandle
 
 from asyncrl_cli.base.errors import AsyncrlError, ExecutorFailed, ExecutorLost, timeout
 from asyncrl_cli.contracts.item import Item
-from asyncrl_cli.contracts.ports import Cut, EvalResult
+from asyncrl_cli.contracts.ports import CALL_KEY, Cut, EvalResult
 from asyncrl_cli.contracts.prompt_group import GroupResult
 from asyncrl_cli.contracts.train_step import TrainBatch, TrainReport
 from asyncrl_cli.contracts.weight_version import Published
 from asyncrl_cli.job.rank_host import SampleFacts
 from asyncrl_cli.job.ray.calls import Limit, all_of, answer, shown_host, start_limit
-from asyncrl_cli.loop.worker_tasks import CALL_KEY
 from asyncrl_cli.measure.states import ExecutorReport
 from asyncrl_cli.measure.values import Last
 from asyncrl_cli.plan.job_plan import TRAINER

@@ -32,9 +32,9 @@ from ray.exceptions import RayError
 
 from asyncrl_cli.base.errors import ExecutorLost, NoRoom, timeout
 from asyncrl_cli.contracts import ports
+from asyncrl_cli.contracts.ports import CALL_KEY
 from asyncrl_cli.contracts.prompt_group import AttemptKey
 from asyncrl_cli.job.ray.calls import Limit, answer, shown_host, start_limit
-from asyncrl_cli.loop.worker_tasks import CALL_KEY
 from asyncrl_cli.profile.schema import DIRECT_TRANSPORTS, Interrupt, Profile
 from asyncrl_cli.weights.versions import AT_ONCE_S, DRIVER_MARGIN_S, load_s
 from asyncrl_cli.weights.versions import TIMEOUT_KEY as WEIGHTS_KEY

@@ -60,10 +60,10 @@ class Attempt:
     `requeues`: how often its prompt was requeued for staleness. `deadline`: the last version in which it may
     be trained. `parts`: by number; a part that was lost with its worker is removed. `unplaced`: indices of
     the responses that have to be placed: all at the start, later those of lost parts, and in a resumed run
-    those that had not ended. `partial`: what unplaced responses continue from, by index; `so_far` is the handle
-    of those tokens. `result` is set from the stage `finished` on. `columns`: handles of what scorers have
-    computed for it since, by scorer (for `reward`, the scores themselves). Checkpoints hold neither columns
-    nor the parts of a finished group.
+    those that had not ended. `partial`: what unplaced responses continue from, by index; `so_far` is the
+    handle of those tokens. `result` is set from the stage `finished` on. `columns`: handles of what scorers
+    have computed for it since, by scorer (for `reward`, the scores themselves). Checkpoints hold neither
+    columns nor the parts of a finished group.
     """
 
     prompt: Prompt

@@ -46,9 +46,9 @@
 
 The journey of a prompt group, by file: groups.py takes a `Prompt` from the feed (an `Attempt` begins),
 admission.py places its n responses, rollouts.py submits a `PartRequest` to each worker that gets some, and
-worker_tasks.py collects a `PartResult` from each. Their `GroupResult` is finished; scorer_tasks.py adds
-columns to it. training.py takes R groups as a `TrainBatch` and records the `TrainReport`; after a window
-publishing.py makes a `Published`, which worker_tasks.py loads: a `LoadReport`.
+collects a `PartResult` from each. Their `GroupResult` is finished; scorer_tasks.py adds columns to it.
+training.py takes R groups as a `TrainBatch` and records the `TrainReport`; after a window publishing.py makes
+a `Published`, which each worker loads (rollouts.py): a `LoadReport`.
 
 Why there is no deadlock: training waits for groups and loads. Groups run on workers whatever training does.
 Admission is closed by slots (freed by groups, and by evals, which eval.timeout_s bounds), by the window

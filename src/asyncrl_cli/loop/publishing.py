@@ -1,5 +1,5 @@
 """From the trainer's weights to the workers: gather, raise the version, publish beside training, and wait for
-the workers' loads (which are in worker_tasks.py) where that is asked for."""
+the workers' loads (which are in rollouts.py) where that is asked for."""
 
 from __future__ import annotations
 

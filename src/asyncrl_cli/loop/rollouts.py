@@ -1,15 +1,26 @@
-"""The rollout workers together, as the training side sees them: admitting groups, aborting them, and handing
-over the resources."""
+"""The rollout workers: admitting groups, and the tasks that wait for each worker: for its progress (with its
+results), and for its loads of weights.
+
+If a worker is lost, its responses and eval tries go elsewhere, and it is restarted (executor_tasks.py) or the
+run stops in good order. Nothing is trained twice, because the calls to the old process are cancelled before
+its responses start again; parts whose results had arrived by then keep them. Nothing starts on the new
+process before it has loaded the newest version: until then the worker is `loading`.
+"""
 
 from __future__ import annotations
 
 import asyncio
+from dataclasses import asdict, replace
 from functools import partial
 
+from asyncrl_cli.base.errors import AsyncrlError, ExecutorFailed, ExecutorLost
+from asyncrl_cli.contracts.ports import CALL_KEY, Progress, RolloutWorker
 from asyncrl_cli.contracts.prompt_group import AttemptKey
+from asyncrl_cli.contracts.weight_version import LoadReport, Published
 from asyncrl_cli.loop import causes
+from asyncrl_cli.loop.changes import Change
+from asyncrl_cli.loop.executor_tasks import ExecutorTasks
 from asyncrl_cli.loop.run_state import RunState
-from asyncrl_cli.loop.worker_tasks import WorkerTasks
 from asyncrl_cli.measure.states import State, StateClock
 
 
@@ -76,3 +87,154 @@ class Rollouts:
             lambda: f"{resources}: {', '.join(missing())}",
         )
         run.executors.lend(to_trainer)
+
+
+class WorkerTasks(ExecutorTasks):
+    def __init__(self, run: RunState, worker: RolloutWorker, tasks: asyncio.TaskGroup) -> None:
+        super().__init__(run, worker, tasks)
+        self.worker = worker
+        self.slots = run.admission.workers[worker.name]
+
+    def begin(self) -> None:
+        self.spawn(self._follow, f"progress of {self.worker.name}")
+        self.spawn(self._keep_in_sync, f"sync of {self.worker.name}")
+
+    async def _follow(self) -> None:
+        """Record results, free the slots of ended sequences, collect reports, and detect a worker that is
+        stuck: its engine has no other time limit."""
+        run, slots, name, seen, warned = self._run, self.slots, self.worker.name, 0, False
+        limit_s, moved_s = run.settings.profile.rollout.call_timeout_s, run.now_s()
+        while True:
+            progress = await self.worker.progress(seen)
+            seen, arrived_s = progress.seen, run.now_s()
+            made_tokens = any([run.executors.reports.add(one, arrived_s, name) for one in progress.reports])
+            preempted = [one for one in progress.reports if one.sums.get("preemptions")]
+            if preempted and not warned:
+                warned = True
+                run.progress.warn(
+                    f"{preempted[0].name} preempted {preempted[0].sums['preemptions']:g} sequences: its KV "
+                    "cache is too small for its slots, and work is done twice; lower rollout.slots or give "
+                    "the cache more memory"
+                )
+            room = slots.room
+            run.admission.slots_freed(name, progress.freed_slots)
+            group_ended = run.groups.parts_ended(progress.ended)
+            try:
+                run.groups.check_limits()
+            except AsyncrlError as error:
+                run.failure.stop(error)  # and go on: the last checkpoint asks this worker for its responses
+            freed = slots.room > room
+            if group_ended or freed:
+                run.changes.notify(Change.GROUPS if group_ended else Change.SLOTS)
+            elif made_tokens:
+                run.changes.progress += 1
+            if freed or made_tokens or self._may_rest(progress):
+                moved_s = arrived_s
+            elif arrived_s - moved_s > limit_s:
+                num_groups = len({key.attempt for key in slots.unfinished})
+                running = f"{num_groups} groups" + (" and an eval" if slots.eval_sequences else "")
+                raise ExecutorLost(
+                    f"it is stuck: {running} are running on it, and it made no token for {CALL_KEY} = "
+                    f"{limit_s:g} s",
+                    hint=f"its log may say why; if its first token just takes longer, --set {CALL_KEY}=...",
+                    executor=name,
+                )
+
+    def _may_rest(self, progress: Progress) -> bool:
+        """Whether it is fine that no token was made: nothing runs, or it waits for rewards or tools, or a
+        load has frozen it. Each of these has its own time limit."""
+        is_frozen = self.slots.loading and self._run.settings.interrupt != "drain"
+        has_own_limit = any(
+            report.state is State.WAITING or (report.role == "reward" and report.state is State.BUSY)
+            for report in progress.reports
+        )
+        return is_frozen or has_own_limit or not (self.slots.unfinished or self.slots.eval_sequences)
+
+    async def _keep_in_sync(self) -> None:
+        """For each published version: prefetch it beside generation, load it, and run its eval if one is due.
+        Evals that a lost worker has left come first: those of the version that this worker holds."""
+        run, slots, who = self._run, self.slots, f"{self.worker.name} (weights)"
+
+        def takes_over() -> bool:
+            return not run.failure.stopping and run.evaluator.is_left_to(slots)
+
+        while True:
+            await run.changes.until(
+                lambda: takes_over() or run.sync.wanted(slots) is not None,
+                who,
+                "a new version from the trainer",
+                (Change.PUBLISHED,),
+            )
+            if not takes_over() and (published := run.sync.wanted(slots)) is not None:
+                with run.changes.waiting(who, f"prefetch and load of version {published.version}"):
+                    await self._load(published)
+            if not run.failure.stopping:
+                is_last = run.admission.is_last(slots.version)
+                with run.changes.waiting(who, f"the eval of version {slots.version} to end"):
+                    await run.evaluator.work(self.worker, slots, is_last=is_last)
+            run.changes.notify(Change.LOADED)
+
+    async def _load(self, published: Published) -> None:
+        run, name = self._run, self.worker.name
+        self.slots.begin_prefetch(published.version)
+        send_s = await self.worker.prefetch(published)
+        self.slots.begin_load()
+        report = await self.worker.load(published.version, run.settings.interrupt)
+        self.slots.end_load(published.version)
+        report = replace(report, send_s=send_s + report.send_s)  # plus what was fetched during the load
+        run.sync.loaded(report)
+        run.progress.event("loaded", worker=name, **asdict(report))
+        if doubt := self._doubt(report):
+            message = f"{name} disagrees with the trainer after loading version {report.version}: {doubt}"
+            run.progress.warn(message)
+        run.changes.notify(Change.LOADED)
+
+    def _doubt(self, report: LoadReport) -> str:
+        """Why the probes suggest that the worker does not compute with the loaded version; "" if they do
+        not."""
+        diff, limit = report.logprob_abs_diff_median, self._run.settings.max_logprob_diff
+        if diff is not None and not diff <= limit:  # so that NaN is a doubt
+            return f"median logprob difference {diff:.2e}, above weights.max_logprob_diff = {limit:g}"
+        if report.verdict != "not loaded":
+            return ""
+        share = f"{report.loaded_share:.0%}"
+        return (
+            f"its logprobs moved only {share} of the way from the previous version's to the new one's "
+            "(docs/weights.md)"
+        )
+
+    def set_down(self, is_down: bool) -> None:
+        super().set_down(is_down)
+        self.slots.set_down(is_down)
+
+    def can_be_away(self) -> bool:
+        least = self._run.settings.profile.rollout.min_workers
+        return least is not None and self._run.admission.fleet.can_spare(self.slots, least)
+
+    def go_away(self, error: ExecutorFailed, why: str) -> None:
+        self.slots.away = True
+        super().go_away(error, why)
+
+    def take_back(self) -> None:
+        self._run.admission.lose(self.worker.name)
+
+    async def tasks_ended(self, tasks: list[asyncio.Task[None]]) -> None:
+        """Also let other workers score the eval tries of the lost process, and ask whether arrays are lost
+        with it."""
+        await super().tasks_ended(tasks)
+        run, name = self._run, self.worker.name
+        self.slots.forget_weights()
+        version = run.evaluator.worker_lost()
+        if version is not None:
+            run.progress.warn(
+                f"the eval of version {version} was interrupted by the loss of {name}: another worker with "
+                "that version goes on with it, or the next version is scored instead"
+            )
+        run.changes.notify()
+        with run.changes.waiting(f"{name} (restart)", "word of its node"):
+            is_gone = await self.worker.node_is_gone()
+        if is_gone:
+            run.groups.arrays_lost(name)
+            run.progress.warn(
+                f"the node of {name} is gone: responses that had ended there are generated again"
+            )
