@@ -17,9 +17,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from asyncrl_cli.base.errors import AsyncrlError, ConfigError, PreflightError, RefusedError
 from asyncrl_cli.cli.app import run
-from asyncrl_cli.export import writing
-from asyncrl_cli.export.export import export
-from asyncrl_cli.export.source import _step_of
+from asyncrl_cli.export import tensors as export_tensors
+from asyncrl_cli.export.exported import export
+from asyncrl_cli.export.source import step_of
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.weights.model_files import version_directory
 from asyncrl_cli.weights.senders import keep_version
@@ -259,7 +259,7 @@ def test_a_full_disk_leaves_nothing_behind(make_run, monkeypatch, tmp_path, erro
             raise error
         path.write_bytes(b"")
 
-    monkeypatch.setattr(writing, "write_weights", full)
+    monkeypatch.setattr(export_tensors, "write_weights", full)
     with pytest.raises(AsyncrlError, match=r"cannot be written: .*No space left on device"):
         exported(made, out=tmp_path / "there" / "model", max_file_bytes=500_000)
     assert len(files) == 3
@@ -403,10 +403,10 @@ def test_the_step_of_a_version_is_the_recorded_one_which_an_extension_has_moved(
     """K = 4: six steps, then an extension, whose first window begins at step 6."""
     sets = {"run": {"train_steps": 20}, "async_training": {"trigger_parameter_sync_step": 4}}
     profile = Profile.model_validate(sets)
-    assert _step_of(tmp_path, profile, 3) == (12, ())
+    assert step_of(tmp_path, profile, 3) == (12, ())
     published = [
         {"event": "published", "version": version, "step": step}
         for version, step in ((1, 4), (2, 6), (3, 10))
     ]
     (tmp_path / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in published))
-    assert [_step_of(tmp_path, profile, version)[0] for version in (1, 2, 3)] == [4, 6, 10]
+    assert [step_of(tmp_path, profile, version)[0] for version in (1, 2, 3)] == [4, 6, 10]

@@ -66,7 +66,7 @@ def export(
 ) -> None:
     """Write a run's weights as a Hugging Face model directory."""
     from asyncrl_cli.base.errors import counted
-    from asyncrl_cli.export.export import export as export_weights
+    from asyncrl_cli.export.exported import export as export_weights
     from asyncrl_cli.observe.startup import ProgressLine
 
     with ProgressLine("auto") as progress:

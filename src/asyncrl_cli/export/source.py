@@ -3,15 +3,15 @@ torch is imported.
 
 RUN                  the trainer's weights in the newest whole checkpoint
 CHECKPOINT           the trainer's weights in that checkpoint
-RUN --version N      kept version N (`weights.keep_versions`), else from a checkpoint that holds version N: the trainer's weights
-                     if it was made at a window's end, or the published weights that a checkpoint in
-                     mid-window contains
+RUN --version N      kept version N (`weights.keep_versions`), else from a checkpoint that holds version N:
+                     the trainer's weights if it was made at a window's end, or the published weights that
+                     a checkpoint in mid-window contains
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -27,7 +27,7 @@ from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.weights.model_files import PUBLISHED_FILE, VERSIONS, kept_versions, version_directory
 
 if TYPE_CHECKING:
-    from asyncrl_cli.export.saved_weights import SavedWeights
+    from asyncrl_cli.export.tensors import SavedWeights
 
 RESOLVED = "config.resolved.json"
 VERSIONS_SHOWN = 8
@@ -63,17 +63,15 @@ class Source:
     @cached_property
     def weights(self) -> SavedWeights:
         # imports torch, which takes seconds
-        from asyncrl_cli.export.saved_weights import file_weights, trainer_weights
+        from asyncrl_cli.export.tensors import file_weights, trainer_weights
 
         return file_weights(self.files) if self.files else trainer_weights(self.path)
 
     def __str__(self) -> str:
-        version = (
-            (f"between versions {self.after_version} and {self.after_version + 1}")
-            if self.after_version is not None
-            else ""
-        )
-        return f"{version or f'version {self.version}'} (step {self.step}) of run '{self.run}'"
+        which = f"version {self.version}"
+        if self.after_version is not None:
+            which = f"between versions {self.after_version} and {self.after_version + 1}"
+        return f"{which} (step {self.step}) of run '{self.run}'"
 
 
 def find_source(argument: str, runs_dir: Path, version: int | None, say: Say) -> Source:
@@ -106,16 +104,19 @@ def _of_run(run_dir: Path, version: int | None, say: Say) -> Source:
                 wrong.append(error.message)
         elif held is not None:
             others[directory] = held
+    why = f"run '{run_dir.name}': there is no version {version} in it"
     if version is None:
         why = f"run '{run_dir.name}' has no whole checkpoint: {wrong[0]}"
-    else:
-        missing = (
-            (f"version {version} is not whole: {wrong[0]}")
-            if wrong
-            else f"there is no version {version} in it"
-        )
-        why = f"run '{run_dir.name}': {missing}"
-    raise RefusedError(why, hint=_there_are(run_dir, others))
+    elif wrong:
+        why = f"run '{run_dir.name}': version {version} is not whole: {wrong[0]}"
+    parts = []
+    if kept := kept_versions(run_dir / VERSIONS):
+        more = "..., " if len(kept) > VERSIONS_SHOWN else ""
+        shown = ", ".join(map(str, kept[-VERSIONS_SHOWN:]))
+        parts.append(f"kept version{'s' if len(kept) > 1 else ''} {more}{shown}")
+    parts += [f"version {held} in {path.name}" for path, held in list(others.items())[:VERSIONS_SHOWN]]
+    none = "no version is left: weights.keep_versions was 0"
+    raise RefusedError(why, hint=f"there are: {', '.join(parts)}" if parts else none)
 
 
 def _version_in(checkpoint: Path) -> int | None:
@@ -136,10 +137,10 @@ def _of_checkpoint(checkpoint: Checkpoint, version: int | None, passed_over: tup
     directory = checkpoint.directory
     profile, run_dir = read_document(directory / RESOLVED).profile, run_dir_of(directory)
     is_between = not checkpoint.at_window_boundary and version is None
-    if version is None or checkpoint.at_window_boundary:
-        files, step, notes = (), checkpoint.step, ()
-    else:
-        files, (step, notes) = (directory / PUBLISHED_FILE,), _step_of(run_dir, profile, checkpoint.version)
+    files: tuple[Path, ...] = ()
+    step, notes = checkpoint.step, tuple[str, ...]()
+    if version is not None and not checkpoint.at_window_boundary:
+        files, (step, notes) = (directory / PUBLISHED_FILE,), step_of(run_dir, profile, checkpoint.version)
     return Source(
         files=files,
         path=directory,
@@ -158,7 +159,7 @@ def _of_checkpoint(checkpoint: Checkpoint, version: int | None, passed_over: tup
 def _kept(run_dir: Path, version: int) -> Source:
     directory = version_directory(run_dir / VERSIONS, version)
     profile = read_document(run_dir / RESOLVED).profile
-    step, notes = _step_of(run_dir, profile, version)
+    step, notes = step_of(run_dir, profile, version)
     return Source(
         files=tuple(sorted(directory.glob("*.safetensors"))),
         path=directory,
@@ -171,7 +172,7 @@ def _kept(run_dir: Path, version: int) -> Source:
     )
 
 
-def _step_of(run_dir: Path | None, profile: Profile, version: int) -> tuple[int, tuple[str, ...]]:
+def step_of(run_dir: Path | None, profile: Profile, version: int) -> tuple[int, tuple[str, ...]]:
     """The train step that made the version, as the run recorded it, or without a record as it follows from
     the profile; and notes on damaged events that were left out."""
     schedule = Schedule.of(profile)
@@ -179,32 +180,13 @@ def _step_of(run_dir: Path | None, profile: Profile, version: int) -> tuple[int,
     if run_dir is None:
         return planned, ()
     recorded = Recorded(run_dir)
-    published = (
-        event for event in recorded.events("published") if event.get("version") == version and "step" in event
-    )
+    events = (event for event in recorded.events("published") if event.get("version") == version)
     # the first: a resume publishes the version again
-    step = next((event["step"] for event in published), planned)
+    step = next((event["step"] for event in events if "step" in event), planned)
     return step, tuple(recorded.damage.notes)
 
 
 def run_dir_of(checkpoint: Path) -> Path | None:
     """The run's directory; None if the checkpoint was copied out of it."""
-    run_dir = checkpoint.parent.parent
-    return (
-        run_dir if checkpoint.parent.name == "checkpoints" and (run_dir / "profile.toml").exists() else None
-    )
-
-
-def _there_are(run_dir: Path, in_checkpoints: Mapping[Path, int]) -> str:
-    """A hint that lists the kept versions and the versions in checkpoints."""
-    parts = []
-    if kept := kept_versions(run_dir / VERSIONS):
-        shown = ", ".join(map(str, kept[-VERSIONS_SHOWN:]))
-        parts.append(
-            f"kept version{'s' if len(kept) > 1 else ''} "
-            f"{'..., ' if len(kept) > VERSIONS_SHOWN else ''}{shown}"
-        )
-    parts += [
-        f"version {version} in {path.name}" for path, version in list(in_checkpoints.items())[:VERSIONS_SHOWN]
-    ]
-    return f"there are: {', '.join(parts)}" if parts else "no version is left: weights.keep_versions was 0"
+    run_dir, is_inside = checkpoint.parent.parent, checkpoint.parent.name == "checkpoints"
+    return run_dir if is_inside and (run_dir / "profile.toml").exists() else None

@@ -1,11 +1,10 @@
 """`asyncrl export`, as a function: find the weights, check them against the configuration, write the
 directory.
 
-find_source ──> find_model_files ──> writing.py: skeleton, fitted ──> files of at most `max_file_bytes` ──>
-Exported
+find_source ──> find_model_files ──> tensors.py: files of at most `max_file_bytes` ──> Exported
 
-Configuration and tokenizer are looked for in the run itself (job/driver_run.py keeps a copy there), then where
-`model.path` points; neither place needs to hold weights. The directory is written under a hidden name,
+Configuration and tokenizer are looked for in the run itself, which keeps a copy, then where `model.path`
+points; neither place needs to hold weights. The directory is written under a hidden name,
 flushed and renamed: it is complete or absent.
 
 What can be refused is refused before torch and transformers are imported, which takes ten seconds.
@@ -75,8 +74,8 @@ def export(
     `dtype` None: the dtype in which the trainer publishes. `out` None: below the run's `exports/`.
 
     Raises:
-        ConfigError, RefusedError, PreflightError: see `find_source`, `find_model_files`, `fitted`; also if
-        `out` is not empty. AsyncrlError: if the directory cannot be written. Nothing is left behind.
+        ConfigError, RefusedError, PreflightError: see `find_source`, `find_model_files`, `write_model`; also
+        if `out` is not empty. AsyncrlError: if the directory cannot be written. Nothing is left behind.
     """
     if out is not None:
         _check_target(out)  # fail before the whole checkpoint is read
@@ -96,26 +95,21 @@ def export(
     if model_files is not None:
         check_config(model_files)
     progress("reading the configuration")
-    from asyncrl_cli.export.writing import write_adapters, write_model
+    from asyncrl_cli.export.tensors import write_adapter, write_model
 
     if model_files is None:
-        files, parameters, num_bytes = write_adapters(source, target, chosen)
+        written = write_adapter(source, target, chosen)
     else:
-        files, parameters, num_bytes = write_model(
-            source, target, model_files, model, chosen, max_file_bytes, progress
-        )
-    return Exported(
-        path=target, source=source, dtype=chosen, parameters=parameters, num_bytes=num_bytes, files=files
-    )
+        written = write_model(source, target, model_files, model, chosen, max_file_bytes, progress)
+    return Exported(path=target, source=source, dtype=chosen, **written._asdict())
 
 
 def _check_target(target: Path) -> None:
     if target.exists() and not target.is_dir():
         raise RefusedError(f"{target} is a file", hint="give a new or empty directory: --out DIR")
     if target.is_dir() and any(target.iterdir()):
-        raise RefusedError(
-            f"{target} exists and is not empty", hint="choose another directory with --out DIR"
-        )
+        hint = "choose another directory with --out DIR"
+        raise RefusedError(f"{target} exists and is not empty", hint=hint)
 
 
 def find_model_files(run_dir: Path | None, profile: Profile, given: Path | None) -> Path:
@@ -131,7 +125,12 @@ def find_model_files(run_dir: Path | None, profile: Profile, given: Path | None)
     if not path.startswith(BUILTIN):
         places.append(expand(path))
         if all(map(_missing_in, places)) and is_on_hub(path):
-            places.append(_from_hub(profile))
+            patterns = [pattern for pattern in HUB_PATTERNS if pattern != "*.safetensors"]
+            try:
+                places.append(from_hub(path, patterns, trust_remote_code=profile.model.trust_remote_code))
+            except PreflightError as error:
+                error.hint = WAY_OUT
+                raise
     found = next((place for place in places if not _missing_in(place)), None)
     if found is None:
         missing = _missing_in(places[-1]) if places else "the checkpoint is not inside its run"
@@ -139,16 +138,6 @@ def find_model_files(run_dir: Path | None, profile: Profile, given: Path | None)
             f'configuration and tokenizer of model.path = "{path}" were not found: {missing}', hint=WAY_OUT
         )
     return found
-
-
-def _from_hub(profile: Profile) -> Path:
-    """A snapshot of the model on the hub, without its weights."""
-    patterns = [pattern for pattern in HUB_PATTERNS if pattern != "*.safetensors"]
-    try:
-        return from_hub(profile.model.path, patterns, trust_remote_code=profile.model.trust_remote_code)
-    except PreflightError as error:
-        error.hint = WAY_OUT
-        raise
 
 
 def _missing_in(directory: Path) -> str:
