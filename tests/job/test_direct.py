@@ -371,7 +371,7 @@ def test_the_memory_estimate_counts_what_weights_pass_through_on_the_gpus(tmp_pa
     def wires(profile: Profile) -> dict[str, int]:
         estimate = estimate_memory(profile, compile_job(profile, nodes((16, 4))), shape)
         found = {item.role: item for item in estimate.items if item.what == "wire buffers"}
-        assert all(item.place == "device" for item in found.values())
+        assert all(item.kind == "device" for item in found.values())
         assert not [item for item in estimate.items if item.what == "load buffer"] or not found
         return {role: item.total_bytes for role, item in found.items()}
 

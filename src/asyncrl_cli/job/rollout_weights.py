@@ -1,13 +1,14 @@
-"""A rollout worker's side of a weight sync: a version is received, swapped in and verified. Runs in the worker's
-process (rollout_host.py)."""
+"""A rollout worker's side of a weight sync: a version is received, swapped in and verified. Runs in the
+worker's process (rollout_host.py)."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ray.actor import ActorHandle
@@ -91,61 +92,61 @@ class Loader:
         return time.monotonic() - began_s
 
     async def load(self, version: int, interrupt: Interrupt) -> LoadReport:
-        """Swap the received weights in. Raises ValueError, with the old version still loaded, if `version`
-        was not received."""
+        """Swap the received weights in, then verify them by the probes. Raises ValueError, with the old
+        version still loaded, if `version` was not received."""
+        engine, meter = self.engine, self._meter
         async with self._places.drained() if interrupt == "drain" else nullcontext():
-            return await self._load_now(version, interrupt)
-
-    async def _load_now(self, version: int, interrupt: Interrupt) -> LoadReport:
-        received, engine = self.received, self.engine
-        if received is None or received.manifest.version != version:
-            raise ValueError(f"asked to load version {version}, which was not received")
-        manifest, weights = received.manifest, received.weights
-        self._meter.load_begins(interrupt)
-        try:
+            received = self.received
+            if received is None or received.manifest.version != version:
+                raise ValueError(f"asked to load version {version}, which was not received")
+            manifest = received.manifest
+            meter.load_begins(interrupt)
             try:
-                if weights is not None:
-                    pause = await engine.load(weights, version, interrupt)
+                try:
+                    if received.weights is not None:
+                        # They wait in the second buffer, or on rank 0: generation stops for the copy alone.
+                        pause = await engine.load(received.weights, version, interrupt)
+                    else:
+                        # Without a second buffer, generation also stops while the buckets come.
+                        fetch = partial(self._buckets, manifest, received.refs)
+                        pause = await engine.load_in_place(fetch, version, interrupt)
+                finally:
+                    # The buffers flip here: the second one is free for the next version. Also after a
+                    # failure, for this version may come again; but not if a newer one has come meanwhile.
+                    if self.received is received:
+                        self.received = None
+                self.held, self.fingerprint = version, manifest.fingerprint
+                report = self.last_load = LoadReport(
+                    version=version,
+                    send_s=pause.fetch_s,
+                    load_s=pause.load_s,
+                    pause_s=pause.pause_s,
+                    logprob_abs_diff=None,
+                )
+                if not manifest.probe_tokens:
+                    return report
+                if engine.stops_to_score:
+                    # the probe also freezes the responses that began after a drain
+                    meter.load_begins("keep-kv")
                 else:
-                    pause = await engine.load_in_place(
-                        lambda: list(self._arriving(manifest, received.refs)), version, interrupt
-                    )
+                    meter.load_ended()
+                # After the load, although all bytes were verified before it: only logprobs show that the
+                # engine computes with them. It may hold prepacked or tied copies that a load does not reach.
+                probes = [list(tokens) for tokens in manifest.probe_tokens]
+                scores = await engine.score(probes, manifest.temperature)
+                judged = None  # the first version of a process has none before it
+                if manifest.previous_logprobs:
+                    judged = judge(scores.logprobs, manifest.probe_logprobs, manifest.previous_logprobs)
+                return replace(
+                    report,
+                    pause_s=report.pause_s + scores.pause_s,
+                    logprob_abs_diff=mean_abs_diff(scores.logprobs, manifest.probe_logprobs),
+                    logprob_abs_diff_median=median_abs_diff(scores.logprobs, manifest.probe_logprobs),
+                    verdict=judged.verdict if judged else None,
+                    loaded_share=judged.share if judged else None,
+                )
             finally:
-                if self.received is received:
-                    self.received = None  # also if it failed: the version may come again
-            self.held, self.fingerprint = version, manifest.fingerprint
-            if engine.stops_to_score:
-                # the probe also freezes the responses that began after a drain
-                self._meter.load_begins("keep-kv")
-            else:
-                self._meter.load_ended()
-            report = self.last_load = LoadReport(
-                version=version,
-                send_s=pause.fetch_s,
-                load_s=pause.load_s,
-                pause_s=pause.pause_s,
-                logprob_abs_diff=None,
-            )
-            return await self._probed(report, manifest) if manifest.probe_tokens else report
-        finally:
-            self._meter.load_ended()
-
-    async def _probed(self, report: LoadReport, manifest: Manifest) -> LoadReport:
-        """Add the probes' result to `report`: the engine's logprobs against the trainer's of this version and
-        the previous one."""
-        probes = [list(tokens) for tokens in manifest.probe_tokens]
-        scores = await self.engine.score(probes, manifest.temperature)
-        judged = None  # the first version of a process has none before it
-        if manifest.previous_logprobs:
-            judged = judge(scores.logprobs, manifest.probe_logprobs, manifest.previous_logprobs)
-        return replace(
-            report,
-            pause_s=report.pause_s + scores.pause_s,
-            logprob_abs_diff=mean_abs_diff(scores.logprobs, manifest.probe_logprobs),
-            logprob_abs_diff_median=median_abs_diff(scores.logprobs, manifest.probe_logprobs),
-            verdict=judged.verdict if judged else None,
-            loaded_share=judged.share if judged else None,
-        )
+                meter.load_ended()
 
     def _receive(self, manifest: Manifest, refs: Sequence[Any]) -> Mapping[str, torch.Tensor] | None:
         """Runs in a thread. With `weights.overlap` a bucket is copied while the next ones arrive. Returns
@@ -156,11 +157,11 @@ class Loader:
             return AnnouncedWeights(refs)
         if not self._weights.dual_buffer:
             return None
-        buckets = self._arriving(manifest, refs)
+        buckets = self._whole(arriving(manifest, refs))
         return self.engine.receive(buckets if self._weights.overlap else list(buckets))
 
-    def _arriving(self, manifest: Manifest, refs: Sequence[Any]) -> Iterator[Bucket]:
-        return self._whole(arriving(manifest, refs))
+    def _buckets(self, manifest: Manifest, refs: Sequence[Any]) -> list[Bucket]:
+        return list(self._whole(arriving(manifest, refs)))
 
     def _check_newer(self, version: int) -> None:
         newest = self.held if self.received is None else max(self.held, self.received.manifest.version)
