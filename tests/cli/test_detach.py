@@ -13,7 +13,7 @@ import pytest
 from asyncrl_cli.base.errors import RefusedError
 from asyncrl_cli.checkpoint.run_directory import RunDirectory
 from asyncrl_cli.cli.app import run
-from asyncrl_cli.cli.status import _follow
+from asyncrl_cli.cli.watch import _follow
 from asyncrl_cli.job.submit import detached as detaching
 from asyncrl_cli.job.submit.detached import Detached
 from asyncrl_cli.observe.terminal import key_presses

@@ -21,17 +21,16 @@ from asyncrl_cli.base.errors import AsyncrlError, ConfigError, PreflightError
 from asyncrl_cli.base.paths import MAX_NAME_BYTES, MAX_PATH_BYTES, is_path
 from asyncrl_cli.cli import (
     bench,
-    completion,
     export,
-    json_schema,
     logs,
     plan,
+    profiles,
     records,
     runs,
     setup,
-    status,
     submit,
     tune,
+    watch,
 )
 from asyncrl_cli.cli.console import (
     STDOUT,
@@ -53,7 +52,6 @@ app = typer.Typer(
     "minutes.",
     rich_markup_mode="rich",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
@@ -61,10 +59,10 @@ for command, examples in (
     (runs.train, runs.TRAIN_EXAMPLES),
     (submit.submit, submit.EXAMPLES),
     (runs.resume, runs.RESUME_EXAMPLES),
-    (status.watch, status.WATCH_EXAMPLES),
-    (status.status, status.STATUS_EXAMPLES),
+    (watch.watch, watch.WATCH_EXAMPLES),
+    (watch.status, watch.STATUS_EXAMPLES),
     (records.compare, records.COMPARE_EXAMPLES),
-    (status.stop, status.STOP_EXAMPLES),
+    (watch.stop, watch.STOP_EXAMPLES),
     (logs.logs, logs.EXAMPLES),
     (records.samples, records.SAMPLES_EXAMPLES),
     (records.trace, records.TRACE_EXAMPLES),
@@ -75,11 +73,10 @@ for command, examples in (
     (tune.tune, tune.EXAMPLES),
     (setup.doctor, setup.DOCTOR_EXAMPLES),
     (setup.init, setup.INIT_EXAMPLES),
-    (json_schema.schema, json_schema.EXAMPLES),
-    (completion.completion, completion.EXAMPLES),
+    (profiles.schema, profiles.SCHEMA_EXAMPLES),
 ):
     app.command(epilog=epilog(examples))(command)
-app.add_typer(setup.profiles, name="profiles")
+app.add_typer(profiles.profiles, name="profiles")
 
 
 def _print_version(asked: bool) -> None:
@@ -126,7 +123,6 @@ def _answer(args: Sequence[str]) -> int:
     cannot be written."""
     try:
         _check_working_directory()
-        completion.make_ready(os.environ)
         _refuse_long_names(args)
         _refuse_empty_words(args)
         return app(args=list(args), prog_name="asyncrl", standalone_mode=False) or 0

@@ -8,19 +8,15 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from asyncrl_cli.base.errors import AsyncrlError
-from asyncrl_cli.cli import completion
-from asyncrl_cli.cli.console import (
+from asyncrl_cli.cli.console import print_json, print_prose, say, stderr, stdout, warn
+from asyncrl_cli.cli.options import (
     AddressOption,
     JsonOption,
     number_option,
-    print_json,
-    print_prose,
+    profile_names,
     profile_option,
-    say,
     set_option,
-    stderr,
-    stdout,
-    warn,
+    workload_names,
 )
 
 if TYPE_CHECKING:
@@ -46,7 +42,7 @@ def bench(
             metavar="BASELINE",
             help="The profile to compare the others with. Default: a colocated twin of the first --profile "
             "FILE, or colocate.",
-            autocompletion=completion.profiles,
+            autocompletion=profile_names,
         ),
     ] = None,
     keep_k: Annotated[
@@ -66,7 +62,7 @@ def bench(
             metavar="WORKLOAD",
             help="Train nothing, use a virtual clock. laptop-tiny, verl-7b-math-128, verl-7b-retool-32, or a "
             "workload's TOML file.",
-            autocompletion=completion.workloads,
+            autocompletion=workload_names,
         ),
     ] = None,
     repeat: Annotated[

@@ -12,8 +12,7 @@ import sys
 import traceback
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext, suppress
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.console import Console, RenderableType
@@ -21,8 +20,6 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from asyncrl_cli.base.errors import AsyncrlError, ConfigError, Interrupted, PreflightError
-from asyncrl_cli.base.paths import RUNS_DIR as RUNS_DIR
-from asyncrl_cli.cli import completion
 from asyncrl_cli.observe.terminal import SafeConsole, neutral
 
 if TYPE_CHECKING:
@@ -30,78 +27,6 @@ if TYPE_CHECKING:
     from asyncrl_cli.profile.loaded import Loaded
 
 STDOUT = "stdout"
-MOST, MOST_DEVICES = 10**9, 4096
-"""Limits of numbers: of any, and of devices and machines, which are planned one by one."""
-Ui = Literal["auto", "live", "plain", "none"]
-
-
-def profile_option(help: str) -> Any:
-    return typer.Option("--profile", "-p", metavar="NAME|FILE", help=help, autocompletion=completion.profiles)
-
-
-def set_option(help: str) -> Any:
-    return typer.Option("--set", metavar="SECTION.KEY=VALUE", help=help, autocompletion=completion.sets)
-
-
-def number_option(
-    name: str, help: str, *, least: float = 1, most: float = MOST, metavar: str = "N", also: str = ""
-) -> Any:
-    """An option with a number, which is finite. `also`: its short form."""
-    names = [name, also] if also else [name]
-    return typer.Option(*names, metavar=metavar, min=least, max=most, help=help, callback=_finite)
-
-
-def _finite(number: float | None) -> float | None:
-    """Refuse NaN, which no limit keeps out."""
-    if number is not None and number != number:
-        raise typer.BadParameter("it is not a number")
-    return number
-
-
-def run_argument(metavar: str, help: str) -> Any:
-    return typer.Argument(metavar=metavar, help=help, autocompletion=completion.runs)
-
-
-ProfileOption = Annotated[
-    str,
-    profile_option("Name of a profile (see [bold]asyncrl profiles[/]), or a TOML file. A+B lays B over A."),
-]
-SetOption = Annotated[
-    list[str] | None, set_option("Override a key. The value is TOML, or else a string. May be repeated.")
-]
-NameOption = Annotated[
-    str | None, typer.Option("--name", metavar="N", help="Name of the run. Default: from profile and time.")
-]
-RunArgument = Annotated[str, run_argument("RUN", "A run's name or directory.")]
-RunsDirOption = Annotated[
-    Path, typer.Option("--runs-dir", metavar="DIR", help="Directory that holds all runs.")
-]
-UiOption = Annotated[
-    Ui, typer.Option("--ui", help="What to show; auto: live tables on a terminal, plain lines elsewhere.")
-]
-AddressOption = Annotated[
-    str | None,
-    typer.Option(
-        "--address",
-        metavar="RAY",
-        envvar="RAY_ADDRESS",
-        callback=lambda address: None if address == "local" else address,
-        help="HOST:PORT of a Ray cluster, or auto on one of its nodes. By default, or with local, start Ray "
-        "on this machine.",
-    ),
-]
-JobAddressOption = Annotated[
-    str | None,
-    typer.Option(
-        "--address",
-        metavar="URL",
-        help="Job server of the cluster to which the run was submitted: http://HEAD:8265.",
-    ),
-]
-DetachOption = Annotated[
-    bool, typer.Option("--detach", "-d", help="Run in the background, independent of this terminal.")
-]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")]
 
 
 class _Stream(io.FileIO):

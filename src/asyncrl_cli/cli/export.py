@@ -7,17 +7,8 @@ from typing import Annotated, Literal
 
 import typer
 
-from asyncrl_cli.cli.console import (
-    RUNS_DIR,
-    JsonOption,
-    RunsDirOption,
-    number_option,
-    print_json,
-    print_text,
-    run_argument,
-    say,
-    warn,
-)
+from asyncrl_cli.cli.console import print_json, print_text, say, warn
+from asyncrl_cli.cli.options import RUNS_DIR, JsonOption, RunsDirOption, number_option, run_argument
 
 EXAMPLES = """
   asyncrl export first                                    the newest whole checkpoint of run "first"

@@ -13,15 +13,8 @@ from typing import Annotated, TextIO
 import typer
 
 from asyncrl_cli.base.errors import ConfigError, RefusedError
-from asyncrl_cli.cli.console import (
-    RUNS_DIR,
-    JobAddressOption,
-    RunArgument,
-    RunsDirOption,
-    number_option,
-    print_text,
-    say,
-)
+from asyncrl_cli.cli.console import print_text, say
+from asyncrl_cli.cli.options import RUNS_DIR, JobAddressOption, RunArgument, RunsDirOption, number_option
 from asyncrl_cli.cli.submit import on_cluster
 from asyncrl_cli.observe.terminal import uncoloured
 

@@ -7,15 +7,8 @@ from typing import Annotated
 import typer
 
 from asyncrl_cli.base.errors import ConfigError
-from asyncrl_cli.cli.console import (
-    MOST_DEVICES,
-    JsonOption,
-    SetOption,
-    load_profile,
-    number_option,
-    profile_option,
-    say,
-)
+from asyncrl_cli.cli.console import load_profile, say
+from asyncrl_cli.cli.options import MOST_DEVICES, JsonOption, SetOption, number_option, profile_option
 
 EXAMPLES = """
   asyncrl plan --profile stale-samples

@@ -9,19 +9,15 @@ from typing import Annotated, Literal
 import typer
 
 from asyncrl_cli.base.errors import ConfigError
-from asyncrl_cli.cli.console import (
+from asyncrl_cli.cli.console import print_json, print_text, say, stdout, warn
+from asyncrl_cli.cli.options import (
     MOST,
     RUNS_DIR,
     JsonOption,
     RunArgument,
     RunsDirOption,
     number_option,
-    print_json,
-    print_text,
     run_argument,
-    say,
-    stdout,
-    warn,
 )
 
 REPORT_EXAMPLES = """

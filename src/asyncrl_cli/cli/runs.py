@@ -10,7 +10,8 @@ import typer
 
 from asyncrl_cli.base.errors import ConfigError, first_names
 from asyncrl_cli.base.paths import as_typed, where_runs_are
-from asyncrl_cli.cli.console import (
+from asyncrl_cli.cli.console import load_profile, print_json, run_to_its_end, say, warn
+from asyncrl_cli.cli.options import (
     RUNS_DIR,
     AddressOption,
     DetachOption,
@@ -20,12 +21,7 @@ from asyncrl_cli.cli.console import (
     RunsDirOption,
     SetOption,
     UiOption,
-    load_profile,
-    print_json,
     run_argument,
-    run_to_its_end,
-    say,
-    warn,
 )
 from asyncrl_cli.cli.submit import resume_there, say_next, set_words
 

@@ -10,19 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from asyncrl_cli.base.errors import AsyncrlError, ConfigError, Interrupted, RefusedError
-from asyncrl_cli.cli.console import (
-    RUNS_DIR,
-    JsonOption,
-    NameOption,
-    ProfileOption,
-    SetOption,
-    load_profile,
-    print_json,
-    print_text,
-    say,
-    stdout,
-    warn,
-)
+from asyncrl_cli.cli.console import load_profile, print_json, print_text, say, stdout, warn
+from asyncrl_cli.cli.options import RUNS_DIR, JsonOption, NameOption, ProfileOption, SetOption
 from asyncrl_cli.job.submit.detached import WATCHED_S
 
 if TYPE_CHECKING:

@@ -11,22 +11,16 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from asyncrl_cli.cli import completion
-from asyncrl_cli.cli.console import (
+from asyncrl_cli.cli.console import print_json, print_prose, print_text, say, stderr, stdout, warn
+from asyncrl_cli.cli.options import (
     MOST_DEVICES,
     RUNS_DIR,
     JsonOption,
     RunsDirOption,
     SetOption,
     number_option,
-    print_json,
-    print_prose,
-    print_text,
     profile_option,
-    say,
-    stderr,
-    stdout,
-    warn,
+    workload_names,
 )
 
 if TYPE_CHECKING:
@@ -57,7 +51,7 @@ def tune(
         typer.Argument(
             metavar="WORKLOAD|RUN",
             help="A workload by name or file, or a recorded run.",
-            autocompletion=completion.workloads,
+            autocompletion=workload_names,
         ),
     ],
     profile: Annotated[

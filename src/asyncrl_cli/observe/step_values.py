@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain, pairwise
-from statistics import stdev
+from statistics import median, stdev
 
 from asyncrl_cli.contracts.events import EvalSummary, StepRecord
 from asyncrl_cli.contracts.prompt_group import GroupResult, TrajectoryMeta
@@ -38,6 +38,7 @@ def step_values(
     """All values of one step. `before`: the executors' reports when the previous step ended; `window_steps`:
     K."""
     trajectories = [trajectory for group in record.groups for trajectory in group.trajectories]
+    roles = {name: report.role for name, report in record.reports.items()}
     values: dict[str, Value] = {
         "step": Last(record.step),
         "version": Last(record.version),
@@ -45,40 +46,34 @@ def step_values(
         "time_s": Last(None),
         "groups_trained": Last(record.ledger["trained"]),
         "tokens_trained": Last(record.tokens_trained),
+        **reward_values(trajectories),
     }
-    values |= reward_values(trajectories)
     for summary in record.evals:  # of a set, the last eval that ended since the previous line counts
         values |= eval_values(summary)
     values |= {f"timing/{part}_s": Sum(seconds) for part, seconds in record.timing_s.items()}
     values |= utilization(stretches(before, record.reports))
-    values["overlap_ratio"] = overlap(
-        record.spans, {name: report.role for name, report in record.reports.items()}
-    )
-    values |= staleness_values(record, window_steps, trajectories)
-    values |= stale_counts(record.window, record.groups) | partial_values(trajectories)
+    values["overlap_ratio"] = overlap(record.spans, roles)
+    values |= staleness_values(record, window_steps)
     values |= {f"sync/{name}": Last(figure) for name, figure in record.sync.items()}
     values["rollouter/restarts"] = Last(record.restarts)
-    values |= episode_values(trajectories) | {
-        f"env/failed/{kind}": Last(number) for kind, number in record.failures.items()
-    }
+    values |= episode_values(trajectories)
+    values |= {f"env/failed/{kind}": Last(number) for kind, number in record.failures.items()}
     values["waste/tokens_discarded"] = Last(record.tokens_discarded)
     values |= filter_values(record.groups, record.filtered)
     values |= record.train.metrics
-    values |= {f"ledger/{account}": Last(number) for account, number in record.ledger.items()}
-    return values
+    return values | {f"ledger/{account}": Last(number) for account, number in record.ledger.items()}
 
 
 def eval_values(summary: EvalSummary) -> dict[str, Value]:
     """The figures of one eval set, under `eval/` (the held-out split) or `eval/<set>/`."""
-    names = (
-        "version",
-        "reward_mean",
-        "num_prompts",
-        "num_failed",
-        "response_tokens_median",
-        "truncated_ratio",
-    )
-    figures: dict[str, int | float] = {name: getattr(summary, name) for name in names}
+    figures: dict[str, int | float] = {
+        "version": summary.version,
+        "reward_mean": summary.reward_mean,
+        "num_prompts": summary.num_prompts,
+        "num_failed": summary.num_failed,
+        "response_tokens_median": summary.response_tokens_median,
+        "truncated_ratio": summary.truncated_ratio,
+    }
     if summary.samples_per_prompt > 1:
         figures[f"reward/mean@{summary.samples_per_prompt}"] = summary.reward_mean
     if summary.interval is not None:
@@ -95,30 +90,22 @@ def reward_values(trajectories: Sequence[TrajectoryMeta]) -> dict[str, Value]:
     rewards = [trajectory.reward for trajectory in trajectories]
     lengths = sorted(trajectory.response_tokens for trajectory in trajectories)
     values: dict[str, Value] = {
-        "reward/mean": Ratio(sum(rewards), len(rewards)),
+        "reward/mean": _mean(rewards),
         "reward/std": Spread(len(rewards), sum(rewards), sum(reward * reward for reward in rewards)),
-        "response_tokens/mean": Ratio(sum(lengths), len(lengths)),
+        "response_tokens/mean": _mean(lengths),
         "response_tokens/max": Max(lengths[-1] if lengths else None),
     }
-    if without := _without_reference(trajectories):
-        values["reward/without_reference_ratio"] = Ratio(sum(without), len(without))
-    scores = [trajectory.model_score for trajectory in trajectories if trajectory.model_score is not None]
-    if scores:
-        values["reward/model_mean"] = Ratio(sum(scores), len(scores))
+    # Of the trajectories that earned at least half of the step's highest reward: which do not name the reference?
+    least = max(rewards, default=0.0) / 2
+    rewarded = [dict(trajectory.facts) for trajectory in trajectories if trajectory.reward >= least > 0]
+    if without := [not facts[NAMES_REFERENCE] for facts in rewarded if NAMES_REFERENCE in facts]:
+        values["reward/without_reference_ratio"] = _mean(without)
+    if scores := [one.model_score for one in trajectories if one.model_score is not None]:
+        values["reward/model_mean"] = _mean(scores)
     if lengths:
-        values["response_tokens/median"] = Last(
-            (lengths[(len(lengths) - 1) // 2] + lengths[len(lengths) // 2]) / 2
-        )
+        values["response_tokens/median"] = Last(float(median(lengths)))
         values["response_tokens/quantiles"] = Quantiles.of(lengths)
     return values
-
-
-def _without_reference(trajectories: Sequence[TrajectoryMeta]) -> list[bool]:
-    """For each trajectory that earned at least half of the step's highest reward: whether it does not name
-    the reference answer."""
-    least = max((trajectory.reward for trajectory in trajectories), default=0.0) / 2
-    rewarded = [dict(trajectory.facts) for trajectory in trajectories if trajectory.reward >= least > 0]
-    return [not facts[NAMES_REFERENCE] for facts in rewarded if NAMES_REFERENCE in facts]
 
 
 def filter_values(groups: Sequence[GroupResult], filtered: Sequence[float] | None) -> dict[str, Value]:
@@ -127,10 +114,9 @@ def filter_values(groups: Sequence[GroupResult], filtered: Sequence[float] | Non
     if filtered is None:
         return {}
     means = [sum(meta.reward for meta in group.trajectories) / len(group.trajectories) for group in groups]
-    whole = len(groups) + len(filtered)
     return {
-        "trainer/filtered_ratio": Ratio(len(filtered), whole),
-        "reward/unfiltered_mean": Ratio(sum(means) + sum(filtered), whole),
+        "trainer/filtered_ratio": Ratio(len(filtered), len(groups) + len(filtered)),
+        "reward/unfiltered_mean": _mean([*means, *filtered]),
     }
 
 
@@ -143,80 +129,67 @@ def episode_values(trajectories: Sequence[TrajectoryMeta]) -> dict[str, Value]:
             continue
         found, key = (parts, f"{name}/mean") if name.startswith("reward/") else (facts, f"env/{name}")
         found[key] = found.get(key, Ratio(0.0, 0.0)).merge(Ratio(figure, 1))
-    if not facts and all(
-        trajectory.num_turns == 1 and not trajectory.num_forks for trajectory in trajectories
-    ):
+    if not facts and all(one.num_turns == 1 and not one.num_forks for one in trajectories):
         return {**parts}
     turns = [trajectory.num_turns for trajectory in trajectories]
     return {
-        "env/turns_mean": Ratio(sum(turns), len(turns)),
+        "env/turns_mean": _mean(turns),
         "env/turns_max": Max(max(turns)),
-        "env/tool_s": Ratio(sum(trajectory.tool_s for trajectory in trajectories), len(turns)),
+        "env/tool_s": _mean([trajectory.tool_s for trajectory in trajectories]),
         "env/forks": Sum(sum(trajectory.num_forks for trajectory in trajectories)),
         **facts,
         **parts,
     }
 
 
-def staleness_values(
-    record: StepRecord, window_steps: int, trajectories: Sequence[TrajectoryMeta]
-) -> dict[str, Value]:
+def staleness_values(record: StepRecord, window_steps: int) -> dict[str, Value]:
     """Staleness in versions, and in train steps: a token of version v that is trained in window w, after s of
-    its steps, is (w - v) * K + s steps old.
+    its steps, is (w - v) * K + s steps old. Trajectories sampled by more than one version (lines show the
+    window's figures so far). And verl's counts: a trajectory is stale if its newest token is (verl's
+    `param_version_end`), a group if all of its tokens are (lines show the run's totals so far).
 
     `mean` and `steps_mean` are over all sampled tokens of the step; `oldest_mean` and `newest_mean` over its
     trajectories.
     """
-    sampled = [trajectory for trajectory in trajectories if trajectory.version_tokens]
-    counts = [(version, count) for trajectory in sampled for version, count in trajectory.version_tokens]
-    in_versions = [(record.window - version, count) for version, count in counts]
-    in_steps = [(versions * window_steps + record.step_in_window, count) for versions, count in in_versions]
-    oldest = [record.window - trajectory.oldest for trajectory in sampled]
+    window = record.window
+    groups = [[one for one in group.trajectories if one.version_tokens] for group in record.groups]
+    sampled = [trajectory for group in groups for trajectory in group]
+    ages = [(window - version, count) for one in sampled for version, count in one.version_tokens]
+    in_steps = [(age * window_steps + record.step_in_window, count) for age, count in ages]
+    oldest = [window - trajectory.oldest for trajectory in sampled]
+    newest = [window - trajectory.newest for trajectory in sampled]
+    spans = [trajectory.span for trajectory in sampled]
+    num_partial = sum(span > 0 for span in spans)
+    num_stale_groups = sum(bool(group) and all(one.newest < window for one in group) for group in groups)
     return {
-        "staleness/mean": _weighted_mean(in_versions),
+        "staleness/mean": _weighted_mean(ages),
         "staleness/max": Max(max(oldest, default=None)),
-        "staleness/oldest_mean": Ratio(sum(oldest), len(oldest)),
-        "staleness/newest_mean": Ratio(
-            sum(record.window - trajectory.newest for trajectory in sampled), len(sampled)
-        ),
+        "staleness/oldest_mean": _mean(oldest),
+        "staleness/newest_mean": _mean(newest),
         "staleness/histogram": _histogram(oldest),
-        "staleness/span_histogram": _histogram([trajectory.span for trajectory in sampled]),
+        "staleness/span_histogram": _histogram(spans),
         "staleness/steps_mean": _weighted_mean(in_steps),
         "staleness/steps_max": Max(max((age for age, _ in in_steps), default=None)),
+        f"{STALE}stale_samples_processed": Sum(num_stale_groups),
+        f"{STALE}stale_trajectory_processed": Sum(sum(age > 0 for age in newest)),
+        f"{PARTIAL}total_partial_num": Sum(num_partial),
+        f"{PARTIAL}partial_ratio": Ratio(
+            num_partial, sum(len(group.trajectories) for group in record.groups)
+        ),
+        f"{PARTIAL}max_partial_span": Max(max(spans, default=None)),
     }
 
 
-def _histogram(values: Sequence[int]) -> Histogram:
-    return Histogram(tuple(values.count(value) for value in range(max(values, default=-1) + 1)))
+def _mean(figures: Sequence[float]) -> Ratio:
+    return Ratio(sum(figures), len(figures))
 
 
 def _weighted_mean(figures: Sequence[tuple[int, int]]) -> Ratio:
     return Ratio(sum(figure * count for figure, count in figures), sum(count for _, count in figures))
 
 
-def stale_counts(window: int, groups: Sequence[GroupResult]) -> dict[str, Value]:
-    """verl's counts: a trajectory is stale if its newest token is (verl's `param_version_end`), a group if
-    all of its tokens are. Lines show the run's totals so far."""
-    newest = [[t.newest for t in group.trajectories if t.version_tokens] for group in groups]
-    return {
-        f"{STALE}stale_samples_processed": Sum(
-            sum(max(versions, default=window) < window for versions in newest)
-        ),
-        f"{STALE}stale_trajectory_processed": Sum(
-            sum(version < window for versions in newest for version in versions)
-        ),
-    }
-
-
-def partial_values(trajectories: Sequence[TrajectoryMeta]) -> dict[str, Value]:
-    """Trajectories sampled by more than one version. Lines show the window's figures so far."""
-    spans = [trajectory.span for trajectory in trajectories if trajectory.version_tokens]
-    partial = sum(1 for span in spans if span > 0)
-    return {
-        f"{PARTIAL}total_partial_num": Sum(partial),
-        f"{PARTIAL}partial_ratio": Ratio(partial, len(trajectories)),
-        f"{PARTIAL}max_partial_span": Max(max(spans, default=None)),
-    }
+def _histogram(values: Sequence[int]) -> Histogram:
+    return Histogram(tuple(values.count(value) for value in range(max(values, default=-1) + 1)))
 
 
 def stretches(
@@ -224,25 +197,34 @@ def stretches(
 ) -> list[ExecutorReport]:
     """The report of every executor that has reported since `before`, with times and sums since then. A new
     executor (or one of a resumed run) counts from its start."""
-    made = (_since(before.get(name), report) for name, report in now.items())
-    return [stretch for stretch in made if _elapsed_s(stretch) > 0]
-
-
-def _since(before: ExecutorReport | None, now: ExecutorReport) -> ExecutorReport:
-    # it was restarted: its integrals began at 0 again
-    if before is None or _elapsed_s(now) < _elapsed_s(before):
-        return now
-    state_s = {state: seconds - before.state_s.get(state, 0.0) for state, seconds in now.state_s.items()}
-    return replace(
-        now,
-        state_s=state_s,
-        sums={key: amount - before.sums.get(key, 0.0) for key, amount in now.sums.items()},
-    )
+    found = []
+    for name, report in now.items():
+        earlier = before.get(name)
+        # One that was restarted counts from its start, too: its integrals began at 0 again.
+        if earlier is not None and _elapsed_s(report) >= _elapsed_s(earlier):
+            state_s = {state: s - earlier.state_s.get(state, 0.0) for state, s in report.state_s.items()}
+            sums = {key: amount - earlier.sums.get(key, 0.0) for key, amount in report.sums.items()}
+            report = replace(report, state_s=state_s, sums=sums)
+        if _elapsed_s(report) > 0:
+            found.append(report)
+    return found
 
 
 def _elapsed_s(stretch: ExecutorReport) -> float:
     """The time that a report covers, in all states."""
     return sum(stretch.state_s.values())
+
+
+ENGINE_FIGURES: Mapping[str, Callable[[Sequence[float]], Value]] = {
+    "preemptions": lambda counts: Sum(sum(counts)),
+    "prompt_tokens": lambda counts: Sum(sum(counts)),
+    "cached_prompt_tokens": lambda counts: Sum(sum(counts)),
+    "kv_cache_usage": lambda shares: Max(max(shares)),
+    "engine_running": lambda counts: Last(sum(counts)),
+    "engine_waiting": lambda counts: Last(sum(counts)),
+}
+"""Figures that only some engines report (as a sum or gauge of that name) -> how the workers' figures are
+combined into one."""
 
 
 def utilization(measured: Sequence[ExecutorReport]) -> dict[str, Value]:
@@ -258,55 +240,37 @@ def utilization(measured: Sequence[ExecutorReport]) -> dict[str, Value]:
         for state, seconds in stretch.state_s.items()
     }
     if trainers:
-        values["trainer/idle_ratio"] = _mean_share(
-            lambda one: sum(one.state_s.get(state, 0.0) for state in TRAINER_IDLE), trainers
-        )
+        idle_s = [sum(one.state_s.get(state, 0.0) for state in TRAINER_IDLE) for one in trainers]
+        values["trainer/idle_ratio"] = _mean_share(idle_s, trainers)
         values["trainer/tokens_per_s"] = _rate("trained_tokens", trainers)
     if rollouts:
-        values["rollouter/idle_ratio"] = _mean_share(lambda one: one.sums.get("idle_s", 0.0), rollouts)
+        idle_s = [one.sums.get("idle_s", 0.0) for one in rollouts]
+        values["rollouter/idle_ratio"] = _mean_share(idle_s, rollouts)
         slots_s = sum(stretch.gauges.get("slots", 0.0) * _elapsed_s(stretch) for stretch in rollouts)
-        values["rollouter/slot_utilization"] = Ratio(sum(_of("running_sequence_s", rollouts)), slots_s)
-        if waited_s := _of("waiting_trajectory_s", rollouts):  # something has waited for a tool
-            values["rollouter/tool_idle_ratio"] = _mean_share(
-                lambda one: one.state_s.get(State.WAITING, 0.0), rollouts
-            )
+        values["rollouter/slot_utilization"] = Ratio(sum(_reported("running_sequence_s", rollouts)), slots_s)
+        if waited_s := _reported("waiting_trajectory_s", rollouts):  # something has waited for a tool
+            idle_s = [one.state_s.get(State.WAITING, 0.0) for one in rollouts]
+            values["rollouter/tool_idle_ratio"] = _mean_share(idle_s, rollouts)
             values["rollouter/tool_waiting_ratio"] = Ratio(sum(waited_s), slots_s)
         values["rollouter/tokens_per_s"] = _rate("sampled_tokens", rollouts)
-        if len(decode_steps := _of("decode_steps", rollouts)) == len(rollouts):
-            values["rollouter/decode_batch_mean"] = Ratio(
-                sum(_of("sampled_tokens", rollouts)), sum(decode_steps)
-            )
-        if evals_s := _of("eval_s", rollouts):
+        if len(decode_steps := _reported("decode_steps", rollouts)) == len(rollouts):
+            tokens = sum(_reported("sampled_tokens", rollouts))
+            values["rollouter/decode_batch_mean"] = Ratio(tokens, sum(decode_steps))
+        if evals_s := _reported("eval_s", rollouts):
             values["rollouter/eval_s"] = Sum(sum(evals_s) / len(rollouts))
-        values |= {
-            f"rollouter/{name}": join(told)
-            for name, join in ENGINE_FIGURES.items()
-            if (told := _of(name, rollouts))
-        }
+        for name, join in ENGINE_FIGURES.items():
+            if reported := _reported(name, rollouts):
+                values[f"rollouter/{name}"] = join(reported)
     for scorer in [stretch for stretch in measured if stretch.role == SCORER]:
-        idle = _mean_share(lambda one: _elapsed_s(one) - one.state_s.get(State.BUSY, 0.0), [scorer])
-        values |= {
-            f"{scorer.name}/idle_ratio": idle,
-            f"{scorer.name}/tokens_per_s": _rate("scored_tokens", [scorer]),
-        }
-        if queue := _of("waiting_groups", [scorer]):
+        idle = _elapsed_s(scorer) - scorer.state_s.get(State.BUSY, 0.0)
+        values[f"{scorer.name}/idle_ratio"] = _mean_share([idle], [scorer])
+        values[f"{scorer.name}/tokens_per_s"] = _rate("scored_tokens", [scorer])
+        if queue := _reported("waiting_groups", [scorer]):
             values[f"{scorer.name}/waiting_groups"] = Last(queue[0])
     return values
 
 
-ENGINE_FIGURES: Mapping[str, Callable[[Sequence[float]], Value]] = {
-    "preemptions": lambda counts: Sum(sum(counts)),
-    "prompt_tokens": lambda counts: Sum(sum(counts)),
-    "cached_prompt_tokens": lambda counts: Sum(sum(counts)),
-    "kv_cache_usage": lambda shares: Max(max(shares)),
-    "engine_running": lambda counts: Last(sum(counts)),
-    "engine_waiting": lambda counts: Last(sum(counts)),
-}
-"""Figures that only some engines report (as a sum or gauge of that name) -> how the workers' figures are
-combined into one."""
-
-
-def _of(name: str, measured: Sequence[ExecutorReport]) -> list[float]:
+def _reported(name: str, measured: Sequence[ExecutorReport]) -> list[float]:
     """The sum or gauge of that name, from the executors that report it."""
     both = ({**stretch.gauges, **stretch.sums} for stretch in measured)
     return [figures[name] for figures in both if name in figures]
@@ -317,8 +281,8 @@ def overlap(spans: Mapping[str, Sequence[Span]], roles: Mapping[str, str]) -> Ov
     `spans` use the driver's clock."""
     changes = sorted(
         (time_s, change, roles[name])
-        for name, stays in spans.items()
-        for span in stays
+        for name, of_executor in spans.items()
+        for span in of_executor
         if span.state == State.BUSY and roles.get(name) in (TRAINER, ROLLOUT)
         for time_s, change in ((span.start_s, 1), (span.end_s, -1))
     )
@@ -336,15 +300,16 @@ def overlap(spans: Mapping[str, Sequence[Span]], roles: Mapping[str, str]) -> Ov
     return Overlap(both_s, busy_s[TRAINER], busy_s[ROLLOUT])
 
 
-def _mean_share(part_s: Callable[[ExecutorReport], float], measured: Sequence[ExecutorReport]) -> Ratio:
+def _mean_share(parts_s: Sequence[float], measured: Sequence[ExecutorReport]) -> Ratio:
     """The mean of part / elapsed over executors. Their mean elapsed time is its weight when steps are
     merged."""
-    mean_share = sum(part_s(stretch) / _elapsed_s(stretch) for stretch in measured) / len(measured)
-    mean_elapsed_s = sum(map(_elapsed_s, measured)) / len(measured)
+    elapsed_s = [_elapsed_s(stretch) for stretch in measured]
+    mean_share = sum(part / whole for part, whole in zip(parts_s, elapsed_s, strict=True)) / len(measured)
+    mean_elapsed_s = sum(elapsed_s) / len(measured)
     return Ratio(mean_share * mean_elapsed_s, mean_elapsed_s)
 
 
 def _rate(name: str, measured: Sequence[ExecutorReport]) -> Ratio:
     """A side's total amount per second. Its executors work at the same time, so the mean of their times is
     the side's time."""
-    return Ratio(sum(_of(name, measured)), sum(map(_elapsed_s, measured)) / len(measured))
+    return Ratio(sum(_reported(name, measured)), sum(map(_elapsed_s, measured)) / len(measured))

@@ -16,16 +16,14 @@ import typer
 
 from asyncrl_cli.base.errors import RefusedError
 from asyncrl_cli.base.paths import as_typed, where_runs_are
-from asyncrl_cli.cli.console import (
+from asyncrl_cli.cli.console import print_json, say, stdout
+from asyncrl_cli.cli.options import (
     RUNS_DIR,
     JobAddressOption,
     JsonOption,
     RunArgument,
     RunsDirOption,
-    print_json,
     run_argument,
-    say,
-    stdout,
 )
 from asyncrl_cli.cli.submit import Take, Wait, followed_there, on_cluster, print_jobs
 

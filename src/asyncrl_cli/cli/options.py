@@ -1,0 +1,119 @@
+"""Arguments and options that several commands have, and what completes their values in a shell.
+
+`asyncrl --install-completion` installs Typer's own scripts, which call the functions here. Typer drops suggestions
+that do not begin with the incomplete word.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+
+from asyncrl_cli.base.paths import RUNS_DIR as RUNS_DIR
+
+MOST, MOST_DEVICES = 10**9, 4096
+"""Limits of numbers: of any, and of devices and machines, which are planned one by one."""
+Ui = Literal["auto", "live", "plain", "none"]
+
+
+def profile_names(incomplete: str) -> list[str]:
+    """Shipped profiles; after the `+` of `A+B`, those that may be laid over A."""
+    from asyncrl_cli.profile.toml_files import shipped_profiles
+
+    below, plus, _ = incomplete.rpartition("+")
+    return [f"{below}{plus}{name}" for name in shipped_profiles()]
+
+
+def run_names(context: typer.Context) -> list[str]:
+    """The runs in `--runs-dir`, newest first."""
+    from asyncrl_cli.checkpoint import lookup
+
+    return lookup.run_names(Path(context.params.get("runs_dir") or "runs"))
+
+
+def settings(incomplete: str) -> list[str]:
+    """`section.key=`, and after the `=` the key's values if it has a fixed list of them."""
+    from asyncrl_cli.profile.keys import keys
+    from asyncrl_cli.profile.validation import choices
+
+    key, equals, _ = incomplete.partition("=")
+    if not equals:
+        return [f"{name}=" for name in keys()]
+    return [f"{key}={choice}" for choice in choices(key)] if key in keys() else []
+
+
+def workload_names() -> list[str]:
+    from asyncrl_cli.profile.toml_files import shipped_workloads
+
+    return list(shipped_workloads())
+
+
+def profile_option(help: str) -> Any:
+    return typer.Option("--profile", "-p", metavar="NAME|FILE", help=help, autocompletion=profile_names)
+
+
+def set_option(help: str) -> Any:
+    return typer.Option("--set", metavar="SECTION.KEY=VALUE", help=help, autocompletion=settings)
+
+
+def number_option(
+    name: str, help: str, *, least: float = 1, most: float = MOST, metavar: str = "N", also: str = ""
+) -> Any:
+    """An option with a number, which is finite. `also`: its short form."""
+    names = [name, also] if also else [name]
+    return typer.Option(*names, metavar=metavar, min=least, max=most, help=help, callback=_finite)
+
+
+def _finite(number: float | None) -> float | None:
+    """Refuse NaN, which no limit keeps out."""
+    if number is not None and number != number:
+        raise typer.BadParameter("it is not a number")
+    return number
+
+
+def run_argument(metavar: str, help: str) -> Any:
+    return typer.Argument(metavar=metavar, help=help, autocompletion=run_names)
+
+
+ProfileOption = Annotated[
+    str,
+    profile_option("Name of a profile (see [bold]asyncrl profiles[/]), or a TOML file. A+B lays B over A."),
+]
+SetOption = Annotated[
+    list[str] | None, set_option("Override a key. The value is TOML, or else a string. May be repeated.")
+]
+NameOption = Annotated[
+    str | None, typer.Option("--name", metavar="N", help="Name of the run. Default: from profile and time.")
+]
+RunArgument = Annotated[str, run_argument("RUN", "A run's name or directory.")]
+RunsDirOption = Annotated[
+    Path, typer.Option("--runs-dir", metavar="DIR", help="Directory that holds all runs.")
+]
+UiOption = Annotated[
+    Ui, typer.Option("--ui", help="What to show; auto: live tables on a terminal, plain lines elsewhere.")
+]
+AddressOption = Annotated[
+    str | None,
+    typer.Option(
+        "--address",
+        metavar="RAY",
+        envvar="RAY_ADDRESS",
+        callback=lambda address: None if address == "local" else address,
+        help="HOST:PORT of a Ray cluster, or auto on one of its nodes. By default, or with local, start Ray "
+        "on this machine.",
+    ),
+]
+JobAddressOption = Annotated[
+    str | None,
+    typer.Option(
+        "--address",
+        metavar="URL",
+        help="Job server of the cluster to which the run was submitted: http://HEAD:8265.",
+    ),
+]
+DetachOption = Annotated[
+    bool, typer.Option("--detach", "-d", help="Run in the background, independent of this terminal.")
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")]
