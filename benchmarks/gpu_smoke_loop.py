@@ -40,7 +40,7 @@ from asyncrl_cli.engines.transformers.transformers_engine import TransformersEng
 from asyncrl_cli.envs.chat import load_chat
 from asyncrl_cli.envs.episode import Limits, Means
 from asyncrl_cli.envs.group_runner import GroupRunner
-from asyncrl_cli.envs.places import Places
+from asyncrl_cli.envs.slots import Slots
 from asyncrl_cli.job.rollout_host import PartDesk
 from asyncrl_cli.loop.pipeline import Pipeline
 from asyncrl_cli.loop.run_state import World
@@ -257,7 +257,7 @@ class LocalWorker(RolloutWorker):
         self._meter = RolloutMeter(self.name, self.slots, time.monotonic, self._changes.note)
         self._engine = _DrawnLengths(profile, place, self._meter.running)
         chat = load_chat(place.model_dir, trust_remote_code=False, max_tokens=max_context_tokens(profile))
-        places = Places(self.slots, hold=True)
+        places = Slots(self.slots, hold=True)
         means = Means(self._engine, chat, _ByChance, Limits.of(profile), places, self._meter.waiting)
         self._runner = GroupRunner(means, Sampling.of(profile.rollout, profile.rollout.temperature))
         self._desk = PartDesk(

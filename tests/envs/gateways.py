@@ -15,8 +15,8 @@ from asyncrl_cli.engines.port import Completion, Engine, Sampling
 from asyncrl_cli.envs.chat import Chat
 from asyncrl_cli.envs.conversation import Conversation
 from asyncrl_cli.envs.episode import Limits
+from asyncrl_cli.envs.gateway.agent_session import Session
 from asyncrl_cli.envs.gateway.server import Gateway
-from asyncrl_cli.envs.gateway.session import Session
 from asyncrl_cli.tasks.agents import Access
 
 LIMITS = Limits(max_prompt_tokens=400, max_context_tokens=400, max_turns=99)

@@ -13,8 +13,8 @@ import pytest
 from asyncrl_cli.contracts.reward_spec import RewardSpec
 from asyncrl_cli.contracts.user_code import UserCode
 from asyncrl_cli.envs.episode import Episode, Means
-from asyncrl_cli.envs.gateway.agent_episodes import AgentEnvironment
-from asyncrl_cli.envs.places import Places
+from asyncrl_cli.envs.gateway.agent_session import AgentEnvironment
+from asyncrl_cli.envs.slots import Slots
 from asyncrl_cli.sandbox.parent_rewards import RewardPool
 from tests.envs.gateways import CHAT, LIMITS, SAMPLING, gateway, text_of
 from tests.waiting import until
@@ -86,7 +86,7 @@ async def play(
             CHAT,
             lambda: AgentEnvironment(served.gateway, pool),
             LIMITS,
-            Places(8, hold=True),
+            Slots(8, hold=True),
             on_waiting,
         )
         episodes = [

@@ -244,7 +244,7 @@ async def test_a_prompt_that_takes_long_to_tokenize_holds_up_nobody_else(server:
     _, held = server.gateway.open_session("slow", Conversation(cast(Chat, slow)), SAMPLING, 7)
     async with client_of(held) as patient, client_of(access) as client, aiohttp.ClientSession() as http:
         waiting = asyncio.create_task(patient.chat.completions.create(model="m", messages=ASK))
-        await until(lambda: server.gateway._num_running == 1)
+        await until(lambda: server.gateway.num_running == 1)
         async with http.get(f"{server.gateway.url}/health") as response:
             assert response.status == 200
         assert (await client.chat.completions.create(model="m", messages=ASK)).choices[

@@ -27,7 +27,7 @@ from asyncrl_cli.engines.transformers.transformers_engine import TransformersEng
 from asyncrl_cli.envs.chat import Chat, render_prompts
 from asyncrl_cli.envs.episode import Episode, Limits, Means
 from asyncrl_cli.envs.group_runner import GroupRunner
-from asyncrl_cli.envs.places import Places
+from asyncrl_cli.envs.slots import Slots
 from asyncrl_cli.sandbox.parent_rewards import RewardFailed
 from asyncrl_cli.train.batch import step_batches
 from asyncrl_cli.train.step_plan import OptimizerStepPlan, PlannedTrajectory
@@ -78,7 +78,7 @@ async def runner_of(
         Chat(tokenizer),
         make_environment or partial(OneTurn, rewards),
         limits,
-        Places(8, hold=hold),
+        Slots(8, hold=hold),
         on_waiting,
     )
     try:
@@ -366,7 +366,7 @@ def test_a_reward_that_is_no_number_fails_and_such_a_fact_is_left_out() -> None:
             return end
 
     def played() -> Episode:
-        means = Means(cast(Any, None), cast(Any, None), Ending, Limits(1, 1), Places(1, hold=True))
+        means = Means(cast(Any, None), cast(Any, None), Ending, Limits(1, 1), Slots(1, hold=True))
         episode = Episode("e", {"uid": "u"}, 0, means, cast(Any, None))
         asyncio.run(episode.play())
         return episode
@@ -541,7 +541,7 @@ def test_an_episode_at_a_tool_keeps_or_lends_its_slot_and_a_drain_waits_for_it(
 
 
 async def drained(runner: GroupRunner) -> None:
-    async with runner.means.places.drained():
+    async with runner.means.slots.drained():
         pass
 
 

@@ -16,8 +16,8 @@ import pytest
 
 from asyncrl_cli.base.errors import ConfigError
 from asyncrl_cli.envs.episode import Episode, Means
-from asyncrl_cli.envs.gateway.agent_episodes import AgentEnvironment
-from asyncrl_cli.envs.places import Places
+from asyncrl_cli.envs.gateway.agent_session import AgentEnvironment
+from asyncrl_cli.envs.slots import Slots
 from asyncrl_cli.profile.loaded import load
 from asyncrl_cli.sandbox.parent_rewards import RewardPool
 from asyncrl_cli.tasks.task import Task, load_task
@@ -52,7 +52,7 @@ async def played(task: Task, says: Callable[[str], str]) -> list[Episode]:
     async with gateway(says) as served:
         engine: Any = served.engine
         means = Means(
-            engine, CHAT, lambda: AgentEnvironment(served.gateway, pool), LIMITS, Places(8, hold=True)
+            engine, CHAT, lambda: AgentEnvironment(served.gateway, pool), LIMITS, Slots(8, hold=True)
         )
         episodes = [Episode(f"e{index}", item, 5, means, SAMPLING) for index, item in enumerate(task.train)]
         try:

@@ -23,7 +23,7 @@ from asyncrl_cli.base.plugins import engine_kind
 from asyncrl_cli.engines.vllm.engine_processes import END_TIMEOUT_S
 from asyncrl_cli.engines.vllm.launch import set_environment, weight_backend
 from asyncrl_cli.engines.vllm.rank_zero import NcclLinks
-from asyncrl_cli.envs.places import Places
+from asyncrl_cli.envs.slots import Slots
 from asyncrl_cli.job import driver_rollout, rank_host, rollout_weights
 from asyncrl_cli.job.driver_ranks import RayTrainer
 from asyncrl_cli.job.driver_rollout import RayRolloutWorker
@@ -307,7 +307,7 @@ def test_a_worker_notes_a_version_and_its_engine_asks_rank_zero_within_the_load(
     async def body() -> Any:
         await connect(RayRankZero(rank_zero, WORKER, profile.weights.timeout_s, 1))
         meter = RolloutMeter(WORKER, 1, lambda: 0.0, lambda: None)
-        loader = Loader(SimpleNamespace(), profile.weights, meter, 2, Places(1, hold=True))
+        loader = Loader(SimpleNamespace(), profile.weights, meter, 2, Slots(1, hold=True))
         await loader.prefetch(manifest, [bucket.entries])
         return loader.received
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from asyncrl_cli.engines.transformers.transformers_engine import TransformersEngine
-from asyncrl_cli.envs.places import Places
+from asyncrl_cli.envs.slots import Slots
 from asyncrl_cli.job.rollout_weights import Loader
 from asyncrl_cli.measure.meters import RolloutMeter
 from asyncrl_cli.profile.schema import WeightsSection
@@ -68,7 +68,7 @@ def _worker(engine: TransformersEngine) -> Loader:
         WeightsSection(transport="disk"),
         RolloutMeter("rollout-0", 2, lambda: 0.0, lambda: None),
         -1,
-        Places(2, hold=True),
+        Slots(2, hold=True),
     )
 
 

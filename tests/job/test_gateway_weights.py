@@ -17,7 +17,7 @@ from asyncrl_cli.engines.transformers.transformers_engine import TransformersEng
 from asyncrl_cli.envs.episode import Limits
 from asyncrl_cli.envs.gateway.admin_routes import admin_routes
 from asyncrl_cli.envs.gateway.server import Gateway
-from asyncrl_cli.envs.places import Places, TrajectoryPlace
+from asyncrl_cli.envs.slots import Slots, TrajectorySlot
 from asyncrl_cli.job.rollout_weights import Loader
 from asyncrl_cli.measure.meters import RolloutMeter
 from asyncrl_cli.profile.schema import WeightsSection
@@ -32,7 +32,7 @@ __all__ = ["model", "model_dir"]
 PROMPT = [5, 6, 7]
 
 
-class WatchedPlaces(Places):
+class WatchedSlots(Slots):
     is_draining = False
 
     def drained(self) -> AbstractAsyncContextManager[None]:
@@ -64,7 +64,7 @@ def test_a_worker_loads_what_another_trainer_has_written_and_samples_with_it(
         engine = TransformersEngine(
             *made_for(model_dir, slots=4, max_prompt_tokens=16, max_response_tokens=24)
         )
-        places = WatchedPlaces(4, hold=True)
+        places = WatchedSlots(4, hold=True)
         meter = RolloutMeter("rollout-0", 4, asyncio.get_running_loop().time, lambda: None)
         loader = Loader(engine, WeightsSection(), meter, 0, places)
         sampling = Sampling(temperature=1.0, max_response_tokens=24)
@@ -101,9 +101,9 @@ def test_a_worker_loads_what_another_trainer_has_written_and_samples_with_it(
         assert choice["logprobs"]["token_logprobs"] == pytest.approx(expected, abs=1e-4)
         await refused(gateway, loaded["fingerprint"])
 
-    async def drained(gateway: Gateway, places: WatchedPlaces) -> None:
+    async def drained(gateway: Gateway, places: WatchedSlots) -> None:
         """A drain waits for an episode whose agent is at work, though no request runs."""
-        place = TrajectoryPlace(places)
+        place = TrajectorySlot(places)
         await place.take()
         write_manifest(version, 6)
         load = asyncio.create_task(

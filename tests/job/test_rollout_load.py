@@ -19,7 +19,7 @@ import torch
 
 from asyncrl_cli.engines.port import Engine, PauseReport, Scores
 from asyncrl_cli.engines.transformers.transformers_engine import TransformersEngine
-from asyncrl_cli.envs.places import Places
+from asyncrl_cli.envs.slots import Slots
 from asyncrl_cli.job import weight_arrival
 from asyncrl_cli.job.rollout_weights import Loader, Received
 from asyncrl_cli.job.weight_arrival import GETS_AHEAD
@@ -70,7 +70,7 @@ class Worker(Loader):
         self.now_s: Callable[[], float] = lambda: getattr(engine, "now_s", 0.0)
         self.meter = RolloutMeter("rollout-0", 8, lambda: self.now_s(), lambda: None)
         weights = WeightsSection(dual_buffer=dual_buffer, overlap=overlap)
-        super().__init__(engine, weights, self.meter, FIRST_VERSION - 1, Places(8, hold=True))
+        super().__init__(engine, weights, self.meter, FIRST_VERSION - 1, Slots(8, hold=True))
 
 
 @dataclass

@@ -19,7 +19,7 @@ from asyncrl_cli.envs import check_environment, find_environment
 from asyncrl_cli.envs.chat import Chat
 from asyncrl_cli.envs.episode import Limits, Means
 from asyncrl_cli.envs.group_runner import GroupRunner
-from asyncrl_cli.envs.places import Places
+from asyncrl_cli.envs.slots import Slots
 from asyncrl_cli.measure.values import Ratio
 from asyncrl_cli.train.losses import check_loss
 from tests.train.train_samples import make_step, save_tiny_model
@@ -164,7 +164,7 @@ def test_an_environment_and_an_engine_of_another_package_make_a_group() -> None:
     sampling = Sampling(temperature=1.0, max_response_tokens=32)
     make = partial(find_environment("echo"), Lengths())
     runner = GroupRunner(
-        Means(engine, Chat(Letters()), make, Limits(8, 40, max_turns=2), Places(8, hold=True)), sampling
+        Means(engine, Chat(Letters()), make, Limits(8, 40, max_turns=2), Slots(8, hold=True)), sampling
     )
     key = PartKey(AttemptKey("a", 0, 0), 0)
     request = PartRequest(key=key, item={"uid": "a", "prompt": "!"}, indices=(0, 1), seed=0)

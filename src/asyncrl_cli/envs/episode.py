@@ -5,7 +5,7 @@ fails.
                            ^                                              │
                            └──────────────────── Turn <───────────────────┘
 
-Who waits for whom: an episode waits in turns for a place (unless it has a single turn), for the engine and
+Who waits for whom: an episode waits in turns for a slot (unless it has a single turn), for the engine and
 for its environment. `stop` ends each wait; so does `env.episode_timeout_s`, unless the episode has a single
 turn.
 """
@@ -28,7 +28,7 @@ from asyncrl_cli.contracts.trajectories import Trajectory
 from asyncrl_cli.engines.port import Completion, Engine, Sampling
 from asyncrl_cli.envs.chat import Chat
 from asyncrl_cli.envs.conversation import Conversation
-from asyncrl_cli.envs.places import Places, TrajectoryPlace
+from asyncrl_cli.envs.slots import Slots, TrajectorySlot
 from asyncrl_cli.profile.arithmetic import max_context_tokens
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.sandbox.parent_rewards import RewardFailed
@@ -67,7 +67,7 @@ class Means(NamedTuple):
     chat: Chat
     make_environment: Callable[[], Environment]
     limits: Limits
-    places: Places
+    slots: Slots
     on_waiting: Callable[[str, str], None] = lambda episode, for_what: None
 
 
@@ -97,7 +97,7 @@ class Episode:
     conversation: Conversation = field(init=False)
     lost_tokens: int = 0
     """Sampled tokens of discarded conversations."""
-    _place: TrajectoryPlace = field(init=False)
+    _slot: TrajectorySlot = field(init=False)
     _stopped: EpisodeFailed | None = None
     _wait: asyncio.Future[Any] | None = None
     _is_free: bool = False
@@ -105,7 +105,7 @@ class Episode:
 
     def __post_init__(self) -> None:
         self.conversation = Conversation(self.means.chat)
-        self._place = TrajectoryPlace(self.means.places)
+        self._slot = TrajectorySlot(self.means.slots)
 
     async def play(self) -> None:
         """Play the episode to its end. Raises only the engine's errors, and PreflightError for a model
@@ -142,7 +142,7 @@ class Episode:
 
     async def _end_of(self, environment: Environment) -> End:
         if isinstance(environment, SelfPlayed):
-            await self._call(self._place.take())
+            await self._call(self._slot.take())
             return await self._call(environment.play(self))
         turn = await self._call(environment.start(self.item))
         self.has_one_turn = turn.is_last
@@ -185,7 +185,7 @@ class Episode:
         """The model's answer, within `max_response_tokens` and the context."""
         self._check_stopped()
         if not self.has_one_turn:
-            await self._call(self._place.take())
+            await self._call(self._slot.take())
         num_turns, room = self.conversation.num_turns, self.means.limits.max_context_tokens - len(prompt)
         sampling = replace(self.sampling, max_response_tokens=min(self.sampling.max_response_tokens, room))
         seed = derived_seed(self.seed, str(num_turns)) if num_turns else self.seed
@@ -227,9 +227,9 @@ class Episode:
 
     async def _between_turns(self, step: Coroutine[Any, Any, T], for_what: str) -> T:
         """Await a step after which the model may speak again."""
-        lends = not self.means.places.hold
+        lends = not self.means.slots.hold
         self.waits_for(for_what)
-        self._place.pause()
+        self._slot.pause()
         if lends:
             self.on_slot(+1)
         try:
@@ -308,7 +308,7 @@ class Episode:
     def _free(self) -> None:
         if not self._is_free:
             self._is_free = True
-            self._place.leave()
+            self._slot.leave()
             self.on_slot(+1)
 
     @property

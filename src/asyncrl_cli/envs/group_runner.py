@@ -152,10 +152,10 @@ class GroupRunner:
     async def _play(self, running: _Running, at_once: int) -> None:
         """Run all episodes. The first error cancels the others and is raised itself, not in an
         ExceptionGroup."""
-        places = asyncio.Semaphore(at_once)
+        running_slots = asyncio.Semaphore(at_once)
 
         async def play(episode: Episode) -> None:
-            async with places:
+            async with running_slots:
                 limit = tasks.create_task(episode.stop_late())
                 try:
                     await episode.play()

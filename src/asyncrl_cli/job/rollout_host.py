@@ -38,7 +38,7 @@ from asyncrl_cli.contracts.weight_version import LoadReport
 from asyncrl_cli.engines.port import Sampling, make_engine
 from asyncrl_cli.envs import find_environment
 from asyncrl_cli.envs.call_log import SUFFIX, CallLog
-from asyncrl_cli.envs.places import Places
+from asyncrl_cli.envs.slots import Slots
 from asyncrl_cli.envs.tool_environment import ToolEnvironment
 from asyncrl_cli.job.host_process import no_collection_while_starting, set_up_process
 from asyncrl_cli.job.rollout_weights import Loader, RayRankZero
@@ -108,7 +108,7 @@ class RolloutHost:
             # an environment that rewards its own episodes leaves the pool without work
             pool = [] if self._reward.kind == "episode" else [self._pool.start()]
             await asyncio.gather(self._engine.start(), *pool, self._start_environments())
-            self._places = Places(profile.rollout.slots, hold=profile.rollout.hold_slots)
+            self._places = Slots(profile.rollout.slots, hold=profile.rollout.hold_slots)
             whole = await asyncio.to_thread(merging, profile, place)
             # one version less than the engine has: the first load may bring that same version, to verify it
             self._loader = Loader(
@@ -153,7 +153,7 @@ class RolloutHost:
         environment: Callable[[], Environment]
         if profile.task.has_agent:
             from asyncrl_cli.envs.gateway.admin_routes import admin_routes
-            from asyncrl_cli.envs.gateway.agent_episodes import AgentEnvironment
+            from asyncrl_cli.envs.gateway.agent_session import AgentEnvironment
             from asyncrl_cli.envs.gateway.server import Gateway
 
             gateway = self._gateway = Gateway(self._engine, chat, sampling, limits)

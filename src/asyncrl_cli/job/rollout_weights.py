@@ -15,7 +15,7 @@ from ray.actor import ActorHandle
 
 from asyncrl_cli.contracts.weight_version import LoadReport
 from asyncrl_cli.engines.port import Engine
-from asyncrl_cli.envs.places import Places
+from asyncrl_cli.envs.slots import Slots
 from asyncrl_cli.job.ray.calls import Limit, answer
 from asyncrl_cli.job.weight_arrival import arriving
 from asyncrl_cli.measure.meters import RolloutMeter
@@ -64,7 +64,7 @@ class Loader:
         weights: WeightsSection,
         meter: RolloutMeter,
         held: int,
-        places: Places,
+        places: Slots,
         whole: Whole = iter,
     ) -> None:
         self.engine = engine

@@ -24,7 +24,7 @@ from asyncrl_cli.engines.vllm.worker_transports import paused
 from asyncrl_cli.envs.chat import Chat
 from asyncrl_cli.envs.episode import Limits, Means
 from asyncrl_cli.envs.group_runner import GroupRunner
-from asyncrl_cli.envs.places import Places
+from asyncrl_cli.envs.slots import Slots
 from asyncrl_cli.profile.schema import Interrupt
 from tests.engines import tiny
 from tests.engines.needs import needs_vllm
@@ -186,9 +186,7 @@ async def test_every_turn_of_an_episode_has_the_logprobs_of_the_weights_that_sam
 
     tokenizer = AutoTokenizer.from_pretrained(model_dir)
     tokenizer.chat_template = TEMPLATE
-    means = Means(
-        there.engine, Chat(tokenizer), Questions, Limits(64, 250, max_turns=8), Places(8, hold=True)
-    )
+    means = Means(there.engine, Chat(tokenizer), Questions, Limits(64, 250, max_turns=8), Slots(8, hold=True))
     runner, versions = GroupRunner(means, sampling(40, temperature=0.8)), [there.engine.version]
     running = asyncio.create_task(runner.run(group(n=12), lambda finished: None))
     for _ in range(2):
@@ -219,7 +217,7 @@ async def test_what_a_cut_has_kept_goes_on_after_a_resume_and_stays_as_it_was(
     tokenizer = AutoTokenizer.from_pretrained(model_dir)
     tokenizer.chat_template = None
     means = Means(
-        there.engine, Chat(tokenizer), partial(OneTurn, Rewards()), Limits(64, 320), Places(8, hold=True)
+        there.engine, Chat(tokenizer), partial(OneTurn, Rewards()), Limits(64, 320), Slots(8, hold=True)
     )
     runner, request = GroupRunner(means, sampling(200, temperature=0.8)), group(n=6)
     versions = [there.newer()]

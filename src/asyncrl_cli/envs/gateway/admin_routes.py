@@ -21,7 +21,7 @@ from pydantic import BaseModel
 
 from asyncrl_cli.base.errors import ExecutorFailed, RefusedError
 from asyncrl_cli.contracts.weight_version import LoadReport
-from asyncrl_cli.envs.gateway.openai_requests import Refused
+from asyncrl_cli.envs.gateway.openai_api import Refused
 from asyncrl_cli.envs.gateway.server import PAUSE_LIMIT_S, Gateway, body_of
 from asyncrl_cli.profile.schema import Interrupt
 from asyncrl_cli.weights.buckets import DamagedWeights

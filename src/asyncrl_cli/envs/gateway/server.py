@@ -32,7 +32,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from aiohttp import web
 
@@ -41,17 +40,16 @@ from asyncrl_cli.engines.port import Engine, Sampling
 from asyncrl_cli.envs.chat import Chat
 from asyncrl_cli.envs.conversation import Conversation
 from asyncrl_cli.envs.episode import Limits, derived_seed
-from asyncrl_cli.envs.gateway import openai_answers
-from asyncrl_cli.envs.gateway.openai_requests import (
+from asyncrl_cli.envs.gateway import openai_api
+from asyncrl_cli.envs.gateway.agent_session import CLOSED, OnRunning, Session
+from asyncrl_cli.envs.gateway.openai_api import (
     AnyBody,
     ChatRequest,
     ModelRequest,
     Refused,
     RewardPost,
     TextRequest,
-    parsed,
 )
-from asyncrl_cli.envs.gateway.session import CLOSED, OnRunning, Session
 from asyncrl_cli.tasks.agents import Access
 
 BODY_BYTES, BODY_BYTES_PER_TOKEN = 2**20, 64
@@ -73,7 +71,7 @@ logger = logging.getLogger(__name__)
 
 
 class Gateway:
-    """`sampling`: for requests that belong to no trajectory."""
+    """`sampling`: for requests that belong to no trajectory. `num_running`: model requests that now run."""
 
     def __init__(self, engine: Engine, chat: Chat, sampling: Sampling, limits: Limits) -> None:
         self.admin_key = secrets.token_urlsafe(32)
@@ -86,7 +84,7 @@ class Gateway:
         self._sessions: dict[str, tuple[str, Session]] = {}
         self._closed: dict[str, str] = {}
         self._num_admitted = 0
-        self._num_running = 0
+        self.num_running = 0
         self._unrecorded = itertools.count()
         self._resumed, self._idle = asyncio.Event(), asyncio.Event()
         self._resumed.set()
@@ -128,13 +126,12 @@ class Gateway:
         session = Session(id, self._engine, conversation, sampling, self._limits, seed, on_running)
         number, key = secrets.token_hex(8), secrets.token_urlsafe(32)
         self._sessions[number] = (key, session)
-        return session, Access(
-            base_url=f"{self.url}/sessions/{number}/v1", key=key, model=openai_answers.MODEL
-        )
+        address = f"{self.url}/sessions/{number}/v1"
+        return session, Access(base_url=address, key=key, model=openai_api.MODEL)
 
     async def close_session(self, session: Session) -> None:
         """Close a session: from now on its requests get 410."""
-        for number in [number for number, (_, own) in self._sessions.items() if own is session]:
+        for number in [number for number, (_, one) in self._sessions.items() if one is session]:
             self._closed[number] = self._sessions.pop(number)[0]
         while len(self._closed) > MAX_CLOSED:
             del self._closed[next(iter(self._closed))]
@@ -170,8 +167,8 @@ class Gateway:
         if number is None:
             self.check_admin(request)
             number = f"admin-{next(self._unrecorded)}"
-            own = Conversation(self._chat), self._sampling, self._limits, derived_seed(0, number)
-            return Session(number, self._engine, *own)
+            conversation, seed = Conversation(self._chat), derived_seed(0, number)
+            return Session(number, self._engine, conversation, self._sampling, self._limits, seed)
         key, session = self._sessions.get(number, (self._closed.get(number), None))
         if key is None or not _has_key(request, key):
             raise Refused(401, "there is no session with this address and key", "invalid_api_key")
@@ -181,7 +178,7 @@ class Gateway:
 
     async def _models(self, request: web.Request) -> web.Response:
         self._session_of(request)
-        return web.json_response(openai_answers.models())
+        return web.json_response(openai_api.models())
 
     async def _get_reward(self, request: web.Request) -> web.Response:
         return web.json_response({"reward": self._session_of(request).reward})
@@ -200,45 +197,44 @@ class Gateway:
         async with self._admitted():
             reply = await session.reply(asked)
             # it decodes each token for logprobs
-            answer = await asyncio.to_thread(openai_answers.answer, reply, asked)
-        return await _answered(request, session, asked, answer)
+            answer = await asyncio.to_thread(openai_api.answer, reply, asked)
+        ignored = asked.ignored(session.sampling)
+        headers = {"x-asyncrl-ignored": ", ".join(ignored)} if ignored else {}
+        if not asked.stream:
+            return web.json_response(answer, headers=headers)
+        headers |= {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
+        response = web.StreamResponse(headers=headers)
+        await response.prepare(request)
+        for event in openai_api.events(answer, with_usage=asked.wants_usage):
+            await response.write(event)
+        await response.write_eof()
+        return response
 
     @asynccontextmanager
     async def _admitted(self) -> AsyncIterator[None]:
         """Within the block a model request runs. Raises Refused if there are too many, or if the gateway
         stays paused."""
         if self._num_admitted >= MOST_PER_SLOT * self._engine.slots:
-            raise Refused(
-                429,
-                f"{self._num_admitted} requests run or wait",
-                "rate_limit_exceeded",
-                retry_after_s=RETRY_AFTER_S,
-            )
+            why = f"{self._num_admitted} requests run or wait"
+            raise Refused(429, why, "rate_limit_exceeded", retry_after_s=RETRY_AFTER_S)
         self._num_admitted += 1
         try:
-            await self._when_resumed()
-            self._count_running(+1)
+            try:
+                async with asyncio.timeout(PAUSE_LIMIT_S):
+                    await self._resumed.wait()
+            except TimeoutError:
+                why = f"the gateway has been paused for {PAUSE_LIMIT_S:g} s"
+                raise Refused(503, why, "paused", retry_after_s=RETRY_AFTER_S) from None
+            self.num_running += 1
+            self._idle.clear()
             try:
                 yield
             finally:
-                self._count_running(-1)
+                self.num_running -= 1
+                if not self.num_running:
+                    self._idle.set()
         finally:
             self._num_admitted -= 1
-
-    async def _when_resumed(self) -> None:
-        try:
-            async with asyncio.timeout(PAUSE_LIMIT_S):
-                await self._resumed.wait()
-        except TimeoutError:
-            why = f"the gateway has been paused for {PAUSE_LIMIT_S:g} s"
-            raise Refused(503, why, "paused", retry_after_s=RETRY_AFTER_S) from None
-
-    def _count_running(self, change: int) -> None:
-        self._num_running += change
-        if self._num_running:
-            self._idle.clear()
-        else:
-            self._idle.set()
 
 
 async def body_of(request: web.Request, kind: type[AnyBody]) -> AnyBody:
@@ -249,7 +245,7 @@ async def body_of(request: web.Request, kind: type[AnyBody]) -> AnyBody:
             body = await request.read()
     except TimeoutError:
         raise Refused(400, f"the body did not arrive within {BODY_LIMIT_S:g} s") from None
-    return await asyncio.to_thread(parsed, body, kind)
+    return await asyncio.to_thread(openai_api.parsed, body, kind)
 
 
 def _has_key(request: web.Request, key: str) -> bool:
@@ -259,24 +255,6 @@ def _has_key(request: web.Request, key: str) -> bool:
 
 async def _health(request: web.Request) -> web.Response:
     return web.json_response({"status": "ok"})
-
-
-async def _answered(
-    request: web.Request, session: Session, asked: ModelRequest, answer: dict[str, Any]
-) -> web.StreamResponse:
-    """The answer, as one body or as a stream of server-sent events."""
-    ignored = asked.ignored(session.sampling)
-    headers = {"x-asyncrl-ignored": ", ".join(ignored)} if ignored else {}
-    if not asked.stream:
-        return web.json_response(answer, headers=headers)
-    response = web.StreamResponse(
-        headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache", **headers}
-    )
-    await response.prepare(request)
-    for event in openai_answers.events(answer, with_usage=asked.wants_usage):
-        await response.write(event)
-    await response.write_eof()
-    return response
 
 
 @web.middleware

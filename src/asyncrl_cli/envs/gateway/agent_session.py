@@ -1,11 +1,13 @@
-"""A session: one trajectory of an agent, of which only the requests are seen. They become the contexts of a
+"""An agent's session: one trajectory, of which only the requests are seen. They become the contexts of a
 conversation.
 
 A request carries all messages of a chat. It is matched to the longest context so far that fits:
 
-    its messages begin with those of a context, including the answers that it got        the context's ids + ids of the new messages
-    its ids, rendered anew, begin with all ids of a context                              the context's ids + the remaining ones
-    otherwise (a rewritten history, a second chat)                                       a new context: a fork, prompt and all
+    its messages begin with those of a context,      the context's ids + ids of the new messages
+    including the answers that it got
+    its ids, rendered anew, begin with all           the context's ids + the remaining ones
+    ids of a context
+    otherwise (a rewritten history, a second chat)   a new context: a fork, prompt and all
 
 So sampled ids are never tokenized again where they are trained. Contexts change only when a response is
 complete: an aborted request leaves no trace, and if two requests continue the same context at once, the
@@ -14,7 +16,14 @@ second one to end makes a fork.
 Texts are tokenized in a thread, so that a long one holds up no other session. Contexts are only read and
 changed in the event loop.
 
-Who waits for whom: a request waits for the engine, which holds it back during a weight load. Closing a
+The user's function runs in a child (`task.agent`):
+
+    Episode ─> AgentEnvironment.play ─> a session ─> RewardPool: episode(client, item) ─> reward ─> End
+                                            ^                         │
+                                            └─ the client's requests ─┘
+
+Who waits for whom: `play` waits for the agent or for a failure of the engine. The pool ends an agent that
+blocks (`env.tool_timeout_s`) or takes too long (`env.episode_timeout_s`). A request waits for the engine, which holds it back during a weight load. Closing a
 session ends its requests.
 """
 
@@ -25,15 +34,26 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 from asyncrl_cli.base.errors import ExecutorFailed
-from asyncrl_cli.contracts.environment import Message
+from asyncrl_cli.contracts.environment import End, EpisodeFailed, Message, Rewards, SelfPlayed
 from asyncrl_cli.engines.port import Completion, Engine, Sampling
 from asyncrl_cli.envs.chat import FAR, Tools
 from asyncrl_cli.envs.conversation import Context, Conversation
-from asyncrl_cli.envs.episode import Limits, derived_seed
-from asyncrl_cli.envs.gateway.openai_answers import Reply
-from asyncrl_cli.envs.gateway.openai_requests import ChatRequest, ModelRequest, Refused, TextRequest, said
+from asyncrl_cli.envs.episode import Episode, Limits, derived_seed
+from asyncrl_cli.envs.gateway.openai_api import (
+    ChatRequest,
+    ModelRequest,
+    Refused,
+    Reply,
+    TextRequest,
+    message_key,
+)
+from asyncrl_cli.sandbox.parent_rewards import RewardFailed
+
+if TYPE_CHECKING:
+    from asyncrl_cli.envs.gateway.server import Gateway
 
 OnRunning = Callable[[int], None]
 CLOSED = "this session is closed: its trajectory has ended"
@@ -102,15 +122,15 @@ class Session:
     async def _continued(self, messages: Sequence[Message], tools: Tools) -> tuple[Context, list[int]] | None:
         """The longest context whose messages `messages` continue, and its ids with those of the new
         messages."""
-        told = [said(message) for message in messages]
+        asked = [message_key(message) for message in messages]
         for context in sorted(
             self.conversation.contexts, key=lambda context: len(context.messages), reverse=True
         ):
             num = len(context.messages)
             if (
-                0 < num < len(told)
+                0 < num < len(asked)
                 and context.tools == tools
-                and told[:num] == [said(message) for message in context.messages]
+                and asked[:num] == [message_key(message) for message in context.messages]
             ):
                 # the context may grow meanwhile
                 tokens, bridge = list(context.tokens), self.conversation.chat.bridge
@@ -209,3 +229,55 @@ def _before(text: str, stops: Sequence[str]) -> str:
     it."""
     found = [at for stop in stops if (at := text.find(stop)) >= 0]
     return text[: min(found, default=len(text))]
+
+
+MAX_STARTS = 3
+"""How often an episode may start, if each time another episode kills the process that they share."""
+KINDS = {"timed-out": "episode-timeout", "blocked": "tool-timeout", "died": "tool-died", "lost": "tool-died"}
+"""Kinds of EpisodeFailed by those of RewardFailed. All others become `agent`: it raised, or returned no
+number."""
+
+
+@dataclass(eq=False)
+class AgentEnvironment(SelfPlayed):
+    """The environment of one episode that an agent plays: `agents.score(item, access)` runs the agent and
+    returns its reward."""
+
+    gateway: Gateway
+    agents: Rewards
+
+    async def play(self, episode: Episode) -> End:
+        for start in range(1, MAX_STARTS + 1):
+            try:
+                reward = await self._played(episode)
+                break
+            except RewardFailed as failed:
+                if failed.kind != "lost" or start == MAX_STARTS:
+                    raise EpisodeFailed(
+                        KINDS.get(failed.kind, "agent"), f"agent of {episode.id}: {failed}"
+                    ) from None
+        if not episode.conversation.num_sampled:
+            raise EpisodeFailed("agent", f"agent of {episode.id}: it ended without an answer from the model")
+        return End(reward=float(reward))
+
+    async def _played(self, episode: Episode) -> float:
+        """Run the agent once, with a new conversation. Raises RewardFailed, and the engine's errors."""
+        episode.begin_anew()
+
+        def on_running(running: int) -> None:
+            episode.waits_for("" if running else "agent")
+
+        of_episode = episode.id, episode.conversation, episode.sampling, episode.seed
+        session, access = self.gateway.open_session(*of_episode, on_running)
+        playing = asyncio.ensure_future(self.agents.score(episode.item, access))
+        episode.waits_for("agent")
+        try:
+            await asyncio.wait({playing, session.failed}, return_when=asyncio.FIRST_COMPLETED)
+            if session.failed.done():
+                session.failed.result()
+            return await playing
+        finally:
+            playing.cancel()
+            episode.waits_for("")
+            episode.finish_reason = session.finish_reason
+            await self.gateway.close_session(session)

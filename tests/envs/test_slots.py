@@ -1,4 +1,4 @@
-"""Places of trajectories of several turns, on a virtual clock."""
+"""Slots of trajectories of several turns, on a virtual clock."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import asyncio
 
 import pytest
 
-from asyncrl_cli.envs.places import Places, TrajectoryPlace
+from asyncrl_cli.envs.slots import Slots, TrajectorySlot
 from asyncrl_cli.simulate.world import run_virtual
 
 
 async def play(places, name, log, *, turn_s=1.0, tool_s=5.0, turns=2):
     """Begins, ends and pauses as an episode does; logs when each turn begins."""
-    place, loop = TrajectoryPlace(places), asyncio.get_running_loop()
+    place, loop = TrajectorySlot(places), asyncio.get_running_loop()
     try:
         for turn in range(turns):
             await place.take()
@@ -29,7 +29,7 @@ def begun(hold, *names, after=None):
     log = []
 
     async def main():
-        places = Places(1, hold=hold)
+        places = Slots(1, hold=hold)
         async with asyncio.TaskGroup() as tasks:
             for name in names:
                 tasks.create_task(play(places, name, log))
@@ -64,8 +64,8 @@ def test_a_drain_lets_those_who_have_begun_go_on_and_nobody_else_begin(hold):
 
 def test_a_place_that_came_too_late_goes_to_the_next():
     async def main():
-        places = Places(1, hold=True)
-        first, second, third = TrajectoryPlace(places), TrajectoryPlace(places), TrajectoryPlace(places)
+        places = Slots(1, hold=True)
+        first, second, third = TrajectorySlot(places), TrajectorySlot(places), TrajectorySlot(places)
         await first.take()
         late = asyncio.create_task(second.take())
         await asyncio.sleep(0)

@@ -1,12 +1,11 @@
-"""Decides which trajectories with several turns may generate on a rollout worker, and which ones a drain
-waits for.
+"""Who has a slot of the engine: which trajectories with several turns may generate on a rollout worker, and
+which ones a drain waits for.
 
     take (begins) ─> generate ─> pause, waits for a tool ─> take (goes on) ─> generate ─> ... ─> leave
 
-A worker has as many places as its engine has slots. With `rollout.hold_slots` a trajectory keeps its place
-during a pause. Without it, the trajectory queues for a place when it goes on, ahead of all that have not
-begun. Trajectories of a single turn take no place: they queue in the engine, which begins one in the same
-step in which another ends.
+With `rollout.hold_slots` a trajectory keeps its slot during a pause. Without it, the trajectory queues for a
+slot when it goes on, ahead of all that have not begun. Trajectories of a single turn take none here: they
+queue in the engine, which begins one in the same step in which another ends.
 """
 
 from __future__ import annotations
@@ -17,14 +16,16 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 
-class Places:
+class Slots:
+    """The slots of one worker's engine."""
+
     def __init__(self, number: int, *, hold: bool) -> None:
         self.hold = hold
         self._free = number
         self._num_begun = 0
         self._is_closed = False
-        self._going_on: deque[TrajectoryPlace] = deque()
-        self._new: deque[TrajectoryPlace] = deque()
+        self._going_on: deque[TrajectorySlot] = deque()
+        self._new: deque[TrajectorySlot] = deque()
         self._empty = asyncio.Event()
         self._empty.set()
 
@@ -40,8 +41,8 @@ class Places:
             self._is_closed = False
             self._hand_out()
 
-    def queue(self, place: TrajectoryPlace) -> None:
-        (self._going_on if place.has_begun else self._new).append(place)
+    def queue(self, slot: TrajectorySlot) -> None:
+        (self._going_on if slot.has_begun else self._new).append(slot)
         self._hand_out()
 
     def give_back(self) -> None:
@@ -56,41 +57,41 @@ class Places:
 
     def _hand_out(self) -> None:
         while self._free and (queue := self._going_on or (self._new if not self._is_closed else None)):
-            place = queue.popleft()
-            if place.turn.cancelled():
+            slot = queue.popleft()
+            if slot.turn.cancelled():
                 continue
             self._free -= 1
-            if not place.has_begun:
+            if not slot.has_begun:
                 self._num_begun += 1
                 self._empty.clear()
-            place.has_begun = place.is_taken = True
-            place.turn.set_result(None)
+            slot.has_begun = slot.is_taken = True
+            slot.turn.set_result(None)
 
 
-class TrajectoryPlace:
-    """One trajectory's place. `is_taken`: the trajectory has it now. `turn`: done when the trajectory gets
+class TrajectorySlot:
+    """One trajectory's slot. `is_taken`: the trajectory has it now. `turn`: done when the trajectory gets
     it."""
 
-    def __init__(self, places: Places) -> None:
+    def __init__(self, slots: Slots) -> None:
         self.has_begun = self.is_taken = False
         self.turn: asyncio.Future[None]
-        self._places = places
+        self._slots = slots
 
     async def take(self) -> None:
-        """Wait for a place, before each answer."""
+        """Wait for a slot, before each answer."""
         if self.is_taken:
             return
         self.turn = asyncio.get_running_loop().create_future()
-        self._places.queue(self)
+        self._slots.queue(self)
         try:
             await self.turn
         except asyncio.CancelledError:
-            self.leave()  # the place may have been handed out in the same turn of the event loop
+            self.leave()  # the slot may have been handed out in the same turn of the event loop
             raise
 
     def pause(self) -> None:
-        """The trajectory waits for its environment: it gives the place back, unless places are held."""
-        if not self._places.hold:
+        """The trajectory waits for its environment: it gives the slot back, unless slots are held."""
+        if not self._slots.hold:
             self._give_back()
 
     def leave(self) -> None:
@@ -98,9 +99,9 @@ class TrajectoryPlace:
         self._give_back()
         if self.has_begun:
             self.has_begun = False
-            self._places.left()
+            self._slots.left()
 
     def _give_back(self) -> None:
         if self.is_taken:
             self.is_taken = False
-            self._places.give_back()
+            self._slots.give_back()
