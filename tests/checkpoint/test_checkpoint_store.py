@@ -182,8 +182,8 @@ def write_until(kill_at):
             return original(*args, **kwargs)
         return call
     store = t.store_in(root / str(kill_at), keep=1)
-    owners = ((Path, "rename"), (Path, "replace"), (Path, "mkdir"), (Path, "symlink_to"), (os, "fsync"), (os, "rmdir"))
-    for owner, name in owners:
+    names = {Path: ("rename", "replace", "mkdir", "symlink_to"), os: ("fsync", "rmdir")}
+    for owner, name in ((owner, name) for owner in names for name in names[owner]):
         setattr(owner, name, dying(getattr(owner, name)))
     t.write(store, step, mark="new")
 

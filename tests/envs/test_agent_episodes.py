@@ -46,10 +46,12 @@ AGENT = """
         if item["prompt"] == "text":
             return "much"
         if item["prompt"] == "twice":
-            messages += [answer.choices[0].message.model_dump(exclude_none=True), {"role": "user", "content": "more"}]
+            messages.append(answer.choices[0].message.model_dump(exclude_none=True))
+            messages.append({"role": "user", "content": "more"})
             await client.chat.completions.create(model=client.model, messages=messages)
         if item["prompt"] == "post":
-            await client.post(str(client.base_url).removesuffix("v1/") + "reward", body={"reward": 0.75}, cast_to=object)
+            url = str(client.base_url).removesuffix("v1/") + "reward"
+            await client.post(url, body={"reward": 0.75}, cast_to=object)
             return None
         if item["prompt"] == "slow":
             while not Path(__file__).with_name("ended").exists():

@@ -1,7 +1,7 @@
 """Every function of the algorithm against a reference that was not written for it, in float64: TRL's code
 where it has one, else the papers' formulas in NumPy (reference_losses.py), which the other tests use, too.
 
-    python -m tests.train.test_against_trl        # prints docs/algorithms.md's table of the largest differences
+    python -m tests.train.test_against_trl    # prints docs/algorithms.md's table of the largest differences
 
 TRL needs a newer `datasets` than verifiers takes, so it has an environment of its own: TRL_PYTHON names its
 Python. `.ci/run` makes one. The tests use methods of TRL that are not public, so they are for one version.

@@ -1,5 +1,5 @@
-"""Reads checkpoints back after verifying every byte: a checkpoint's manifest has the size and checksum of every
-file. A directory without a manifest is not a checkpoint."""
+"""Reads checkpoints back after verifying every byte: a checkpoint's manifest has the size and checksum of
+every file. A directory without a manifest is not a checkpoint."""
 
 from __future__ import annotations
 

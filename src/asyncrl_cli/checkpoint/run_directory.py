@@ -147,14 +147,14 @@ class RunDirectory:
     def remove(self, *, keep_logs: bool = False) -> Path | None:
         """Delete the directory of a run that never began, which frees its name. Also delete the directory of
         runs if it was made for this run and is empty. Returns where the run's logs are, if kept."""
-        kept = failed_start(self.path) if keep_logs else None
-        if kept is not None:
-            shutil.rmtree(kept, ignore_errors=True)
-            self.logs.rename(kept)
+        logs = failed_start(self.path) if keep_logs else None
+        if logs is not None:
+            shutil.rmtree(logs, ignore_errors=True)
+            self.logs.rename(logs)
         remove_tree(self.path)
         if self._made_runs_dir:
             remove_if_empty(self.path.parent)
-        return kept
+        return logs
 
     def close(self) -> None:
         """Release the lock."""

@@ -1,7 +1,7 @@
 """Writes the checkpoints of one run during training, seals them, links the latest, and removes old ones.
 
     checkpoints/
-      .writing-step-000040/   being written: trainer state first, then loop state and profile, then the manifest
+      .writing-step-000040/   being written: trainer state, then loop state and profile, then the manifest
       step-000040/            renamed once it is complete on disk
       latest -> step-000040
 
@@ -42,7 +42,8 @@ NUMBERED = re.compile(r"[a-z]+-([0-9]{6,15})(\.jsonl)?")
 
 
 class CheckpointStore:
-    """Implements `contracts.ports.CheckpointWriter` for the run in `run_dir`; keeps the newest `keep` checkpoints.
+    """Implements `contracts.ports.CheckpointWriter` for the run in `run_dir`; keeps the newest `keep`
+    checkpoints.
 
     `write_trainer(directory, cut)` writes the trainer's part: its state and the payloads.
     """

@@ -1,14 +1,18 @@
 """Environments and the groups that run in them: prompts become rewarded trajectories. This room does not
 import Ray.
 
-    port.py          what an environment is: one object per trajectory, asked for turns until it ends with a reward; OneTurn
-    chat.py          messages -> ids by the model's chat template, first prompts and further turns; answers.py: ids -> messages
-    conversation.py  the growing segments of one trajectory
-    episode.py       plays one trajectory: an environment and a model take turns
-    group_runner.py  groups and evals: n trajectories at once on one engine; places.py: which of them may generate
-    tool_environment.py  runs a user's class as an environment; processes.py: its processes; call_log.py: its tool calls
-    calculator.py, guess.py   the environments of the builtin tasks
-    gateway/         OpenAI's API for users' agents
+    chat.py              messages -> ids by the model's chat template, first prompts and further turns
+    answers.py           ids -> messages
+    conversation.py      the growing segments of one trajectory
+    episode.py           plays one trajectory: an environment and a model take turns
+    group_runner.py      groups and evals: n trajectories at once on one engine
+    slots.py             which trajectories may generate
+    tool_environment.py  runs a user's class as an environment
+    call_log.py          its tool calls, written before they run
+    gateway/             OpenAI's API for users' agents
+
+What an environment is stands in contracts/environment.py: one object per trajectory, asked for turns until it
+ends with a reward.
 
 `task.environment` names one. A new one is a file here and a line in `ENVIRONMENTS`; or an entry point
 `asyncrl.environments` of another package, a class or function that takes the task's rewards and returns an

@@ -67,7 +67,8 @@ FORMS: Mapping[str, Mapping[str, Any]] = {
         "transform": _NAMED,
     },
     "deepseek v3, r1": {
-        "open_pattern": r"(?:<｜tool▁calls▁begin｜>)?<｜tool▁call▁begin｜>function<｜tool▁sep｜>(?P<name>[^\n]+)\n```json\n",
+        "open_pattern": r"(?:<｜tool▁calls▁begin｜>)?<｜tool▁call▁begin｜>function<｜tool▁sep｜>"
+        r"(?P<name>[^\n]+)\n```json\n",
         "close_pattern": r"\n```<｜tool▁call▁end｜>(?:<｜tool▁calls▁end｜>)?",
         "content": "json",
         "transform": _NAMED,

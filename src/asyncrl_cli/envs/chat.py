@@ -3,15 +3,15 @@ with new messages.
 
     render   messages ─────────────────────────────> the ids of a first prompt
     parse    sampled ids ──────────────────────────> Answer (answers.py)
-    bridge   ids so far, and new messages ─────────> the ids that the new messages add; None if the template rewrites
+    bridge   ids so far, and new messages ─────────> the ids that these add; None if the template rewrites
 
 A bridge is tested, not assumed. The template writes the conversation with the new messages, with a mark in
 place of the last answer:
 
-    before   <user>2+2?<model>                                              the prompt of the answer
-    after    <user>2+2?<model> MARK <eos> <user>and 3+3?<model>             must begin with `before`, and contain the mark
+    before   <user>2+2?<model>                                         the prompt of the answer
+    after    <user>2+2?<model> MARK <eos> <user>and 3+3?<model>        must begin with `before`, have the mark
                                     ----- -----------------
-                                    close what is added                     tokenized from `close`, a special token, on
+                                    close what is added                tokenized from `close`, a special token
 
 If `after` does not begin with `before`, the template has rewritten what the model has seen: it moved tools or
 dropped thinking. If the answer's thinking is missing from `after`, the template drops it. In both cases there
@@ -145,8 +145,8 @@ class Chat:
             return Answer(text=text, message={"role": "assistant", "content": text}, finish_reason=reason)
         prefix = str(self.tokenizer.decode(list(prompt[-PREFIX_TOKENS:])))
         is_closed = bool(completion.tokens) and completion.tokens[-1] in self._stops
-        said = completion.tokens[:-1] if is_closed else completion.tokens
-        whole = text if self._specials.isdisjoint(said) else str(self.tokenizer.decode(said))
+        tokens = completion.tokens[:-1] if is_closed else completion.tokens
+        whole = text if self._specials.isdisjoint(tokens) else str(self.tokenizer.decode(tokens))
         return self.parser.answer(text, whole, reason, prefix, tools)
 
     @cached_property
@@ -229,10 +229,8 @@ class Chat:
         for says_and_calls in (True, False):
             for arguments_as_text in (False, True):
                 style = Style(thinks, says_and_calls, arguments_as_text)
-                if (
-                    MARK
-                    in self._example({"role": "assistant", "content": "", "tool_calls": [call]}, style)[1]
-                ):
+                calling = {"role": "assistant", "content": "", "tool_calls": [call]}
+                if MARK in self._example(calling, style)[1]:
                     return style
         return Style(thinks, writes_calls=False)
 
@@ -299,7 +297,7 @@ class Chat:
             dressed["content"] = f"<think>\n{thinking}\n</think>\n\n{message.get('content') or ''}"
         if calls:
             dressed["content"] = (dressed.get("content") or "") if style.says_and_calls else None
-            dressed["tool_calls"] = [_dressed_call(call, style.arguments_as_text) for call in calls]
+            dressed["tool_calls"] = [_with_arguments(call, style.arguments_as_text) for call in calls]
         return dressed
 
 
@@ -344,7 +342,7 @@ def _thinks(answer: Message) -> list[str]:
     return [name for name in ("reasoning_content", "thinking") if answer.get(name)]
 
 
-def _dressed_call(call: Message, as_text: bool) -> dict[str, Any]:
+def _with_arguments(call: Message, as_text: bool) -> dict[str, Any]:
     """The call with its arguments as text, or as values. Clients of the gateway send text."""
     arguments = call["function"]["arguments"]
     if as_text and not isinstance(arguments, str):

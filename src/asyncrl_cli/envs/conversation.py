@@ -1,9 +1,9 @@
 """The conversation of a running trajectory: token sequences that only grow, and the messages that they stand
 for.
 
-    ask(new messages) ─> the ids so far + ids of the new messages ─────> generate ─> take(completion) ─> Answer
-                    └──> where the template rewrites what came before,     ^
-                         a fork: all messages rendered, as the prompt ─────┘
+    ask(new messages) ─> the ids so far + ids of the new messages ───> generate ─> take(completion) ─> Answer
+                    └──> where the template rewrites what came before,   ^
+                         a fork: all messages rendered, as the prompt ───┘
                          of a new segment
 
 Sampled tokens are never tokenized again. Each is trained once, exactly as it was sampled, in the segment in

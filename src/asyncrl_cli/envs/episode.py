@@ -78,8 +78,8 @@ class Episode:
     `end` and `failure` are None until the episode has ended; then one of them is set. `finish_reason`: of the
     last answer, or why there was no further one ("length", "max_turns"). `on_slot(change)` is called with +1
     when the episode no longer needs its slot, and with -1 when it needs one again after a pause (with
-    `rollout.hold_slots = false`). `kept`, only for a single turn: the tokens from which the answer continues,
-    or the whole answer.
+    `rollout.hold_slots = false`). `earlier`, only for a single turn: the tokens from which the answer
+    continues, or the whole answer.
     """
 
     id: str
@@ -88,7 +88,7 @@ class Episode:
     means: Means
     sampling: Sampling
     on_slot: Callable[[int], None] = lambda change: None
-    kept: Completion | None = None
+    earlier: Completion | None = None
     end: End | None = None
     failure: Failure | None = None
     finish_reason: str = ""
@@ -112,12 +112,26 @@ class Episode:
         without tools."""
         try:
             self._check_stopped()
-            environment = self._made()
             try:
-                self.end = self._checked(await self._end_of(environment))
+                environment = self.means.make_environment()
+                environment.episode = self.id
+            except Exception as error:  # a user's environment may raise anything
+                raise self._failed(error) from error
+            try:
+                end = await self._end_of(environment)
+                if not abs(end.reward) <= MAX_REWARD:
+                    what = f"it is {end.reward:g}, not a number up to {MAX_REWARD:g}"
+                    raise EpisodeFailed("reward", f"reward of {self.id}: {what}")
+                # Facts that are no figures (NaN, say) were not measured.
+                facts = {name: fact for name, fact in end.facts.items() if abs(fact) <= MAX_REWARD}
+                self.end = replace(end, facts=facts)
             finally:
                 self._free()
-                await self._close(environment)
+                try:
+                    async with timeout(CLOSE_LIMIT_S):
+                        await environment.close()
+                except Exception:  # it does not change the trajectory
+                    logger.exception("the environment of %s could not be closed", self.id)
         except EpisodeFailed as failed:
             self.failure = Failure(failed.kind, failed.text)
         finally:
@@ -141,27 +155,40 @@ class Episode:
             )
 
     async def _end_of(self, environment: Environment) -> End:
+        """Environment and model take turns, until the environment ends the episode."""
         if isinstance(environment, SelfPlayed):
             await self._call(self._slot.take())
             return await self._call(environment.play(self))
         turn = await self._call(environment.start(self.item))
         self.has_one_turn = turn.is_last
         while True:
-            prompt = self._ask(turn)
+            prompt = self._prompt(turn)
             if prompt is None:
                 self._free()
                 return await self._call(environment.cut(self.finish_reason))
             answer = await self._answer(prompt)
-            if turn.is_last:
+            if turn.is_last:  # the slot is free while the reward is computed
                 self._free()
                 following = await self._call(environment.step(answer))
             else:
-                following = await self._between_turns(environment.step(answer), _awaited(answer))
+                calls = answer.message.get("tool_calls") or ()
+                names = ", ".join(dict.fromkeys(call["function"]["name"] for call in calls))
+                self.waits_for(names or "the environment")
+                self._slot.pause()
+                lends = not self.means.slots.hold
+                if lends:
+                    self.on_slot(+1)
+                try:
+                    following = await self._call(environment.step(answer))
+                finally:
+                    if lends:
+                        self.on_slot(-1)
+                    self.waits_for("")
             if isinstance(following, End):
                 return following
             turn = following
 
-    def _ask(self, turn: Turn) -> list[int] | None:
+    def _prompt(self, turn: Turn) -> list[int] | None:
         """The prompt's ids; None if no further answer is possible: then `finish_reason` says why.
 
         Raises EpisodeFailed if the first prompt is empty or too long, PreflightError if the model cannot be
@@ -173,9 +200,10 @@ class Episode:
         if num_turns >= limits.max_turns:
             self.finish_reason = "max_turns"
             return None
-        prompt = self.conversation.ask(turn.messages, turn.tools)
-        if not num_turns:
-            _check_first(prompt, self.item["uid"], limits.max_prompt_tokens)
+        prompt, most = self.conversation.ask(turn.messages, turn.tools), limits.max_prompt_tokens
+        if not num_turns and not 0 < len(prompt) <= most:
+            size = f"{len(prompt)} tokens, rollout.max_prompt_tokens is {most}" if prompt else "no tokens"
+            raise EpisodeFailed("prompt", f"prompt {self.item['uid']} has {size}")
         if len(prompt) >= limits.max_context_tokens:
             self.finish_reason = "length"
             return None
@@ -189,55 +217,34 @@ class Episode:
         num_turns, room = self.conversation.num_turns, self.means.limits.max_context_tokens - len(prompt)
         sampling = replace(self.sampling, max_response_tokens=min(self.sampling.max_response_tokens, room))
         seed = derived_seed(self.seed, str(num_turns)) if num_turns else self.seed
-        completion = await self._completion(prompt, sampling, seed)
+        completion = self.earlier if self.has_one_turn else None
+        if completion is None or completion.finish_reason == "abort":  # then it is not a whole answer
+            more: dict[str, Any] = {} if completion is None else {"so_far": completion}
+            more["first_version"] = self.conversation.first_version
+            completion = await self.means.engine.generate(self.id, prompt, sampling, seed, **more)
         answer, self.finish_reason = self.conversation.take(completion), completion.finish_reason
         self._check_stopped()
         if completion.finish_reason == "abort":
             raise EpisodeFailed("aborted", "")
         return answer
 
-    async def _completion(self, prompt: list[int], sampling: Sampling, seed: int) -> Completion:
-        kept = self.kept if self.has_one_turn else None
-        if kept is not None and kept.finish_reason != "abort":
-            return kept
-        how: dict[str, Any] = {"first_version": self.conversation.first_version} | (
-            {"so_far": kept} if kept is not None else {}
-        )
-        return await self.means.engine.generate(self.id, prompt, sampling, seed, **how)
-
     def so_far(self) -> Completion | None:
         """The tokens from which a later episode with the same seed can continue, or its whole answer; None if
         it must start again."""
         if not self.has_one_turn:
-            return self.kept
+            return self.earlier
         if not self.conversation.num_turns:
-            return self.means.engine.so_far(self.id) or self.kept
-        (context,) = self.conversation.contexts
-        first = len(context.tokens) - context.num_sampled
-        tokens, logprobs, versions = (
-            context.tokens[first:],
-            context.logprobs[first:],
-            context.versions[first:],
-        )
+            return self.means.engine.so_far(self.id) or self.earlier
         if self.finish_reason == "abort":
             return None
+        (context,) = self.conversation.contexts
+        first = len(context.tokens) - context.num_sampled
         return Completion(
-            tokens=tokens, logprobs=logprobs, versions=versions, finish_reason=self.finish_reason
+            tokens=context.tokens[first:],
+            logprobs=context.logprobs[first:],
+            versions=context.versions[first:],
+            finish_reason=self.finish_reason,
         )
-
-    async def _between_turns(self, step: Coroutine[Any, Any, T], for_what: str) -> T:
-        """Await a step after which the model may speak again."""
-        lends = not self.means.slots.hold
-        self.waits_for(for_what)
-        self._slot.pause()
-        if lends:
-            self.on_slot(+1)
-        try:
-            return await self._call(step)
-        finally:
-            if lends:
-                self.on_slot(-1)
-            self.waits_for("")
 
     def waits_for(self, what: str) -> None:
         """Note that the episode now waits between turns, for a tool of this name, say; or, with "", that it
@@ -270,30 +277,6 @@ class Episode:
         finally:
             self._wait = None
             task.cancel()
-
-    def _made(self) -> Environment:
-        try:
-            environment = self.means.make_environment()
-            environment.episode = self.id
-            return environment
-        except Exception as error:  # as above
-            raise self._failed(error) from error
-
-    def _checked(self, end: End) -> End:
-        """The end without facts that are no figures (NaN, say): those were not measured. Raises EpisodeFailed
-        if the reward is none."""
-        if not abs(end.reward) <= MAX_REWARD:
-            raise EpisodeFailed(
-                "reward", f"reward of {self.id}: it is {end.reward:g}, not a number up to {MAX_REWARD:g}"
-            )
-        return replace(end, facts={name: fact for name, fact in end.facts.items() if abs(fact) <= MAX_REWARD})
-
-    async def _close(self, environment: Environment) -> None:
-        try:
-            async with timeout(CLOSE_LIMIT_S):
-                await environment.close()
-        except Exception:  # it does not change the trajectory
-            logger.exception("the environment of %s could not be closed", self.id)
 
     def _failed(self, error: Exception) -> EpisodeFailed:
         logger.error("the environment of %s failed", self.id, exc_info=error)
@@ -332,36 +315,22 @@ class Episode:
 
     def meta(self) -> TrajectoryMeta:
         assert self.end is not None
-        said = self.conversation
+        conversation = self.conversation
+        num_tokens = sum(len(context.tokens) for context in conversation.contexts)
         return TrajectoryMeta(
-            prompt_tokens=sum(len(context.tokens) for context in said.contexts) - said.num_sampled,
-            response_tokens=said.num_sampled,
+            prompt_tokens=num_tokens - conversation.num_sampled,
+            response_tokens=conversation.num_sampled,
             reward=self.end.reward,
             finish_reason=self.finish_reason,
-            version_tokens=said.version_tokens(),
-            num_turns=said.num_turns,
-            num_forks=said.num_forks,
+            version_tokens=conversation.version_tokens(),
+            num_turns=conversation.num_turns,
+            num_forks=conversation.num_forks,
             tool_s=self.tool_s,
             facts=tuple(sorted(self.end.facts.items())),
         )
-
-
-def _awaited(answer: Answer) -> str:
-    """What the episode waits for after this answer: the tools that it calls."""
-    names = dict.fromkeys(call["function"]["name"] for call in answer.message.get("tool_calls") or ())
-    return ", ".join(names) or "the environment"
 
 
 def derived_seed(seed: int, name: str) -> int:
     """Seed of an eval's item, independent of how items are divided among workers and calls; or of a
     trajectory's later turn."""
     return random.Random(f"{seed}/{name}").getrandbits(63)
-
-
-def _check_first(prompt: list[int], uid: str, most: int) -> None:
-    if len(prompt) > most:
-        raise EpisodeFailed(
-            "prompt", f"prompt {uid} has {len(prompt)} tokens, rollout.max_prompt_tokens is {most}"
-        )
-    if not prompt:
-        raise EpisodeFailed("prompt", f"prompt {uid} has no tokens")

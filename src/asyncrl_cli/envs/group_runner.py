@@ -93,20 +93,12 @@ class GroupRunner:
             num_free += change
             on_sequence(num_free)
 
-        episodes = [
-            Episode(
-                f"{key}/{index}",
-                request.item,
-                seeds[index],
-                self.means,
-                self.sampling,
-                on_slot,
-                _completion(so_far.trajectories[index])
-                if so_far is not None and index in request.goes_on
-                else None,
-            )
-            for index in request.indices
-        ]
+        episodes = []
+        for index in request.indices:
+            goes_on = so_far is not None and index in request.goes_on
+            earlier = _completion(so_far.trajectories[index]) if goes_on else None
+            name, seed = f"{key}/{index}", seeds[index]
+            episodes.append(Episode(name, request.item, seed, self.means, self.sampling, on_slot, earlier))
         part = _Running(request, episodes)
         await self._play(part, at_once=len(episodes))
         return _result(request, part)
@@ -193,32 +185,28 @@ def _tokens_by_index(key: AttemptKey, kept: Mapping[int, Completion]) -> GroupPa
 
 def _completion(trajectory: Trajectory) -> Completion:
     (segment,) = trajectory.segments
-    tokens, logprobs, versions = (
-        segment.tokens_T.tolist(),
-        segment.logprobs_T.tolist(),
-        segment.versions_T.tolist(),
-    )
     return Completion(
-        tokens=tokens, logprobs=logprobs, versions=versions, finish_reason=trajectory.finish_reason
+        tokens=segment.tokens_T.tolist(),
+        logprobs=segment.logprobs_T.tolist(),
+        versions=segment.versions_T.tolist(),
+        finish_reason=trajectory.finish_reason,
     )
 
 
 def _result(request: PartRequest, part: _Running) -> tuple[PartResult, GroupPayload]:
     """Metadata and trajectories, in the same order. The caller, who sends the payload, fills in
     `PartResult.payload`."""
-    kept = [episode for episode in part.episodes if episode.end is not None and not part.aborted]
-    lost = [episode for episode in part.episodes if episode not in kept]
+    ended = [episode for episode in part.episodes if episode.end is not None and not part.aborted]
+    lost = [episode for episode in part.episodes if episode not in ended]
+    failures = [episode.failure for episode in lost if episode.failure is not None and not part.aborted]
+    lost_tokens = sum(episode.num_sampled for episode in lost) + sum(one.lost_tokens for one in ended)
     result = PartResult(
         key=request.key,
-        trajectories=tuple(episode.meta() for episode in kept),
-        failures=tuple(
-            episode.failure for episode in lost if episode.failure is not None and not part.aborted
-        ),
-        failed_tokens=sum(episode.num_sampled for episode in lost)
-        + sum(episode.lost_tokens for episode in kept),
+        trajectories=tuple(episode.meta() for episode in ended),
+        failures=tuple(failures),
+        failed_tokens=lost_tokens,
         payload=None,
     )
+    trajectories = tuple(episode.trajectory() for episode in ended)
     uid, epoch, attempt = request.key.attempt
-    return result, GroupPayload(
-        uid=uid, epoch=epoch, attempt=attempt, trajectories=tuple(episode.trajectory() for episode in kept)
-    )
+    return result, GroupPayload(uid=uid, epoch=epoch, attempt=attempt, trajectories=trajectories)

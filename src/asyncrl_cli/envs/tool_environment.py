@@ -2,7 +2,8 @@
 each.
 
     start      -> reset ─> text for the user's message
-    step       -> the tools that the model called ─> their results, or errors; no call, or `done` -> the reward
+    step       -> the tools that the model called ─> their results, or errors
+                  no call, or `done` ─> the reward
     malformed  -> the model is told why its call could not be read
 
 A tool that hangs or dies makes the episode fail. So do `reset` and the reward, each with a failure kind of
@@ -52,9 +53,9 @@ class ToolEnvironment(Environment):
         columns = {"answer": item["answer"], **item["metadata"]}
         columns.pop("prompt", None)
         self._process.ask("reset", zlib.crc32(self.episode.encode()), prompt, columns)
-        said = await self._answer("environment", "environment", "reset")
-        if said["text"]:
-            prompt[-1] = {**prompt[-1], "content": prompt[-1]["content"] + said["text"]}
+        answer = await self._answer("environment", "environment", "reset")
+        if answer["text"]:
+            prompt[-1] = {**prompt[-1], "content": prompt[-1]["content"] + answer["text"]}
         return Turn(messages=tuple(prompt), tools=self.tool_class.tools)
 
     async def step(self, answer: Answer) -> Turn | End:
@@ -67,15 +68,23 @@ class ToolEnvironment(Environment):
         calls = answer.message.get("tool_calls") or ()
         if not calls:
             return await self._end()
-        told, is_done = await self._call(
-            [(call["function"]["name"], call["function"]["arguments"]) for call in calls]
-        )
+        functions = [call["function"] for call in calls]
+        # Written before they run: a log shows what a restarted episode may already have done.
+        self.calls.note(self.episode, self._num_turns, [function["name"] for function in functions])
+        assert self._process is not None
+        asked = [(function["name"], function["arguments"]) for function in functions]
+        self._process.ask("calls", asked, num_answers=len(calls))
+        results, is_done = list[Message](), False
+        for name, _ in asked:  # calls after the one that ends the episode run, too
+            result = await self._answer("tool-timeout", "tool-died", f"tool {name}")
+            self._num_failed_calls += result["raised"]
+            results.append({"role": "tool", "name": name, "content": result["text"]})
+            is_done = result["done"]
         if is_done:
-            self._completion += told
+            self._completion += results
             return await self._end()
-        return self._turn(
-            [{**message, "tool_call_id": call["id"]} for call, message in zip(calls, told, strict=True)]
-        )
+        pairs = zip(calls, results, strict=True)
+        return self._turn([{**message, "tool_call_id": call["id"]} for call, message in pairs])
 
     async def cut(self, reason: str) -> End:
         return await self._end()
@@ -85,29 +94,13 @@ class ToolEnvironment(Environment):
         if process is not None:
             await self.processes.give_back(process, self.limit_s)
 
-    async def _call(self, calls: list[tuple[str, Any]]) -> tuple[list[Message], bool]:
-        """Each call's result as a message, and whether the episode is over. Calls after the one that ends it
-        run, too."""
-        assert self._process is not None
-        self.calls.note(self.episode, self._num_turns, [name for name, _ in calls])
-        self._process.ask("calls", calls, num_answers=len(calls))
-        told, is_done = list[Message](), False
-        for name, _ in calls:
-            said = await self._answer("tool-timeout", "tool-died", f"tool {name}")
-            self._num_failed_calls += said["raised"]
-            told.append({"role": "tool", "name": name, "content": said["text"]})
-            is_done = said["done"]
-        return told, is_done
-
     async def _end(self) -> End:
         assert self._process is not None
         self._process.ask("reward", self._completion)
-        said = await self._answer("reward", "reward", "the reward")
+        answer = await self._answer("reward", "reward", "the reward")
         extra = 0.0 if self.rewards is None else await self.rewards.score(self._item, self._text)
-        return End(
-            reward=said["reward"] + extra,
-            facts={"failed_calls": self._num_failed_calls, **said["facts"], **figures_of(extra)},
-        )
+        facts = {"failed_calls": self._num_failed_calls, **answer["facts"], **figures_of(extra)}
+        return End(reward=answer["reward"] + extra, facts=facts)
 
     async def _answer(self, late: str, dead: str, doing: str) -> Mapping[str, Any]:
         """The next answer of the process. Raises EpisodeFailed, of the kind `late` or `dead`, if there is
@@ -115,14 +108,16 @@ class ToolEnvironment(Environment):
         assert self._process is not None
         where = f"{doing} of {self.episode}"
         try:
-            said = await self._process.answer(self.limit_s)
+            answer = await self._process.answer(self.limit_s)
         except TimeoutError:
             raise EpisodeFailed(late, f"{where} took longer than {self.limit_s:g} s and was killed") from None
         except ProcessEnded as ended:
             raise EpisodeFailed(dead, f"{where}: its process ended with {ended}") from None
-        if "failed" in said:
-            raise EpisodeFailed(dead if dead != "tool-died" else "environment", f"{where}: {said['failed']}")
-        return said
+        if "failed" in answer:
+            raise EpisodeFailed(
+                dead if dead != "tool-died" else "environment", f"{where}: {answer['failed']}"
+            )
+        return answer
 
     def _turn(self, messages: list[Message]) -> Turn:
         self._completion += messages

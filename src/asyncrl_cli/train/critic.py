@@ -142,8 +142,7 @@ class CriticApart(Critic):
     order.
 
         score(...)                  values of finished groups, from the weights after the last `learn`
-        learn(...)                  the critic's optimizer steps of one train step, on the values that the trainer
-                                    has, too
+        learn(...)                  the critic's optimizer steps of one train step, on the trainer's values
         snapshot / write / restore  the critic's part of a checkpoint
 
     It learns what a critic inside the trainer would: the plan, the columns and the returns (credit.py) are

@@ -144,8 +144,8 @@ class _Chunks(torch.autograd.Function):
             hidden_CH = hidden_NH[chunk].detach().requires_grad_()
             with torch.enable_grad():
                 scaled_CV = head.scaled_logits(hidden_CH)
-            # d logprob / d scaled logit = one-hot - softmax; written out, because autograd would keep two more
-            # copies.
+            # d logprob / d scaled logit = one-hot - softmax; written out, because autograd would keep two
+            # more copies.
             gradient_C1, targets_C1 = gradient_N[chunk].unsqueeze(-1), targets_N[chunk].unsqueeze(-1)
             scaled_gradient_CV = torch.softmax(scaled_CV.detach(), dim=-1).mul_(-gradient_C1)
             scaled_gradient_CV.scatter_add_(-1, targets_C1, gradient_C1)

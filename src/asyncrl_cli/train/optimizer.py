@@ -1,6 +1,6 @@
-"""What the policy and the critic have in common in an optimizer step: the microbatches' losses are aggregated,
-AdamW steps on sharded parameters (global gradient clipping, a learning rate schedule, moments that may wait on
-the host), and metrics are reduced over microbatches, steps and ranks."""
+"""What the policy and the critic have in common in an optimizer step: the microbatches' losses are
+aggregated, AdamW steps on sharded parameters (global gradient clipping, a learning rate schedule, moments
+that may wait on the host), and metrics are reduced over microbatches, steps and ranks."""
 
 from __future__ import annotations
 
@@ -203,8 +203,8 @@ def learning_rate(trainer: TrainerSection, optimizer_steps: int, total_optimizer
 def aggregated(
     loss_N: torch.Tensor, microbatch: Microbatch, plan: OptimizerStepPlan, profile: Profile
 ) -> torch.Tensor:
-    """The microbatch's part of the optimizer step's loss, aggregated by `algorithm.loss_agg_mode`: a mean over
-    the sampled tokens, or the trajectories, of all ranks."""
+    """The microbatch's part of the optimizer step's loss, aggregated by `algorithm.loss_agg_mode`: a mean
+    over the sampled tokens, or the trajectories, of all ranks."""
     match profile.algorithm.loss_agg_mode:
         case "token-mean":
             return loss_N.sum() / max(plan.num_loss_tokens, 1)

@@ -73,8 +73,8 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class RankShare:
-    """This rank's share of a microbatch: the decoder's `inputs`; `select_n`, indices of its own sampled tokens
-    in the decoder's flattened result; `tokens_n`, their indices among all N tokens (None: all)."""
+    """This rank's share of a microbatch: the decoder's `inputs`; `select_n`, indices of its own sampled
+    tokens in the decoder's flattened result; `tokens_n`, their indices among all N tokens (None: all)."""
 
     inputs: dict[str, Any]
     select_n: torch.Tensor
@@ -119,10 +119,10 @@ class Unpadded:
         rows_P = torch.arange(num_rows, device=device).repeat_interleave(lengths_B, output_size=sum(lengths))
         positions_P = torch.arange(len(rows_P), device=device) - starts[rows_P]
         places_N = starts[microbatch.rows_N] + microbatch.select_N - microbatch.rows_N * width
-        own = len(rows_P) // ranks.sequence_size
-        begin = ranks.rank % ranks.sequence_size * own
-        tokens_n = ((places_N >= begin) & (places_N < begin + own)).nonzero().squeeze(1)
-        mine = slice(begin, begin + own)
+        size = len(rows_P) // ranks.sequence_size
+        begin = ranks.rank % ranks.sequence_size * size
+        tokens_n = ((places_N >= begin) & (places_N < begin + size)).nonzero().squeeze(1)
+        mine = slice(begin, begin + size)
         inputs = microbatch.inputs_BT[rows_P[mine], positions_P[mine].clamp(max=width - 1)]
         layout = Layout(
             starts.int(), rows_P * max(lengths) + positions_P, max(lengths), self.kernel, ranks.sequence

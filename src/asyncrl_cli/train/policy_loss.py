@@ -1,5 +1,5 @@
-"""The policy's loss of a microbatch: the algorithm's loss per token (losses/), corrected for data sampled by older
-weights, plus a KL to the reference, aggregated over the optimizer step.
+"""The policy's loss of a microbatch: the algorithm's loss per token (losses/), corrected for data sampled by
+older weights, plus a KL to the reference, aggregated over the optimizer step.
 
 With theta the weights in training, prox those at the window's start and mu the sampler: w = prox / mu, r =
 theta / mu.
@@ -8,8 +8,8 @@ theta / mu.
                theta
     weights    w per token, or the product or geometric mean of w over a sequence; clipped or zeroed outside a
                threshold
-    rejection  k1 = -log w, k2 = (log w)^2 / 2, k3 = w - 1 - log w, per token or over a sequence; kept within a
-               threshold
+    rejection  k1 = -log w, k2 = (log w)^2 / 2, k3 = w - 1 - log w, per token or over a sequence; kept within
+               a threshold
 
 Estimates of KL(p || q) from single tokens sampled by p, with L = log q - log p:
 
@@ -25,8 +25,8 @@ KL Divergence", for k1 to k3; Shao et al. 2024, DeepSeekMath (arXiv:2402.03300),
 loss; Ouyang et al. 2022 (arXiv:2203.02155), section 3.5, for k1 in the reward; verl's rollout correction and
 `kl_penalty`, for the names.
 
-What it is not: in the KL to the reference p is theta, although older policies sampled the tokens. That term is
-not reweighted: importance weights and rejection do not apply to it.
+What it is not: in the KL to the reference p is theta, although older policies sampled the tokens. That term
+is not reweighted: importance weights and rejection do not apply to it.
 
 Legend: N = sampled tokens of a microbatch; a sequence is one of its rows (segments).
 """
@@ -109,7 +109,7 @@ class PolicyLoss:
             )
         return LossBatch(
             logp_theta_N=logp_theta_N,
-            # Without a column theta is prox: this is the first optimizer step from the window's first weights.
+            # Without a column theta is prox: the window's first optimizer step starts from these weights.
             logp_prox_N=logp_theta_N.detach() if prox_N is None else prox_N,
             logp_mu_N=microbatch.logp_mu_N,
             advantages_N=microbatch.columns.get(ADVANTAGES, microbatch.advantages_N),

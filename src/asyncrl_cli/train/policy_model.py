@@ -1,5 +1,5 @@
-"""The policy under FSDP2: parameters, logprobs and entropies of tokens; and LoRA's adapters, which are trained
-in place of its parameters.
+"""The policy under FSDP2: parameters, logprobs and entropies of tokens; and LoRA's adapters, which are
+trained in place of its parameters.
 
 Master weights are float32. With dtype bfloat16, forward and backward compute in bfloat16, and gradients are
 reduced in float32. A single rank uses FSDP2, too: it costs about 4 ms per microbatch (measured on a CPU), and
@@ -96,9 +96,8 @@ class PolicyModel(ShardedModel[PreTrainedModel]):
             return
         difference = mean_abs_diff(self.logprobs(manifest.probe_tokens), manifest.probe_logprobs)
         if difference > MAX_LOGPROB_DIFF[self.profile.model.dtype]:
-            raise ExecutorFailed(
-                f"logprobs of version {manifest.version} differ from the trainer's by {difference:.2g} on average"
-            )
+            what = f"logprobs of version {manifest.version} differ from the trainer's"
+            raise ExecutorFailed(f"{what} by {difference:.2g} on average")
 
     def full(self) -> Iterator[dict[str, torch.Tensor]]:
         """Yield whole tensors on the device, by their names in memory, for one part of the model at a time.
@@ -159,9 +158,9 @@ class LoraLinear(torch.nn.Linear):
         y = W x + alpha / rank * B A x        A: rank x in, uniform at random.  B: out x rank, 0 at the start
 
     Names follow peft: beside `...q_proj.weight` there are `...q_proj.lora_A.weight` and
-    `...q_proj.lora_B.weight`. Engines get W + alpha / rank * B A under W's name, merged here or by the workers
-    (models/saved_form.py). peft's own layers are not used: they rename W to `base_layer.weight`, and only these
-    few lines of them are needed (tests compare the two).
+    `...q_proj.lora_B.weight`. Engines get W + alpha / rank * B A under W's name, merged here or by the
+    workers (models/saved_form.py). peft's own layers are not used: they rename W to `base_layer.weight`, and
+    only these few lines of them are needed (tests compare the two).
     """
 
     def __init__(self, base: torch.nn.Linear, lora: LoraSection, generator: torch.Generator) -> None:

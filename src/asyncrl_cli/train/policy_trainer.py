@@ -148,7 +148,7 @@ class PolicyTrainer:
             ranks=ranks,
             are_packed=all(model.is_packed for model in models),  # all of them take the same microbatches
         )
-        # Columns come first, while no weights have changed. A column that was passed in is not computed again.
+        # Columns come first, while no weights have changed. Those that were passed in are not computed.
         column_s = dict[str, float]()
         for name, model in ((REF, self.reference), (VALUES, self.critic)):
             if model is not None:
@@ -179,7 +179,7 @@ class PolicyTrainer:
                     steps_done=steps_done,
                     normalizer=normalizer,
                 )
-                # FSDP averages gradients over ranks, but the loss is already divided by the count of all ranks.
+                # FSDP averages gradients over ranks, but the loss is a share of all ranks' mean already.
                 (loss * ranks.world_size).backward()
                 seen.append(found)
             results.append(self.optimizer.step())

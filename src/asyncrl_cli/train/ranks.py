@@ -1,9 +1,9 @@
-"""torch.distributed for the trainer: how the ranks of a process group find each other, device meshes, sums over
-ranks.
+"""torch.distributed for the trainer: how the ranks of a process group find each other, device meshes, sums
+over ranks.
 
 Later collectives may wait as long as a train step takes. The first one depends on the network alone: behind a
-firewall, or on an interface that other nodes cannot reach, it would hang. So the ranks' meeting has a limit of
-its own, and its error names the missing ranks.
+firewall, or on an interface that other nodes cannot reach, it would hang. So the ranks' meeting has a limit
+of its own, and its error names the missing ranks.
 """
 
 from __future__ import annotations

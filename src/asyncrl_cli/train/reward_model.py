@@ -1,7 +1,6 @@
 """The reward model: a sequence classifier. Each of its processes holds the whole model and works on its own.
 
-    tokens ──policy's tokenizer──> response ──own template or tokenizer──> ids ──classifier──> first logit =
-    score
+    tokens ─policy's tokenizer─> response ─its own tokenizer─> ids ─classifier─> first logit = score
 
 The prompt's messages and the response, as the assistant's message, are rendered with the model's own chat
 template. A model without a template gets prompt and response joined end to end, with its tokenizer's special

@@ -111,8 +111,8 @@ class ShardedModel(ABC, Generic[Content]):
     value (Critic).
 
     `content`: the module that is sharded. `parameters`: the trained, sharded float32 master weights, by name.
-    `divide`: how the decoder takes microbatches. `is_packed`: whether microbatches are packed without padding.
-    OSError or ValueError, from transformers, if `model_dir` is not a model.
+    `divide`: how the decoder takes microbatches. `is_packed`: whether microbatches are packed without
+    padding. OSError or ValueError, from transformers, if `model_dir` is not a model.
     """
 
     def __init__(self, profile: Profile, model_dir: str, ranks: Ranks) -> None:
@@ -253,15 +253,15 @@ def fill(tensor: torch.Tensor, read: Callable[[slice], torch.Tensor]) -> None:
 
 
 def first_row(parameter: DTensor) -> int:
-    """The row of the whole parameter at which this rank's shard begins. FSDP2 divides rows as torch.chunk does:
-    all ranks have the same number, except the last ones."""
+    """The row of the whole parameter at which this rank's shard begins. FSDP2 divides rows as torch.chunk
+    does: all ranks have the same number, except the last ones."""
     mesh, num_rows = parameter.device_mesh, parameter.shape[0]
     return min(mesh.get_local_rank() * -(-num_rows // mesh.size()), num_rows)
 
 
 def rows_in_files(model: PreTrainedModel, wanted: Mapping[str, torch.Tensor], model_dir: Path) -> Read | None:
-    """A reader of rows in the files; None if they lack one of the `wanted` tensors. Files may have a tied tensor
-    under any of its names."""
+    """A reader of rows in the files; None if they lack one of the `wanted` tensors. Files may have a tied
+    tensor under any of its names."""
     files = tensor_files(model_dir)
     saved = {id(tensor): name for name, tensor in model.state_dict(keep_vars=True).items() if name in files}
     if not all(id(tensor) in saved for tensor in wanted.values()):

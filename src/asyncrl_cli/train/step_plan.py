@@ -1,5 +1,5 @@
-"""Plans a train step on the driver, from the groups' metadata: each trajectory's advantage, and its place in an
-optimizer step and on a rank. Pure Python, deterministic. Each rank gets its `RankPlan`.
+"""Plans a train step on the driver, from the groups' metadata: each trajectory's advantage, and its place in
+an optimizer step and on a rank. Pure Python, deterministic. Each rank gets its `RankPlan`.
 
 Advantages (`algorithm.adv_estimator`): a function takes the rewards of an optimizer step, one list per group,
 and returns one advantage per trajectory in the same shape. With r a reward, m and s the mean and standard
@@ -143,7 +143,7 @@ def _plan_optimizer_step(
     for group, group_advantages in zip(indices, advantages, strict=True):
         metas = groups[group].trajectories
         for trajectory, (meta, advantage) in enumerate(zip(metas, group_advantages, strict=True)):
-            # Only now: a truncated trajectory is not trained, but its reward counts in the others' advantages.
+            # Only now: a truncated trajectory is not trained, but its reward counts for the others.
             if algorithm.mask_truncated and meta.is_truncated:
                 continue
             planned.append(PlannedTrajectory(group=group, trajectory=trajectory, advantage=advantage))

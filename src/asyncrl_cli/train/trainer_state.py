@@ -2,8 +2,8 @@
 from the files.
 
     <directory>/
-      rank-00000.safetensors    one file per rank: its rows of weights, moments and the window's first weights;
-                                its RNG
+      rank-00000.safetensors    one file per rank: its RNG; its rows of weights, moments and the window's
+                                first weights
       trainer.json              counters, written by rank 0
       critic-00000.safetensors  the same for a critic with its own processes (the ranks' files lack it then);
       critic.json               both kinds load alike, so a resume may move the critic there or back
@@ -160,9 +160,9 @@ class SavedState:
         self.critic_steps = self.counters.get("critic_steps", 0)
         self._open("rank", self.counters["ranks"])
         if (directory / CRITIC_FILE).exists():
-            of_critic = load_json(directory / CRITIC_FILE, CriticCounters, hint=ANOTHER)
-            self.critic_steps = of_critic["critic_steps"]
-            self._open("critic", of_critic["processes"])
+            critic = load_json(directory / CRITIC_FILE, CriticCounters, hint=ANOTHER)
+            self.critic_steps = critic["critic_steps"]
+            self._open("critic", critic["processes"])
 
     def _open(self, role: str, num_files: int) -> None:
         for number in range(num_files):

@@ -1,7 +1,8 @@
 """The admin routes, with which another trainer drives this rollout worker. Every request needs the admin key.
 
     GET  /weights         {"version", "fingerprint", "last_load": {"version", "load_s", "pause_s"} or null}
-    POST /weights/load    {"path": "<directory with manifest.json>", "interrupt": "keep-kv"}    answers once the version is loaded
+    POST /weights/load    {"path": "<directory with manifest.json>", "interrupt": "keep-kv"}
+                          answers once the version is loaded
     POST /pause           no model request begins any more; answers once none runs
     POST /resume
 

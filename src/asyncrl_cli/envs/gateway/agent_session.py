@@ -23,8 +23,8 @@ The user's function runs in a child (`task.agent`):
                                             └─ the client's requests ─┘
 
 Who waits for whom: `play` waits for the agent or for a failure of the engine. The pool ends an agent that
-blocks (`env.tool_timeout_s`) or takes too long (`env.episode_timeout_s`). A request waits for the engine, which holds it back during a weight load. Closing a
-session ends its requests.
+blocks (`env.tool_timeout_s`) or takes too long (`env.episode_timeout_s`). A request waits for the engine,
+which holds it back during a weight load. Closing a session ends its requests.
 """
 
 from __future__ import annotations

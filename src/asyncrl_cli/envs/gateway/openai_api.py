@@ -1,5 +1,5 @@
-"""OpenAI's API as the gateway speaks it: requests, which fields are honoured, ignored or refused, the error that
-a refused client gets; and answers, whole or as the events of a stream.
+"""OpenAI's API as the gateway speaks it: requests, which fields are honoured, ignored or refused, the error
+that a refused client gets; and answers, whole or as the events of a stream.
 
 Training must follow the profile, so the profile alone decides how tokens are sampled. There are three kinds
 of fields:
@@ -7,8 +7,8 @@ of fields:
     honoured   messages, prompt, tools, tool_choice "none", stop, max_tokens, max_completion_tokens, stream,
                logprobs, return_token_ids
     ignored    all others (temperature, top_p, penalties, seed, other values of tool_choice, ...): agents set
-               them by habit. The header `x-asyncrl-ignored` of the answer names those whose value differs from
-               the profile's
+               them by habit. The header `x-asyncrl-ignored` of the answer names those whose value differs
+               from the profile's
     refused    fields that ask for another form of answer: n > 1, response_format, echo, images
 
 Extra fields of answers have vLLM's names where vLLM has them:
