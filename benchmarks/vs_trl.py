@@ -43,7 +43,7 @@ from asyncrl_cli.models.model_directory import resolve_model
 from asyncrl_cli.observe.recorded import read_metrics
 from asyncrl_cli.profile.loaded import load
 from asyncrl_cli.profile.schema import Profile
-from asyncrl_cli.tasks.scoring import build_scorer
+from asyncrl_cli.tasks.reward_functions import build_reward
 from asyncrl_cli.tasks.task import Task, load_task
 
 PROFILES = ("partial-rollout", "stale-samples", "colocate")
@@ -206,7 +206,7 @@ def train_with_trl(options: argparse.Namespace) -> None:
 
 def reward_of(task: Task) -> Callable[..., list[float]]:
     """The task's own reward, as TRL calls one."""
-    scorer, items = build_scorer(task.reward), {item["uid"]: item for item in task.train}
+    scorer, items = build_reward(task.reward), {item["uid"]: item for item in task.train}
 
     def reward(completions: Sequence[str], uid: Sequence[str], **kwargs: Any) -> list[float]:
         return [float(scorer(items[one], text)) for text, one in zip(completions, uid, strict=True)]

@@ -17,7 +17,7 @@ from asyncrl_cli.envs.conversation import Conversation
 from asyncrl_cli.envs.episode import Limits
 from asyncrl_cli.envs.gateway.agent_session import Session
 from asyncrl_cli.envs.gateway.server import Gateway
-from asyncrl_cli.tasks.agents import Access
+from asyncrl_cli.tasks.players import Access
 
 LIMITS = Limits(max_prompt_tokens=400, max_context_tokens=400, max_turns=99)
 SAMPLING = Sampling(temperature=1.0, max_response_tokens=64)

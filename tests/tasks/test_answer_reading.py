@@ -19,10 +19,10 @@ from asyncrl_cli.tasks.code_choice import resolve_reward
 from asyncrl_cli.tasks.final_answer import after_prompt, final_answer, names_answer
 from asyncrl_cli.tasks.gym import make_dataset
 from asyncrl_cli.tasks.mathematics import is_right
-from asyncrl_cli.tasks.scoring import build_scorer
+from asyncrl_cli.tasks.reward_functions import build_reward
 
 MATH_500 = json.loads((Path(__file__).parent / "math500_answers.json").read_text(encoding="utf-8"))
-MATH_VERIFY = build_scorer(RewardSpec(kind="math-verify"))
+MATH_VERIFY = build_reward(RewardSpec(kind="math-verify"))
 SUM = make_item("What is 26 + 50? Give the answer as \\boxed{number}.", "76", {})
 
 
@@ -255,7 +255,7 @@ def test_examples_in_a_prompt_are_no_answers():
 
 
 def test_anywhere_takes_any_expression_and_warns_of_it():
-    anywhere = build_scorer(RewardSpec(kind="math-verify", answer_format="anywhere"))
+    anywhere = build_reward(RewardSpec(kind="math-verify", answer_format="anywhere"))
     assert anywhere(SUM, "26 + 50 is another") == 1.0
     assert anywhere(make_item("p", "6 - 5i", {}), "it is $5$") == 0.0
     settings = {"source": "jsonl:a.jsonl", "reward": "math-verify", "answer_format": "anywhere"}

@@ -19,9 +19,8 @@ from asyncrl_cli.contracts.reward_spec import RewardSpec
 from asyncrl_cli.contracts.user_code import UserCode
 from asyncrl_cli.profile.loaded import load
 from asyncrl_cli.profile.schema import Profile
-from asyncrl_cli.tasks import code_records
-from asyncrl_cli.tasks.code_choice import resolve_reward
-from asyncrl_cli.tasks.code_records import keep_record, origin
+from asyncrl_cli.tasks import code_choice
+from asyncrl_cli.tasks.code_choice import keep_record, origin, resolve_reward
 from asyncrl_cli.tasks.task import Task, load_task
 
 GOOD = "def score(item, response):\n    return 1.0\n"
@@ -101,7 +100,7 @@ def resolved(reward: str, **task: float) -> RewardSpec:
 
 def assert_refused(directory: Path, monkeypatch: pytest.MonkeyPatch, reward: str, expected: str) -> None:
     monkeypatch.chdir(directory)
-    monkeypatch.setattr(code_records, "START_LIMIT_S", 1.0 if "within 1 s" in expected else LIMIT_S)
+    monkeypatch.setattr(code_choice, "START_LIMIT_S", 1.0 if "within 1 s" in expected else LIMIT_S)
     began_s = time.monotonic()
     with pytest.raises(ConfigError, match=expected) as refused:
         resolved(reward, reward_timeout_s=0.1)
@@ -167,7 +166,7 @@ def test_a_module_that_will_do_is_taken(tmp_path, monkeypatch, name):
     (tmp_path / "good.py").write_text(GOOD_MODULES[name])
     monkeypatch.chdir(tmp_path)
     # a call that waited for what never ends would be refused after it
-    monkeypatch.setattr(code_records, "START_LIMIT_S", LIMIT_S)
+    monkeypatch.setattr(code_choice, "START_LIMIT_S", LIMIT_S)
     spec = resolved("good:score")
     assert spec.function is not None
     assert spec.function.file == str(tmp_path / "good.py")
@@ -194,7 +193,7 @@ def test_a_module_beside_the_profile_is_found_from_anywhere_and_before_others_of
 def test_an_import_may_take_as_long_as_a_reward(tmp_path, monkeypatch):
     (tmp_path / "good.py").write_text("import time; time.sleep(0.3)\n" + GOOD)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(code_records, "START_LIMIT_S", 0.2)
+    monkeypatch.setattr(code_choice, "START_LIMIT_S", 0.2)
     assert resolved("good:score", reward_timeout_s=20.0).kind == "function"
 
 

@@ -22,13 +22,14 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar
 
 from asyncrl_cli.base.errors import AsyncrlError
 
 if TYPE_CHECKING:
     import asyncio
 
+T = TypeVar("T")
 PR_SET_PDEATHSIG = 1
 MAX_SHOWN_BYTES, MAX_REASON_CHARS = 2000, 400
 """How much is shown of what a child has printed, and of its last line in an error."""
@@ -82,8 +83,8 @@ def environment(python: str = "", **variables: str) -> dict[str, str]:
 
 
 def call_once(
-    function: Callable[..., Any], *arguments: Any, timeout_s: float, python: str = "", **variables: str
-) -> Any:
+    function: Callable[..., T], *arguments: object, timeout_s: float, python: str = "", **variables: str
+) -> T:
     """Call `function(*arguments)` in a child with these environment variables, and return its result.
     `python`: see `command`.
 
@@ -115,7 +116,7 @@ def call_once(
         raise ChildFailed(f"its process ended with {how_it_ended(returncode)}: {last_words}")
     if words:
         print(words, file=sys.stderr)
-    answer = pickle.loads(content)
+    answer: T | Exception = pickle.loads(content)
     if isinstance(answer, Exception):
         raise answer
     return answer

@@ -80,7 +80,7 @@ def _one_thread() -> Iterator[None]:
 
 
 def _optimizers(model: PreTrainedModel, recipe: Recipe) -> list[torch.optim.Optimizer]:
-    matrices, others = [], []
+    matrices, others = list[torch.nn.Parameter](), list[torch.nn.Parameter]()
     for name, weight in model.named_parameters():
         (matrices if weight.ndim == 2 and ".layers." in name else others).append(weight)
     return [
@@ -124,14 +124,14 @@ def _loss(model: PreTrainedModel, batch: Sequence[Taught]) -> torch.Tensor:
     )
 
 
-class Muon(torch.optim.Optimizer):
+class Muon(torch.optim.Optimizer):  # type: ignore[misc]
     """Orthogonalised Nesterov momentum. A tall matrix's step is multiplied by sqrt(rows / columns). No weight
     decay."""
 
     def __init__(self, matrices: Iterable[torch.Tensor], *, lr: float, momentum: float = 0.95) -> None:
         super().__init__(matrices, {"lr": lr, "momentum": momentum})
 
-    @torch.no_grad()
+    @torch.no_grad()  # type: ignore[untyped-decorator]
     def step(self) -> None:
         for group in self.param_groups:
             for matrix in group["params"]:

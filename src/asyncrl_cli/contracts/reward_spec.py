@@ -1,4 +1,4 @@
-"""The description of a task's reward, which every process can read; `scoring.build_scorer` makes a scorer
+"""The description of a task's reward, which every process can read; `scoring.build_reward` makes a scorer
 from it."""
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ from asyncrl_cli.profile.arithmetic import train_steps_of
 from asyncrl_cli.profile.loaded import DEFAULT, Loaded, read_document, to_document, to_toml
 from asyncrl_cli.profile.resumption import changed
 from asyncrl_cli.profile.schema import Profile
-from asyncrl_cli.tasks.code_records import keep_record, origin
+from asyncrl_cli.tasks.code_choice import keep_record, origin
 from asyncrl_cli.tasks.task import Task
 from asyncrl_cli.weights.model_files import keep_model_files
 

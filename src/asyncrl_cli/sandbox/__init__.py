@@ -3,7 +3,7 @@
     parent_processes.py    starts, asks and kills such processes, in a rollout worker or the driver
     parent_rewards.py      RewardPool: several of them compute rewards or play agents, and are started anew if they die
     child_host.py          forks them and ends what is left of one; a process of its own
-    child_rewards.py       in a forked process: scores responses (tasks/scoring.py), or plays agents (tasks/agents.py)
+    child_rewards.py       in a forked process: scores responses (tasks/reward_functions.py), or plays agents (tasks/players.py)
     rehearsal.py           tries a task's reward before a run
 
 What plays a user's environment class in a forked process is tasks/tool_class.py.

@@ -101,7 +101,7 @@ def _forked(control: socket.socket) -> list[int]:
     signal.set_wakeup_fd(wake)
     rest = b""
     while True:
-        ready, _, _ = select.select([control, woken], [], [])
+        ready, _, _ = select.select([control.fileno(), woken], [], [])
         if woken in ready:
             os.read(woken, 4096)
             for pid, code in _ended():
@@ -109,7 +109,7 @@ def _forked(control: socket.socket) -> list[int]:
                     children.discard(pid)
                     kill_group(pid)  # what the dead process left behind in its group
                     _tell(control, {"pid": pid, "code": code})
-        if control not in ready:
+        if control.fileno() not in ready:
             continue
         # A `fork` ends what one call receives, so these descriptors are its own.
         received, descriptors, _, _ = socket.recv_fds(control, 4096, 4)

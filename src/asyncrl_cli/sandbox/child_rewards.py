@@ -4,7 +4,7 @@
     process -> pool    lines of JSON: {"id", "reward", "parts"}, or {"id", "failed": why, "kind"}
 
 Ordinary rewards run one at a time; async ones run concurrently, each with its own timeout while it awaits. The
-pool kills the process if the mark shows the same reward for longer than a limit. Agents (agents.py) are async
+pool kills the process if the mark shows the same reward for longer than a limit. Agents (tasks/players.py) are async
 rewards here: the process plays the item, and the "response" is the agent's access to the model.
 """
 
@@ -26,8 +26,13 @@ from asyncrl_cli.base.child_process import pickles, write_line
 from asyncrl_cli.contracts.item import Item
 from asyncrl_cli.contracts.reward_spec import RewardSpec
 from asyncrl_cli.contracts.user_code import report
-from asyncrl_cli.tasks.reward_functions import Scorer, is_async
-from asyncrl_cli.tasks.scoring import build_scorer, checked_reward, with_reference
+from asyncrl_cli.tasks.reward_functions import (
+    RewardFunction,
+    build_reward,
+    checked_reward,
+    is_async,
+    with_reference,
+)
 
 if TYPE_CHECKING:
     import asyncio  # takes a fifth of a process's start: imported only for async rewards
@@ -61,18 +66,18 @@ class RunningMark:
 @dataclass(slots=True)
 class RewardServer:
     spec: RewardSpec
-    scorer: Scorer
+    function: RewardFunction
     timeout_s: float
 
     @property
     def places(self) -> int:
-        return MAX_AWAITING if is_async(self.scorer) else 1
+        return MAX_AWAITING if is_async(self.function) else 1
 
     def serve(self, requests: BinaryIO, results: BinaryIO, *descriptors: int) -> None:
         """`descriptors`: of the mark."""
         mark = RunningMark(*descriptors)
         os.close(*descriptors)  # out of reach of the rewards
-        if is_async(self.scorer):
+        if is_async(self.function):
             import asyncio
 
             asyncio.run(self._serve_awaiting(requests, results, mark))
@@ -82,7 +87,7 @@ class RewardServer:
                 continue
             mark.enter(number)
             try:
-                answer = self._judged(item, response, self.scorer(item, response))
+                answer = self._judged(item, response, self.function(item, response))
             except (Exception, SystemExit) as error:
                 answer = {"failed": report(error), "kind": "raised"}
             mark.leave()
@@ -102,22 +107,26 @@ class RewardServer:
         # for rewards that put blocking calls into threads
         loop.set_default_executor(ThreadPoolExecutor(MAX_AWAITING))
         running: dict[int, asyncio.Task[None]] = {}
+
+        async def score(number: int, item: Item, response: object) -> None:
+            await self._score_awaiting(number, item, response, results, mark)
+            del running[number]
+
         while (request := await arrived.get()) is not None:
             number, item, response = request
             if item is not None:
-                scoring = self._score_awaiting(number, item, response, results, mark)
-                running[number] = asyncio.create_task(scoring)
-                running[number].add_done_callback(lambda _, number=number: running.pop(number))
+                running[number] = asyncio.create_task(score(number, item, response))
+                await asyncio.sleep(0)  # a task that is cancelled before it has begun would not answer
             elif number in running:
                 running[number].cancel()
 
     async def _score_awaiting(
-        self, number: int, item: Item, response: Any, results: BinaryIO, mark: RunningMark
+        self, number: int, item: Item, response: object, results: BinaryIO, mark: RunningMark
     ) -> None:
         import asyncio
 
-        async def call() -> Any:  # a coroutine, whatever awaitable the scorer returns
-            return await self.scorer(item, response)
+        async def call() -> Any:  # a coroutine, whatever awaitable the function returns
+            return await self.function(item, response)
 
         try:
             async with asyncio.timeout(self.timeout_s) as limit:
@@ -129,14 +138,14 @@ class RewardServer:
                 answer = {"failed": report(error), "kind": "raised"}
         write_line(results, {"id": number, **answer})
 
-    def _judged(self, item: Item, response: Any, value: Any) -> dict[str, Any]:
+    def _judged(self, item: Item, response: object, value: object) -> dict[str, object]:
         reward = with_reference(self.spec, item, response, checked_reward(value))
         return {"reward": reward, "parts": reward.parts}
 
 
 def load_rewards(spec: RewardSpec, timeout_s: float) -> RewardServer:
     """Raises any error of importing the reward."""
-    return RewardServer(spec, build_scorer(spec), timeout_s)
+    return RewardServer(spec, build_reward(spec), timeout_s)
 
 
 @types.coroutine

@@ -131,7 +131,7 @@ class Processes:
                 with theirs:
                     host = self.host = await asyncio.create_subprocess_exec(
                         *command(child_host.run, self.python, self.name),
-                        stdin=theirs,
+                        stdin=theirs.fileno(),
                         stdout=asyncio.subprocess.DEVNULL,
                         stderr=asyncio.subprocess.PIPE,
                         env=environment(self.python),

@@ -25,7 +25,7 @@ from asyncrl_cli.contracts.item import Item, messages_of
 from asyncrl_cli.contracts.user_code import describe
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.sandbox.parent_rewards import RewardFailed, RewardPool, default_workers
-from asyncrl_cli.tasks.scoring import build_scorer
+from asyncrl_cli.tasks.reward_functions import build_reward
 from asyncrl_cli.tasks.task import Task
 
 LIMIT_S = 20.0
@@ -183,11 +183,11 @@ async def rehearse(profile: Profile, task: Task) -> Rehearsal:
     items = [item for item in task.train if task.expected(item) is not None]
     began_s = time.monotonic()
     if kind == "exact-match":  # ours, and quick: it needs no process
-        scorer = build_scorer(task.reward)
+        function = build_reward(task.reward)
 
         async def score(item: Item, text: str) -> float:
             try:
-                return float(scorer(item, text))
+                return float(function(item, text))
             except Exception as error:  # as in a reward process
                 raise RewardFailed(describe(error)) from error
 

@@ -1,22 +1,31 @@
 """What gives rewards and plays episodes: resolves `task.reward` or `task.agent` to a RewardSpec,
-`task.environment` to a ToolClass.
+`task.environment` to a ToolClass; the driver's side of user code.
 
-User code is tried out before the run begins. `run_dir` is set for a resumed run: see `try_out`.
+User code is tried out before the run begins. A run records the file of each such module, and a resumed run
+imports the module only from that file: it may be started in another directory, which may hold another module of
+the same name. `run_dir` is set for a resumed run.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+import hashlib
+import json
+import os
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, cast
 
-from asyncrl_cli.base.errors import ConfigError, did_you_mean
+from asyncrl_cli.base.child_process import ChildFailed, ChildTimedOut, call_once
+from asyncrl_cli.base.errors import ConfigError, RefusedError, did_you_mean
+from asyncrl_cli.base.paths import has_module
+from asyncrl_cli.base.safe_files import UnsafeFile, load_json, open_regular, reason
 from asyncrl_cli.builtin.builtin_tasks import environment_of
 from asyncrl_cli.contracts.reward_spec import RewardPart, RewardSpec
-from asyncrl_cli.contracts.user_code import UserCode, is_user_code
+from asyncrl_cli.contracts.user_code import UserCode, describe, is_user_code
 from asyncrl_cli.profile.schema import Profile
-from asyncrl_cli.tasks.agents import load_agent
-from asyncrl_cli.tasks.code_records import Notes, try_out
+from asyncrl_cli.tasks.players import load_agent
 from asyncrl_cli.tasks.reward_functions import load_function
 from asyncrl_cli.tasks.tool_class import ToolClass, check_reward, inspect_class
 
@@ -158,3 +167,134 @@ def resolve_tool_class(profile: Profile, run_dir: Path | None) -> tuple[ToolClas
             'signature) or "exact-match"',
         )
     return ToolClass(code=code, tools=tuple(tools), rewards=tuple(rewards)), notes
+
+
+START_LIMIT_S = 10.0
+SCHEMA_VERSION = 1
+Notes = tuple[str, ...]
+
+
+def try_out(
+    profile: Profile,
+    run_dir: Path | None,
+    what: str,
+    name: str,
+    check: Callable[[UserCode], Any],
+    expects: str,
+    *,
+    limit_key: str = "env.tool_timeout_s",
+    at_least_s: float = 0.0,
+    record: str = "",
+) -> tuple[UserCode, Any, Notes]:
+    """Load the code that `task.<what> = name` names, with `check`, in a child process. Returns the code with
+    its file, the result of `check` (None if that is a function), and notes for the user.
+
+    `run_dir`: set for a resumed run, whose code is imported from the recorded files; raises RefusedError if
+    that is impossible. `record`: the name of the code's record, if it is not `what`. `expects`: what the code
+    has to be, for the hint. The import may take as long as `limit_key` says, but at least START_LIMIT_S and
+    `at_least_s`. Raises ConfigError if the code cannot be used.
+    """
+    file, notes = (None, ()) if run_dir is None else recorded_file(run_dir, what, name, record)
+    code = _user_code(name, file, profile.task.import_path)
+    limit_s = max(START_LIMIT_S, at_least_s, attrgetter(limit_key)(profile))
+    try:
+        file, found = call_once(_checked, code, check, timeout_s=limit_s)
+        return replace(code, file=file), found, notes
+    except ChildTimedOut:
+        why = f"its module was not imported within {limit_s:g} s"
+        hint = f"move slow work into the first call, or raise {limit_key}, which limits the import too"
+    except ChildFailed as failure:
+        where = (
+            (f"only from {code.file or 'Python'}, as the record says")
+            if code.only_there
+            else f"in {code.import_path} first"
+        )
+        why, hint = str(failure), f"the module is imported {where}; {expects}"
+    raise ConfigError(f'task.{what} = "{name}" cannot be used: {why}', hint=hint)
+
+
+def _user_code(name: str, only_file: str | None, directory: str | None) -> UserCode:
+    """`only_file`: the module must be imported from this file ("": from none). `directory`: where it is
+    looked up first."""
+    module, root = name.partition(":")[0], ""
+    if only_file is None:
+        is_there = directory is not None and has_module(Path(directory), module)
+        return UserCode(name=name, import_path=directory if directory and is_there else os.getcwd())
+    if only_file:  # its root is the directory in which the module can be found by its name
+        parents = Path(only_file).parents
+        root = str(parents[min(module.count(".") + (Path(only_file).stem == "__init__"), len(parents) - 1)])
+    return UserCode(name=name, import_path=root, file=only_file, only_there=True)
+
+
+def _checked(code: UserCode, check: Callable[[UserCode], Any]) -> tuple[str, Any]:
+    """Runs in the child. If `check` returns a function, the parent gets None instead."""
+    try:
+        found = check(code)
+        return code.find(), None if callable(found) else found
+    except ConfigError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise ChildFailed(describe(error)) from None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Record:
+    """The record of a module. `function`: the name in the profile. `file` is absolute, or "" for a built-in
+    module of Python. `sha256` is "" for a module in an archive."""
+
+    schema_version: int
+    function: str
+    file: str
+    sha256: str
+
+
+def keep_record(run_dir: Path, record: str, code: UserCode | None) -> None:
+    """Write the record of a new run's code as `<record>.json` ("reward.json", say). A resumed run keeps its
+    record."""
+    path = run_dir / f"{record}.json"
+    if code is not None and not path.exists():
+        sha256 = _sha256(code.file) if os.path.isfile(code.file) else ""
+        content = Record(schema_version=SCHEMA_VERSION, function=code.name, file=code.file, sha256=sha256)
+        path.write_text(json.dumps(asdict(content), indent=2) + "\n", encoding="utf-8")
+
+
+def recorded_file(run_dir: Path, what: str, name: str, record: str = "") -> tuple[str, Notes]:
+    """The recorded file of the run's code, and a note for the user if it has changed. Raises RefusedError if
+    either is missing."""
+    path = run_dir / f"{record or what}.json"
+    if not path.exists():
+        raise RefusedError(
+            f'{path} is missing: it records where task.{what} = "{name}" was imported from',
+            hint="a resumed run imports the module only from its recorded file: restore the record from a "
+            "copy",
+        )
+    found = load_json(path, Record, hint="it was written when the run began; restore it from a copy")
+    if found.schema_version != SCHEMA_VERSION or found.function != name:
+        raise RefusedError(
+            f"{path} is not of this run: it is the record of {found.function} (schema {found.schema_version})"
+        )
+    if found.file == "":
+        return "", ()
+    try:
+        has_changed = found.sha256 != "" and found.sha256 != _sha256(found.file)
+    except (OSError, UnsafeFile) as error:
+        raise RefusedError(
+            f"the run's {what} module {found.file} cannot be read: {reason(error)}",
+            hint=f"restore it, or write its new place into {path}: the module is imported only from there",
+        ) from error
+    return found.file, (f"task.{what}: {found.file} has changed since the run began",) if has_changed else ()
+
+
+def origin(run_dir: Path, record: str, code: UserCode | None) -> str:
+    """Says which file a resumed run's code is imported from; "" for a new run's code and for a built-in
+    module."""
+    if code is None or not (code.only_there and code.file):
+        return ""
+    return (
+        f"task.{record.partition('-')[0]} is imported from {code.file}, as {run_dir / f'{record}.json'} says"
+    )
+
+
+def _sha256(file: str) -> str:
+    with open_regular(Path(file)) as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()

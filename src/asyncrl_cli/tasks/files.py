@@ -192,9 +192,10 @@ def _opened(path: Path) -> Iterator[Any]:
             ) from error
 
 
-def _values(column: Any, where: str) -> list[Any]:
+def _values(column: Any, where: str) -> list[object]:
     try:
-        return column.cast(_without_nanoseconds(column.type), safe=False).to_pylist()
+        values: list[object] = column.cast(_without_nanoseconds(column.type), safe=False).to_pylist()
+        return values
     except (
         ValueError,
         TypeError,

@@ -1,28 +1,42 @@
-"""Reward functions of the user: `load_function` makes a scorer of one. The names of its parameters tell how
-it is called.
+"""Rewards: the functions that compute them, built from a RewardSpec in the process that runs them.
+
+Each takes (item, response) and returns a number; it may be a coroutine function. If it cannot judge, it raises
+instead of returning 0. A response without an answer, or with an unreadable one, is simply wrong: 0. How a user's
+function is called, the names of its parameters tell:
 
     ours    score(item, response) -> float
     TRL's   reward(prompts, completions, **columns) -> list[float | None], with lists of one
     verl's  compute_score(data_source, solution_str, ground_truth, extra_info) -> float, or a dict with a `score`
 
-Each may be a coroutine function. What TRL's `log_metric` is given, and the other numbers of verl's dict,
-become metrics.
+What TRL's `log_metric` is given, and the other numbers of verl's dict, become metrics.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+import numbers
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from numbers import Real
 from typing import Any, NamedTuple
 
-from asyncrl_cli.contracts.item import Item
-from asyncrl_cli.contracts.reward_spec import MAX_PARTS, NoReward, Reward
+from asyncrl_cli.builtin.number_sorting import WORKED
+from asyncrl_cli.contracts.item import Item, messages_of
+from asyncrl_cli.contracts.reward_spec import (
+    MAX_PARTS,
+    MAX_REWARD,
+    NAMES_ANSWER,
+    NoReward,
+    Reward,
+    RewardSpec,
+)
 from asyncrl_cli.contracts.user_code import UserCode
+from asyncrl_cli.tasks.final_answer import after_prompt, final_answer, names_answer, tagged
+from asyncrl_cli.tasks.players import agent_player, verifiers_player
 from asyncrl_cli.tasks.rows import DEFAULT_ANSWER, GROUND_TRUTHS, find
 
-Scorer = Callable[[Item, Any], Any]
+RewardFunction = Callable[[Item, Any], Any]
+"""Takes an item and the response to it; for what plays items, the access to the model. Returns a number or an
+awaitable, which `checked_reward` checks."""
 Figures = dict[str, float]
 
 
@@ -31,7 +45,7 @@ class Signature(NamedTuple):
     the function returned. Both may add to the figures."""
 
     arguments: Callable[[Item, str, Figures], dict[str, Any]]
-    reward: Callable[[Any, Figures], Any]
+    reward: Callable[[Any, Figures], object]
 
 
 def is_async(function: Callable[..., Any]) -> bool:
@@ -39,11 +53,12 @@ def is_async(function: Callable[..., Any]) -> bool:
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call)
 
 
-def load_function(code: UserCode, answer_key: str = DEFAULT_ANSWER) -> Scorer:
+def load_function(code: UserCode, answer_key: str = DEFAULT_ANSWER) -> RewardFunction:
     """Import a reward function. Raises any error of that import, or TypeError if it cannot be a reward.
     `answer_key`: the column of the answer, by which TRL's functions ask for it, and which verl's get as it is
     in the data."""
-    found, name = code.load(), code.attribute
+    found: RewardFunction = code.load()
+    name = code.attribute
     if inspect.isclass(found):
         raise TypeError(f"{name} is a class; name a function, or an instance that can be called")
     if not callable(found):
@@ -74,8 +89,8 @@ def check_trl(name: str, signature: inspect.Signature) -> None:
         raise TypeError(f"{name} asks for completion_ids, which are not available where rewards are computed")
 
 
-def _adapted(function: Callable[..., Any], signature: inspect.Signature, call: Signature) -> Scorer:
-    """The scorer that calls a function of another trainer. Without `**kwargs`, the function gets what it has
+def _adapted(function: Callable[..., Any], signature: inspect.Signature, call: Signature) -> RewardFunction:
+    """Calls a function of another trainer. Without `**kwargs`, the function gets what it has
     parameters for."""
     takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in signature.parameters.values())
 
@@ -87,11 +102,11 @@ def _adapted(function: Callable[..., Any], signature: inspect.Signature, call: S
             else {name: value for name, value in given.items() if name in signature.parameters}
         )
 
-    def score(item: Item, response: str) -> Any:
+    def score(item: Item, response: str) -> object:
         figures = Figures()
         return call.reward(function(**asked(item, response, figures)), figures)
 
-    async def score_awaiting(item: Item, response: str) -> Any:
+    async def score_awaiting(item: Item, response: str) -> object:
         figures = Figures()
         return call.reward(await function(**asked(item, response, figures)), figures)
 
@@ -114,7 +129,7 @@ def _trl_arguments(answer_key: str, item: Item, response: str, figures: Figures)
     }
 
 
-def _trl_reward(returned: Any, figures: Figures) -> Any:
+def _trl_reward(returned: Iterable[Any], figures: Figures) -> object:
     rewards = list(returned)
     if len(rewards) != 1:
         raise ValueError(f"{len(rewards)} rewards for one completion")
@@ -135,21 +150,116 @@ def _verl_arguments(answer_key: str, item: Item, response: str, figures: Figures
     }
 
 
-def _verl_reward(returned: Any, figures: Figures) -> Any:
+def _verl_reward(returned: Any, figures: Figures) -> object:
     if not isinstance(returned, Mapping):
         return _with(returned, figures)
     for name, value in returned.items():
-        if name != "score" and isinstance(value, Real):
+        if name != "score" and isinstance(value, numbers.Real):
             _note(figures, name, value)
     return _with(returned["score"], figures)
 
 
-def _with(reward: Any, figures: Figures) -> Any:
+def _with(reward: Any, figures: Figures) -> object:
     """The reward with its figures. A number of NumPy or torch becomes Python's."""
     number = reward.item() if hasattr(reward, "item") else reward
-    return Reward(number, figures) if figures and isinstance(number, Real) else number
+    return Reward(number, figures) if figures and isinstance(number, numbers.Real) else number
 
 
-def _note(figures: Figures, name: str, value: Any) -> None:
+def _note(figures: Figures, name: object, value: Any) -> None:
     if len(figures) < MAX_PARTS:
         figures[str(name)[:80]] = float(value)
+
+
+def checked_reward(value: object) -> Reward:
+    """The reward with its parts. Raises TypeError or ValueError unless it is a finite number of at most
+    MAX_REWARD: None or NaN is a failure, not 0."""
+    if not isinstance(value, numbers.Real):
+        raise TypeError(f"the reward returned {type(value).__name__}, not a number: {value!r:.80}")
+    reward = float(value)
+    if not abs(reward) <= MAX_REWARD:
+        raise ValueError(
+            f"the reward returned {reward:g}; a reward is a number from {-MAX_REWARD:g} to {MAX_REWARD:g}"
+        )
+    return value if isinstance(value, Reward) else Reward(reward)
+
+
+def with_reference(spec: RewardSpec, item: Item, response: object, reward: Reward) -> Reward:
+    """The reward with one more figure: whether the response names the reference answer, if there is one to
+    look for."""
+    answer = item.get("answer")
+    if spec.adapter == "worked" or not isinstance(answer, str) or not isinstance(response, str):
+        return reward
+    return Reward(reward, {**reward.parts, NAMES_ANSWER: float(names_answer(response, answer))})
+
+
+def _weighted_sum(spec: RewardSpec) -> RewardFunction:
+    """The weighted sum. Functions that are coroutine functions are awaited one after the other."""
+    functions = {part.name: (part.weight, build_reward(part.spec)) for part in spec.parts}
+
+    def summed(values: Mapping[str, Any]) -> Reward:
+        given = {
+            name: checked_reward(value) for name, value in values.items() if not isinstance(value, NoReward)
+        }
+        if not given:
+            raise ValueError("none of the rewards applies to the item")
+        figures = {name: figure for reward in given.values() for name, figure in reward.parts.items()}
+        return Reward(sum(functions[name][0] * reward for name, reward in given.items()), figures | given)
+
+    def score(item: Item, response: str) -> Reward:
+        return summed({name: function(item, response) for name, (_, function) in functions.items()})
+
+    async def score_awaiting(item: Item, response: str) -> Reward:
+        values = dict[str, Any]()
+        for name, (_, function) in functions.items():
+            value = function(item, response)
+            values[name] = await value if inspect.isawaitable(value) else value
+        return summed(values)
+
+    return score_awaiting if any(is_async(function) for _, function in functions.values()) else score
+
+
+def build_reward(spec: RewardSpec) -> RewardFunction:
+    """The function that computes the rewards of a spec. Raises any error of importing a function or package, or of
+    a dataset's parameters."""
+    worked = WORKED[spec.dataset] if spec.adapter == "worked" else None
+
+    def expected(item: Item) -> str:
+        if item["answer"] is None:
+            raise ValueError("the item has no answer to compare a response with")
+        return str(item["answer"])
+
+    if spec.kind == "dataset":
+        from asyncrl_cli.tasks.gym import make_dataset
+
+        dataset = make_dataset(spec.dataset, spec.params, seed=0, size=10)
+
+        def by_dataset(item: Item, response: str) -> float:
+            answer = worked.answer(response) if worked else tagged(after_prompt(item, response))
+            return dataset.score_answer(answer, item["metadata"]["entry"])
+
+        return by_dataset
+    if spec.kind == "exact-match":
+        if worked:
+            return lambda item, response: float(worked.is_correct(response, item["metadata"]["entry"]))
+        return lambda item, response: float(tagged(response) == expected(item).strip())
+    if spec.kind == "math-verify":
+        from asyncrl_cli.tasks.mathematics import is_anywhere, is_right
+
+        def by_math_verify(item: Item, response: str) -> float:
+            answer = expected(item)
+            if spec.answer_format == "anywhere":
+                return float(is_anywhere(response, answer))
+            found = final_answer(after_prompt(item, response))
+            asked = messages_of(item["prompt"])[-1]["content"]
+            return float(found is not None and is_right(found, answer, asked))
+
+        return by_math_verify
+    if spec.kind == "several":
+        return _weighted_sum(spec)
+    if spec.kind == "verifiers":
+        return verifiers_player(spec.dataset, spec.params)
+    if spec.function is not None:
+        is_agent = spec.kind == "agent"
+        return agent_player(spec.function) if is_agent else load_function(spec.function, spec.answer_key)
+    assert spec.kind == "none", "an environment gives the rewards of episodes"
+    return lambda item, response: 0.0

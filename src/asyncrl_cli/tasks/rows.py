@@ -92,7 +92,7 @@ def _number(value: int | float | Decimal, column: str, place: str) -> str:
     if not math.isfinite(value):
         what = f'{place}: column "{column}" is {value}, which cannot be an answer'
         raise ConfigError(what, hint=f"remove the row, or name another column: {ANSWER_KEY}")
-    is_whole = abs(value) <= MAX_EXACT_FLOAT and value == int(value)
+    is_whole = abs(float(value)) <= MAX_EXACT_FLOAT and value == int(value)
     return str(int(value)) if is_whole else str(value)
 
 

@@ -94,7 +94,8 @@ class Task:
         None if there is none."""
         if self.reward.adapter == "worked" and self.demonstration:
             return str(self.demonstration(item, Random(0)))
-        return item["answer"]
+        answer: str | None = item["answer"]
+        return answer
 
 
 def load_task(profile: Profile, run_dir: Path | None = None) -> Task:
@@ -180,8 +181,8 @@ def _gym_task(profile: Profile, dataset: str, run_dir: Path | None) -> Task:
         train=tuple(made[train]),
         eval=tuple(made["eval"][: profile.eval.prompts]),
         reward=reward,
-        demonstration=worked and worked.demonstration,
-        flawed_demonstration=worked and worked.flawed_demonstration,
+        demonstration=worked.demonstration if worked else None,
+        flawed_demonstration=worked.flawed_demonstration if worked else None,
         notes=notes,
     )
 

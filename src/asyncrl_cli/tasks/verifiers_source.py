@@ -1,7 +1,7 @@
 """`task.source = "verifiers:<environment>"`: prompts of an environment made with the package `verifiers`, and
 what plays them.
 
-The environment is loaded in child processes only (verifiers_player.py): here to read its datasets, in rollout
+The environment is loaded in child processes only (players.py): here to read its datasets, in rollout
 workers to play it.
 """
 
@@ -17,9 +17,9 @@ from asyncrl_cli.base.paths import expand
 from asyncrl_cli.contracts.item import Item, content_text, content_uid, make_item
 from asyncrl_cli.contracts.reward_spec import RewardSpec
 from asyncrl_cli.profile.schema import Profile
+from asyncrl_cli.tasks.players import Row, read_rows
 from asyncrl_cli.tasks.rows import prompt_and_answer
 from asyncrl_cli.tasks.splits import Splits, hold_out
-from asyncrl_cli.tasks.verifiers_player import Row, read_rows
 
 LOAD_LIMIT_S = 600.0
 """For the import of the package, which takes seconds, and of the environment, which may download its

@@ -50,7 +50,7 @@ from asyncrl_cli.envs.gateway.openai_api import (
     RewardPost,
     TextRequest,
 )
-from asyncrl_cli.tasks.agents import Access
+from asyncrl_cli.tasks.players import Access
 
 BODY_BYTES, BODY_BYTES_PER_TOKEN = 2**20, 64
 """Limit for a request's body: so many bytes, and so many for each token of a context. A token of text takes
