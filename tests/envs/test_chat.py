@@ -12,7 +12,7 @@ from typing import Any, cast
 import pytest
 
 from asyncrl_cli.base.errors import PreflightError
-from asyncrl_cli.builtin.tiny_chat import chat_tokenizer
+from asyncrl_cli.builtin.tiny import chat_tokenizer
 from asyncrl_cli.contracts.environment import Answer, EpisodeFailed
 from asyncrl_cli.engines.port import Completion
 from asyncrl_cli.envs.chat import Chat

@@ -6,8 +6,7 @@ from __future__ import annotations
 import pytest
 from transformers import AutoTokenizer
 
-from asyncrl_cli.builtin.tiny import IGNORED
-from asyncrl_cli.builtin.tiny_chat import chat_tokenizer, taught_conversation
+from asyncrl_cli.builtin.tiny import IGNORED, chat_tokenizer, taught_conversation
 
 ADD = {"name": "add", "parameters": {"properties": {"left": {"type": "integer"}, "note": {"type": "string"}}}}
 

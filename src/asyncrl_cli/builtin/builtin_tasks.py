@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from asyncrl_cli.base.errors import ConfigError, did_you_mean
 from asyncrl_cli.builtin.calculation import Arithmetic
-from asyncrl_cli.builtin.guessing import Guessing
+from asyncrl_cli.builtin.guess import Guessing
 from asyncrl_cli.contracts.item import Item, take_new
 from asyncrl_cli.contracts.reward_spec import Adapter
 from asyncrl_cli.profile.schema import TaskSection

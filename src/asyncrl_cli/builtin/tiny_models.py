@@ -15,16 +15,19 @@ from typing import TYPE_CHECKING
 from asyncrl_cli.base.errors import PreflightError
 from asyncrl_cli.base.storage import appearing_directory, naming, storage_error
 from asyncrl_cli.builtin.tiny import (
+    CHARACTERS,
+    CHAT_TEMPLATE,
     Course,
     Recipe,
     characters_of,
+    chat_tokenizer,
     make_lessons,
+    taught_conversation,
     taught_response,
     tiny_model,
     tiny_sizes,
     tiny_tokenizer,
 )
-from asyncrl_cli.builtin.tiny_chat import CHARACTERS, CHAT_TEMPLATE, chat_tokenizer, taught_conversation
 from asyncrl_cli.profile.schema import Profile
 
 if TYPE_CHECKING:

@@ -63,6 +63,14 @@ class Scored:
     failure: str = ""
     is_right: bool = False
 
+    @property
+    def earned(self) -> float:
+        return float("-inf") if self.reward is None else self.reward
+
+    @property
+    def outcome(self) -> str:
+        return f"it failed: {self.failure:.200}" if self.reward is None else f"reward {self.reward:g}"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rehearsal:
@@ -115,9 +123,8 @@ class Rehearsal:
         if 0 < len(self.unscored) < self.num_items:  # all of them are an error, with the same example
             worst = self.unscored[0]
             found.append(
-                f"task.reward: for {len(self.unscored)} of {self.num_items} items the reference answer "
-                "scores in none of the usual "
-                f"forms, for example {worst.item['answer']!r:.60}: {_unscored(worst)}"
+                f"task.reward: for {len(self.unscored)} of {self.num_items} items the reference answer scores "
+                f"in none of the usual forms, for example {worst.item['answer']!r:.60}: {_unscored(worst)}"
             )
         for what, most in FOILS.items():
             scored = self.rows.get(what, [])
@@ -126,16 +133,14 @@ class Rehearsal:
                 worst = max(right, key=lambda one: one.reward or 0.0)
                 found.append(
                     f"task.reward: {what}{',' * (',' in what)} is rewarded like a right answer for "
-                    f"{len(right)} of {len(scored)} "
-                    f"items, for example {worst.text!r:.100}: {_outcome(worst)}, where the answer is "
-                    f"{worst.item['answer']!r:.60}"
+                    f"{len(right)} of {len(scored)} items, for example {worst.text!r:.100}: {worst.outcome}, "
+                    f"where the answer is {worst.item['answer']!r:.60}"
                 )
         texts = [one for scored in self.rows.values() for one in scored]
         if failed := [one for one in texts if one.reward is None]:
             found.append(
                 f"task.reward failed for {len(failed)} of {len(texts)} texts, and such trajectories are left "
-                "out; for example on "
-                f"{failed[-1].text!r:.100}: {failed[-1].failure:.200}"
+                f"out; for example on {failed[-1].text!r:.100}: {failed[-1].failure:.200}"
             )
         return found
 
@@ -149,20 +154,15 @@ class Rehearsal:
         worst = self.unscored[0]
         raise ConfigError(
             f"task.reward = {self.name}: no reference answer scores in any of the usual forms, on "
-            f"{self.num_items} items; for "
-            f"example {worst.text!r:.100}: {_unscored(worst)}, where the answer is "
-            f"{worst.item['answer']!r:.60}",
+            f"{self.num_items} items; for example {worst.text!r:.100}: {_unscored(worst)}, where the answer "
+            f"is {worst.item['answer']!r:.60}",
             hint=f"check task.answer_key and the reward; if it is meant to be so, {WITHOUT_IT}",
         )
 
 
-def _outcome(one: Scored) -> str:
-    return f"reward {one.reward:g}" if one.reward is not None else f"it failed: {one.failure:.200}"
-
-
 def _unscored(one: Scored) -> str:
     """The outcome of a reference that earns no more than the item's other texts, which may be more than 0."""
-    return f"{_outcome(one)}, and no text that it judged earns less" if one.reward else _outcome(one)
+    return f"{one.outcome}, and no text that it judged earns less" if one.reward else one.outcome
 
 
 async def rehearse(profile: Profile, task: Task) -> Rehearsal:
@@ -177,10 +177,10 @@ async def rehearse(profile: Profile, task: Task) -> Rehearsal:
         return Rehearsal(name=name, reason="a reward model scores the responses")
     plays_turns = environment_of(profile.task) != "one-turn" and task.tool_class is None
     if task.reward.plays or kind == "episode" or plays_turns:
-        return Rehearsal(
-            name=name, reason="episodes of several turns get their rewards as a model plays them"
-        )
+        why = "episodes of several turns get their rewards as a model plays them"
+        return Rehearsal(name=name, reason=why)
     items = [item for item in task.train if task.expected(item) is not None]
+    chosen = Random(0).sample(items, most) if len(items) > most else items
     began_s = time.monotonic()
     if kind == "exact-match":  # ours, and quick: it needs no process
         function = build_reward(task.reward)
@@ -191,48 +191,42 @@ async def rehearse(profile: Profile, task: Task) -> Rehearsal:
             except Exception as error:  # as in a reward process
                 raise RewardFailed(describe(error)) from error
 
-        return await _rehearsed(name, task, _some(items, most), score, began_s)
-    pool = RewardPool(
-        task.reward, timeout_s=min(LIMIT_S, profile.task.reward_timeout_s), workers=default_workers()
-    )
+        return await _rehearsed(name, task, chosen, score, began_s)
+    limit_s = min(LIMIT_S, profile.task.reward_timeout_s)
+    pool = RewardPool(task.reward, timeout_s=limit_s, workers=default_workers())
     try:
         await pool.start()
         if not items:
             refusal = await _asks_in_vain(name, task.train[:MAX_PROBED], pool.score)
             return Rehearsal(name=name, reason="no item has an answer to try it with", refusal=refusal)
-        return await _rehearsed(name, task, _some(items, most), pool.score, began_s)
+        return await _rehearsed(name, task, chosen, pool.score, began_s)
     finally:
         await pool.close()
-
-
-def _some(items: Sequence[Item], most: int) -> Sequence[Item]:
-    return Random(0).sample(items, most) if len(items) > most else items
 
 
 async def _rehearsed(name: str, task: Task, items: Sequence[Item], score: Score, began_s: float) -> Rehearsal:
     rows: dict[str, list[Scored]] = {}
     unscored: list[Scored] = []
     num_items = 0
-    places = asyncio.Semaphore(AT_ONCE)
+    turns = asyncio.Semaphore(AT_ONCE)
 
     async def rehearse_item(index: int) -> None:
         nonlocal num_items
-        async with places:
-            of_item = await _scored_item(task, items, index, score)
+        async with turns:
+            scored = await _scored_item(task, items, index, score)
         num_items += 1
-        for what, one in of_item.items():
+        for what, one in scored.items():
             rows.setdefault(what, []).append(one)
-        if not any(one.is_right for what, one in of_item.items() if what not in FOILS):
-            unscored.append(next(iter(of_item.values())))
+        if not any(one.is_right for what, one in scored.items() if what not in FOILS):
+            unscored.append(next(iter(scored.values())))
 
     with suppress(TimeoutError):
         async with timeout(LIMIT_S), asyncio.TaskGroup() as tasks:
             for index in range(len(items)):
                 tasks.create_task(rehearse_item(index))
-    order = [*(FORMS if task.reward.adapter == "plain" else [next(iter(FORMS))]), *FOILS]
     return Rehearsal(
         name=name,
-        rows={what: rows[what] for what in order if what in rows},
+        rows={what: rows[what] for what in (*FORMS, *FOILS) if what in rows},
         reason=f"no item was scored within {LIMIT_S:g} s",
         wall_s=time.monotonic() - began_s,
         unscored=unscored,
@@ -245,43 +239,33 @@ async def _scored_item(task: Task, items: Sequence[Item], index: int, score: Sco
     earns most."""
     item, expected = items[index], str(task.expected(items[index]))
     forms = FORMS if task.reward.adapter == "plain" else dict([next(iter(FORMS.items()))])
-    texts = {what: form.format(expected) for what, form in forms.items()}
-    found = await _scores(item, texts, score)
-    best = max(found, key=lambda what: _earned(found[what]))
+
+    async def scored(texts: Mapping[str, str]) -> dict[str, Scored]:
+        found = await asyncio.gather(*(_score(item, text, score) for text in texts.values()))
+        return dict(zip(texts, found, strict=True))
+
+    found = await scored({what: form.format(expected) for what, form in forms.items()})
+    best = max(found, key=lambda what: found[what].earned)
     asked = messages_of(item["prompt"])[-1]["content"]
-    others = {PROMPT: asked, EMPTY: ""}
-    if expression := _expression(asked, expected):
-        others[EXPRESSION] = forms[best].format(expression)
-    if (other := _other_answer(task, items, index, expected)) is not None:
-        others[OTHER] = forms[best].format(other)
-    found |= await _scores(item, others, score)
+    foils = {PROMPT: asked, EMPTY: ""}
+    # The longest arithmetic expression in the prompt that is not the answer itself.
+    expressions = [text.strip() for text in ARITHMETIC.findall(asked) if OPERATION.search(text)]
+    others = [text for text in expressions if text.replace(" ", "") != expected.replace(" ", "")]
+    if others:
+        foils[EXPRESSION] = forms[best].format(max(others, key=len))
+    # The next item's answer that differs from this one.
+    following = (str(task.expected(items[(index + step) % len(items)])) for step in range(1, len(items)))
+    plain = expected.strip().casefold()
+    other = next((answer for answer in following if answer.strip().casefold() != plain), None)
+    if other is not None:
+        foils[OTHER] = forms[best].format(other)
+    found |= await scored(foils)
     least = min((one.reward for one in found.values() if one.reward is not None), default=0.0)
-    middle = (least + _earned(found[best])) / 2
+    middle = (least + found[best].earned) / 2
     return {
-        what: replace(one, is_right=_earned(one) > least and _earned(one) >= middle)
+        what: replace(one, is_right=one.earned > least and one.earned >= middle)
         for what, one in found.items()
     }
-
-
-def _expression(asked: str, expected: str) -> str:
-    """The longest arithmetic expression in a prompt that is not the answer itself; "" if there is none."""
-    found = [text.strip() for text in ARITHMETIC.findall(asked) if OPERATION.search(text)]
-    return max(
-        (text for text in found if text.replace(" ", "") != expected.replace(" ", "")), key=len, default=""
-    )
-
-
-def _other_answer(task: Task, items: Sequence[Item], index: int, expected: str) -> str | None:
-    """The next item's answer that differs from this one; None if all are the same."""
-    following = (str(task.expected(items[(index + step) % len(items)])) for step in range(1, len(items)))
-    return next(
-        (answer for answer in following if answer.strip().casefold() != expected.strip().casefold()), None
-    )
-
-
-async def _scores(item: Item, texts: Mapping[str, str], score: Score) -> dict[str, Scored]:
-    scored = await asyncio.gather(*(_score(item, text, score) for text in texts.values()))
-    return dict(zip(texts, scored, strict=True))
 
 
 async def _score(item: Item, text: str, score: Score) -> Scored:
@@ -289,10 +273,6 @@ async def _score(item: Item, text: str, score: Score) -> Scored:
         return Scored(item, text, await score(item, text))
     except RewardFailed as failed:
         return Scored(item, text, None, str(failed))
-
-
-def _earned(one: Scored) -> float:
-    return float("-inf") if one.reward is None else one.reward
 
 
 async def _asks_in_vain(name: str, items: Sequence[Item], score: Score) -> ConfigError | None:
