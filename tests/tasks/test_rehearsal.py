@@ -28,12 +28,14 @@ def last_number(item, response):
 
 def evaluated(item, response):
     found = re.search(r"([0-9]+) [+] ([0-9]+)", response)
-    return float(item["answer"] in response or bool(found) and str(sum(map(int, found.groups()))) == item["answer"])
+    is_sum = bool(found) and str(sum(map(int, found.groups()))) == item["answer"]
+    return float(item["answer"] in response or is_sum)
 
 
 def misread(item, response):
     from math_verify import parse, verify
-    return float(verify(parse(item["answer"], parsing_timeout=None), parse(response, parsing_timeout=None), timeout_seconds=None))
+    gold, found = (parse(text, parsing_timeout=None) for text in (item["answer"], response))
+    return float(verify(gold, found, timeout_seconds=None))
 
 
 def generous(item, response):

@@ -143,7 +143,8 @@ def test_verls_function_gets_a_ground_truth_that_is_no_text_as_it_is(tmp_path, c
 
 SEVERAL = """
 def right(item, response): return float(response == item["answer"])
-def brief(completions, **columns): return [None if "skip" in text else 1.0 / len(text) for text in completions]
+def brief(completions, **columns):
+    return [None if "skip" in text else 1.0 / len(text) for text in completions]
 async def slow(solution_str, ground_truth): return {"score": 2.0, "acc": 0.5}
 """
 

@@ -58,8 +58,8 @@ FUNCTIONS = '''
             open(item["answer"], "w").close()
             os._exit(9)
         if response.startswith("return "):
-            values = {"nan": float("nan"), "inf": float("inf"), "none": None, "text": "1", "true": True, "int": 2}
-            return values[response[7:]]
+            values = {"none": None, "text": "1", "true": True, "int": 2}
+            return float(response[7:]) if response[7:] in ("nan", "inf") else values[response[7:]]
         return 1.0
 
     async def coroutine(item, response):
@@ -92,7 +92,7 @@ FUNCTIONS = '''
         return float(response)
 
     def held(item, response):
-        """The response "hold" waits until the file that the answer names exists; a file beside it, with the pid, says so."""
+        """The response "hold" waits for the file that the answer names; one beside it, with the pid, says so."""
         if response == "hold":
             open(f"{item['answer']}-{os.getpid()}", "w").close()
             while not os.path.exists(item["answer"]):
@@ -495,8 +495,8 @@ from asyncrl_cli.contracts.reward_spec import RewardSpec
 from asyncrl_cli.contracts.user_code import UserCode
 from asyncrl_cli.sandbox.parent_rewards import RewardPool
 async def main():
-    spec = RewardSpec(kind="function", function=UserCode(name="my_rewards:by_command", import_path={str(functions)!r}))
-    pool = RewardPool(spec, timeout_s=99)
+    code = UserCode(name="my_rewards:by_command", import_path={str(functions)!r})
+    pool = RewardPool(RewardSpec(kind="function", function=code), timeout_s=99)
     await pool.score(make_item("p", "a", {{}}), "ok")
     print(*pool.child_pids, flush=True)
     if {child_is!r} == "hanging":

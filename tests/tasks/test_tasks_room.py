@@ -17,7 +17,8 @@ def test_no_module_imports_ray_torch_or_a_whole_dataset_library():
 import importlib, sys
 for module in {MODULES}:
     importlib.import_module("asyncrl_cli.tasks." + module)
-    if loaded := {{"ray", "torch", "transformers", "numpy", "sympy", "pyarrow", "reasoning_gym"}} & set(sys.modules):
+    heavy = {{"ray", "torch", "transformers", "numpy", "sympy", "pyarrow", "reasoning_gym"}}
+    if loaded := heavy & set(sys.modules):
         sys.exit(f"{{module}} loads {{loaded}}")
 """
     env = {**os.environ, "PYTHONPATH": str(ROOM.parents[1])}

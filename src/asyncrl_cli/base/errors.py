@@ -2,14 +2,14 @@
 
 AsyncrlError             exit 1   the run failed
 ├── ConfigError          exit 2   a key, a flag or a file of the profile is wrong
-├── PreflightError       exit 3   something that the run needs is missing (GPUs, Ray, an engine, a model)
+├── PreflightError       exit 3   something that the run needs is missing: GPUs, Ray, a model
 ├── RefusedError         exit 4   run directory in use; foreign or damaged checkpoint
 ├── ExecutorFailed       exit 1   a trainer or a rollout worker failed; carries its own error
 │   └── ExecutorLost     exit 1   ... because its process or engine is gone, or did not answer in time
 │       └── NoRoom       exit 1   ... and the cluster has no room for another process
-├── SessionLost          exit 1   a daemon of the local Ray session, or the cluster's head, has died: Ray no longer answers
+├── SessionLost          exit 1   a daemon of the local Ray session, or the cluster's head, has died
 ├── StallError           exit 1   nothing made progress; names who waits for whom
-├── StorageError         exit 1   a file of the run cannot be written or read: full disk, quota, permissions, a failing disk
+├── StorageError         exit 1   a file of the run cannot be written or read: full disk, permissions
 ├── DamagedWeights       exit 1   received weights are not the published ones (weights/buckets.py)
 └── Interrupted          exit 130 stopped on request, after a checkpoint
 """

@@ -118,7 +118,7 @@ def best_reward(num_numbers: int, par: int, max_guesses: int) -> float:
 
 
 class Guess(Environment):
-    """Turns of plain text, each answered by a hint. A secret that is not found earns 0. Runs in a rollout worker."""
+    """Turns of plain text, each answered by a hint. A secret that is not found earns 0."""
 
     def __init__(self, rewards: object) -> None:
         """The rewards of the task are not used: the reward follows from the guesses."""

@@ -1,9 +1,9 @@
 """The host of the processes that run users' code: forks one on request, and kills what is left of it.
 
     parent -> host       `fork` with one end of a socket, over which the new process talks; `kill PID`
-    host -> parent       lines of JSON: {} or {"failed": why}; then {"pid": ..., "code": ...} for each that ended
+    host -> parent       lines of JSON: {} or {"failed": why}; then {"pid", "code"} for each that ended
     parent -> process    pickles: requests
-    process -> parent    lines of JSON: {"pid": ...}, then {"places": ...} or {"failed": why}; then its answers
+    process -> parent    lines of JSON: {"pid"}, then {"places"} or {"failed": why}; then its answers
 
 Each process leads its own session and process group. When it is killed or dies, the rest of its group is
 killed. Anything that it orphaned in another session (a daemon) becomes the host's child, and is killed when

@@ -1,11 +1,11 @@
 """A reward process: scores responses, and marks in shared memory which reward is running.
 
-    pool -> process    pickles: (id, item, response); (id, None, "") if nobody waits for an async reward any more
+    pool -> process    pickles: (id, item, response); (id, None, "") if nobody waits for it any more
     process -> pool    lines of JSON: {"id", "reward", "parts"}, or {"id", "failed": why, "kind"}
 
-Ordinary rewards run one at a time; async ones run concurrently, each with its own timeout while it awaits. The
-pool kills the process if the mark shows the same reward for longer than a limit. Agents (tasks/players.py) are async
-rewards here: the process plays the item, and the "response" is the agent's access to the model.
+Ordinary rewards run one at a time; async ones run concurrently, each with its own timeout while it awaits.
+The pool kills the process if the mark shows the same reward for longer than a limit. Agents are async rewards
+here: the process plays the item, and the "response" is the agent's access to the model.
 """
 
 from __future__ import annotations

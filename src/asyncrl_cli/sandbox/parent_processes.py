@@ -3,8 +3,8 @@
     take ─> Process ─ask, answer─> ... ─give_back─> idle ─> take ...
                           └─ hung, died, stopped ─> kill
 
-A host (child_host.py) forks them, and kills all that is left of one. They answer over a socket: pickles one way,
-lines of JSON the other. Nothing here blocks the event loop or needs a thread.
+A host (child_host.py) forks them, and kills all that is left of one. They answer over a socket: pickles one
+way, lines of JSON the other. Nothing here blocks the event loop or needs a thread.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ class UnreadableAnswer(ProcessEnded):
 
 @dataclass(slots=True, eq=False)
 class Process:
-    """`num_owed`: how many answers are still to come; the first two are its pid and how many requests it takes
-    at once (`places`)."""
+    """`num_owed`: how many answers are still to come; the first two are its pid and how many requests it
+    takes at once (`places`)."""
 
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
@@ -97,8 +97,8 @@ class Processes:
     """The processes of one kind, and their host.
 
     `load(*arguments)` makes what serves requests (child_host.Server): in every process, or once in the host
-    before it forks (`is_loaded_once`). That may take `start_limit_s`. `name`: "reward", for messages. `python`:
-    see `child_process.command`. `log_path`: the file for what they print; None: our standard error.
+    before it forks (`is_loaded_once`). That may take `start_limit_s`. `name`: "reward", for messages.
+    `python`: see `child_process.command`. `log_path`: of what they print; None: our standard error.
     """
 
     name: str
@@ -198,8 +198,8 @@ class Processes:
         return ProcessEnded(f"the {self.name} process did not start within {self.start_limit_s:g} s")
 
     def _fork(self, *descriptors: int) -> bool:
-        """Have the host fork a process that gets these; False if the host's socket is full. Raises ProcessEnded
-        if the host has ended."""
+        """Have the host fork a process that gets these; False if the host's socket is full. Raises
+        ProcessEnded if the host has ended."""
         if self.control is None or self._commands is None:
             raise ProcessEnded(f"the host of the {self.name} processes has ended")
         if self._commands.transport.get_write_buffer_size():

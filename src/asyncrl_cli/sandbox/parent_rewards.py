@@ -1,17 +1,15 @@
-"""RewardPool: awaits rewards that processes of their own compute, so that no verifier can hold up the event loop.
+"""RewardPool: awaits rewards that processes compute, so that no verifier can hold up the event loop.
 
     score() -> backlog -> a process with a free place -> its outcome
                   ^           |
-                  +-----------+  the process has died: another one is asked, unless this reward was running in two that died
+                  +-----------+  the process has died: another one is asked, unless this reward was running
+                                 in two that died
 
 A process has one place for an ordinary reward, or 128 for async ones. If a reward runs longer than the
 timeout, its process is killed. So every `score` ends: with a reward, or with RewardFailed.
 
-Why not pebble: a pool on pebble 5.2 failed 10 of this pool's 60 tests. Killing an idle process breaks
-pebble's pool for good. Its processes run one task at a time: 100 async rewards of 0.2 s took 20 s; here they
-take 0.25 s. Processes started by a reward survive when it is killed. Each process imports the parent's main
-module, which in a Ray worker is Ray (a start takes 2.3 s; here 0.8 s). loky and concurrent.futures have no
-time limit for a task.
+Why not pebble: killing an idle process breaks its pool for good, its processes run one task at a time, what
+a reward has started survives it, and each imports Ray. loky and concurrent.futures have no time limits.
 """
 
 from __future__ import annotations
@@ -272,8 +270,8 @@ class RewardProcess:
         self.pool.processes.kill(self.process)
 
     async def end(self) -> str:
-        """End the process. An idle one exits when its socket closes; a busy one, or one that does not exit, is
-        killed. Returns how it ended if it was idle and never gave a result, else ""."""
+        """End the process. An idle one exits when its socket closes; a busy one, or one that does not exit,
+        is killed. Returns how it ended if it was idle and never gave a result, else ""."""
         self.process.writer.close()
         culprit, how = self.mark.read()[0], ""
         try:

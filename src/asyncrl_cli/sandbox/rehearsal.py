@@ -123,8 +123,8 @@ class Rehearsal:
         if 0 < len(self.unscored) < self.num_items:  # all of them are an error, with the same example
             worst = self.unscored[0]
             found.append(
-                f"task.reward: for {len(self.unscored)} of {self.num_items} items the reference answer scores "
-                f"in none of the usual forms, for example {worst.item['answer']!r:.60}: {_unscored(worst)}"
+                f"task.reward: for {len(self.unscored)} of {self.num_items} items the reference answer "
+                f"scores in none of the usual forms, for example {worst.item['answer']!r:.60}: {_unscored(worst)}"
             )
         for what, most in FOILS.items():
             scored = self.rows.get(what, [])

@@ -1,11 +1,11 @@
 """Sources of items: from a profile's `task` section to the items of both splits, and what judges them.
 
     task.load_task(profile) -> Task    both splits, the reward's description, demonstrations
-        files.py, rows.py, splits.py   items of a jsonl or parquet file: reads it, checks its rows, holds out eval items
+        files.py, rows.py, splits.py   items of a jsonl or parquet file: rows, held-out eval items
         gym.py                         items of a reasoning-gym dataset
         verifiers_source.py            items of an environment of the package verifiers
         (builtin/)                     items of a task that comes with asyncrl
-        code_choice.py                 chooses the reward and the environment class; tries out and records user code
+        code_choice.py                 chooses the reward and the environment class; tries out user code
 
 What sandbox/ runs in processes of their own:
 

@@ -2,8 +2,8 @@
 `task.environment` to a ToolClass; the driver's side of user code.
 
 User code is tried out before the run begins. A run records the file of each such module, and a resumed run
-imports the module only from that file: it may be started in another directory, which may hold another module of
-the same name. `run_dir` is set for a resumed run.
+imports the module only from that file: it may be started in another directory, which may hold another module
+of the same name. `run_dir` is set for a resumed run.
 """
 
 from __future__ import annotations

@@ -139,8 +139,7 @@ def _refuse_constant(name: str) -> NoReturn:
 def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
-        seen: set[str] = set()
-        twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+        (twice, _), *_ = Counter(key for key, _ in pairs).most_common(1)
         raise ValueError(f'the key "{twice:.80}" appears twice')
     return found
 

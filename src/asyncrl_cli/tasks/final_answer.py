@@ -1,9 +1,9 @@
 """Where a response's answer is looked for: the strict rules of verl, TRL and math-verify, put together.
 
-    <answer>...</answer>        the last one; what follows is looked for in it, and otherwise all of it is the answer
+    <answer>...</answer>        the last one; what follows is looked for in it, else it is all the answer
     \\boxed{...}                 the last one, whatever comes after it
     #### ...                    on the last line (GSM8K)
-    the answer is: ...          or "Answer: ..."; the last one, within the last 300 characters, up to the end of its sentence
+    the answer is: ...          or "Answer: ..."; the last one in the last 300 characters, to its full stop
 
 A response that repeats the whole prompt is read only from there on, so examples in the prompt are no answers.
 Pure text.

@@ -38,8 +38,8 @@ class Dataset(Protocol):
 
 
 def make_dataset(name: str, params: Mapping[str, object], *, seed: int, size: int) -> Dataset:
-    """The dataset with these parameters. Raises a ConfigError that names the nearest datasets if there is none of
-    this name, or the wrong parameter and why it is wrong."""
+    """The dataset with these parameters. Raises a ConfigError that names the nearest datasets if there is
+    none of this name, or the wrong parameter and why it is wrong."""
     import reasoning_gym.composite  # noqa: F401  (registers one more dataset)
     from reasoning_gym.factory import DATASETS
 
@@ -123,7 +123,7 @@ def _distinct(spec: RewardSpec, stream: str, num: int, taken: set[str]) -> list[
             key = "eval.prompts" if stream == "eval" else "task.train_prompts"
             raise ConfigError(
                 f'dataset "{spec.dataset}" with these parameters made only {len(found)} of {num} new prompts '
-                f"for {key} in {num_tries} tries ({len(taken)} distinct ones in all, train and eval together)",
+                f"for {key} in {num_tries} tries ({len(taken)} distinct ones, train and eval together)",
                 hint=f"lower {key}, or widen task.params",
             )
     return found

@@ -66,7 +66,8 @@ NUMBER = re.compile(rf"(?:[+-]?\d+\+)?{DECIMAL}/{DECIMAL}%?|{WHOLE.pattern}")
 OPERATION = re.compile(r".[-+]|[*/^,%!_\\]")
 ROW = re.compile(r"\d\s+-?\d")  # MIXED has joined mixed numbers
 WORDS = re.compile(
-    r"[A-Z][a-z][A-Za-z' -]*|[A-Za-z' -]{4,}|yes|no|-?0[xbo][\da-fA-F]+|\d+(?:-\d+)+|\d\d?/\d\d?/\d{2,4}|\d\d?(?::\d\d){1,2}"
+    r"[A-Z][a-z][A-Za-z' -]*|[A-Za-z' -]{4,}|yes|no|-?0[xbo][\da-fA-F]+|"
+    r"\d+(?:-\d+)+|\d\d?/\d\d?/\d{2,4}|\d\d?(?::\d\d){1,2}"
 )
 """Words, numbers of another base, dates and times, scores: math-verify would take them for products and
 differences."""

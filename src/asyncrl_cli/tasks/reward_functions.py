@@ -1,12 +1,12 @@
 """Rewards: the functions that compute them, built from a RewardSpec in the process that runs them.
 
-Each takes (item, response) and returns a number; it may be a coroutine function. If it cannot judge, it raises
-instead of returning 0. A response without an answer, or with an unreadable one, is simply wrong: 0. How a user's
-function is called, the names of its parameters tell:
+Each takes (item, response) and returns a number; it may be a coroutine function. If it cannot judge, it
+raises instead of returning 0. A response without an answer, or with an unreadable one, is simply wrong: 0.
+The names of its parameters tell how a user's function is called:
 
     ours    score(item, response) -> float
     TRL's   reward(prompts, completions, **columns) -> list[float | None], with lists of one
-    verl's  compute_score(data_source, solution_str, ground_truth, extra_info) -> float, or a dict with a `score`
+    verl's  compute_score(data_source, solution_str, ground_truth, extra_info) -> float, or a dict with a score
 
 What TRL's `log_metric` is given, and the other numbers of verl's dict, become metrics.
 """
@@ -219,8 +219,8 @@ def _weighted_sum(spec: RewardSpec) -> RewardFunction:
 
 
 def build_reward(spec: RewardSpec) -> RewardFunction:
-    """The function that computes the rewards of a spec. Raises any error of importing a function or package, or of
-    a dataset's parameters."""
+    """The function that computes the rewards of a spec. Raises any error of importing a function or package,
+    or of a dataset's parameters."""
     worked = WORKED[spec.dataset] if spec.adapter == "worked" else None
 
     def expected(item: Item) -> str:

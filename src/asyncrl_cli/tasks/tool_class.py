@@ -6,9 +6,9 @@ it and may return text to add to the user's message. All other public methods ar
 by docstrings and type hints. The reward is the sum of `get_reward()`, if there is one, and of the functions
 in task.reward. An attribute `done` that is true ends the episode.
 
-    worker -> process    pickles: ("reset", seed, prompt, columns), ("calls", [(tool, arguments), ...]), ("reward", completion),
-                         ("finish",)
-    process -> worker    lines of JSON: first {"pid": ...}, then one per request (for "calls" one per tool call)
+    worker -> process    pickles: ("reset", seed, prompt, columns), ("calls", [(tool, arguments), ...]),
+                         ("reward", completion), ("finish",)
+    process -> worker    lines of JSON: one per request (for "calls" one per tool call)
 
 A line with `failed` says why the episode cannot go on. An error raised by a tool is not such a failure: the
 model is told.
