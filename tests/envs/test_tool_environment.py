@@ -282,8 +282,7 @@ def test_an_abort_in_the_middle_of_a_call_kills_the_process() -> None:
         processes = environment_processes(FAULTY, import_limit_s=IMPORT_LIMIT_S)
         environment = ToolEnvironment(processes, FAULTY, None, CallLog(None), 60.0)
         await environment.start(make_item("hello", None, {}))
-        assert environment._process is not None
-        process = psutil.Process(environment._process.pid)
+        (process,) = psutil.Process(processes.host.pid).children()
         step = asyncio.ensure_future(environment.step(misbehaving("hang")))
         await asyncio.sleep(0.1)
         step.cancel()

@@ -92,7 +92,7 @@ FUNCTIONS = '''
         return float(response)
 
     def held(item, response):
-        """The response "hold" waits for the file that the answer names; one beside it, with the pid, says so."""
+        """The response "hold" waits for the file that the answer names; one beside it says so."""
         if response == "hold":
             open(f"{item['answer']}-{os.getpid()}", "w").close()
             while not os.path.exists(item["answer"]):

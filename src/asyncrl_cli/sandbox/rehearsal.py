@@ -124,7 +124,8 @@ class Rehearsal:
             worst = self.unscored[0]
             found.append(
                 f"task.reward: for {len(self.unscored)} of {self.num_items} items the reference answer "
-                f"scores in none of the usual forms, for example {worst.item['answer']!r:.60}: {_unscored(worst)}"
+                f"scores in none of the usual forms, for example {worst.item['answer']!r:.60}: "
+                f"{_unscored(worst)}"
             )
         for what, most in FOILS.items():
             scored = self.rows.get(what, [])

@@ -123,7 +123,8 @@ def _distinct(spec: RewardSpec, stream: str, num: int, taken: set[str]) -> list[
             key = "eval.prompts" if stream == "eval" else "task.train_prompts"
             raise ConfigError(
                 f'dataset "{spec.dataset}" with these parameters made only {len(found)} of {num} new prompts '
-                f"for {key} in {num_tries} tries ({len(taken)} distinct ones, train and eval together)",
+                f"for {key} in {num_tries} tries ({len(taken)} distinct ones in all, "
+                "train and eval together)",
                 hint=f"lower {key}, or widen task.params",
             )
     return found

@@ -6,7 +6,7 @@ The names of its parameters tell how a user's function is called:
 
     ours    score(item, response) -> float
     TRL's   reward(prompts, completions, **columns) -> list[float | None], with lists of one
-    verl's  compute_score(data_source, solution_str, ground_truth, extra_info) -> float, or a dict with a score
+    verl's  compute_score(data_source, solution_str, ground_truth, extra_info) -> float, or a dict
 
 What TRL's `log_metric` is given, and the other numbers of verl's dict, become metrics.
 """
