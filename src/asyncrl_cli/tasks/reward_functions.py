@@ -162,7 +162,7 @@ def _verl_reward(returned: Any, figures: Figures) -> object:
 def _with(reward: Any, figures: Figures) -> object:
     """The reward with its figures. A number of NumPy or torch becomes Python's."""
     number = reward.item() if hasattr(reward, "item") else reward
-    return Reward(number, figures) if figures and isinstance(number, numbers.Real) else number
+    return Reward(float(number), figures) if figures and isinstance(number, numbers.Real) else number
 
 
 def _note(figures: Figures, name: object, value: Any) -> None:
@@ -221,7 +221,7 @@ def _weighted_sum(spec: RewardSpec) -> RewardFunction:
 def build_reward(spec: RewardSpec) -> RewardFunction:
     """The function that computes the rewards of a spec. Raises any error of importing a function or package,
     or of a dataset's parameters."""
-    worked = WORKED[spec.dataset] if spec.adapter == "worked" else None
+    worked = WORKED.get(spec.dataset) if spec.adapter == "worked" else None
 
     def expected(item: Item) -> str:
         if item["answer"] is None:
