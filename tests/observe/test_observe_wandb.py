@@ -54,7 +54,8 @@ sink = Wandb(profile, directory)
 (directory / "samples").mkdir()
 (directory / "samples" / "step-000010.jsonl").write_text(sys.argv[5])
 for step in range(1, 101):
-    sink.line({"step": step, "reward/mean": step / 100, "staleness/histogram": [3, 1], "trainer/idle_ratio": 1.0})
+    figures = {"reward/mean": step / 100, "staleness/histogram": [3, 1], "trainer/idle_ratio": 1.0}
+    sink.line({"step": step, **figures})
 has_room.set()
 whole_run = replace(done, totals={"trainer/idle_ratio": 0.25, "reward/mean": 0.5})
 sink.end(whole_run)

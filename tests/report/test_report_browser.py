@@ -20,7 +20,8 @@ const told = new MutationObserver(() => {
   told.disconnect();
   const plots = [...document.querySelectorAll(".plot")];
   const lines = (div) => div.data.filter((one) => one.mode !== "markers");
-  const data = plots.map((div) => [div.dataset.title, lines(div).map((one) => [one.name, Array.from(one.x), Array.from(one.y)])]);
+  const figures = (one) => [one.name, Array.from(one.x), Array.from(one.y)];
+  const data = plots.map((div) => [div.dataset.title, lines(div).map(figures)]);
   const shown = document.createElement("pre");
   shown.id = "told";
   shown.textContent = JSON.stringify(data);

@@ -19,19 +19,7 @@ from typer.exceptions import TyperException
 from asyncrl_cli import __version__
 from asyncrl_cli.base.errors import AsyncrlError, ConfigError, PreflightError
 from asyncrl_cli.base.paths import MAX_NAME_BYTES, MAX_PATH_BYTES, is_path
-from asyncrl_cli.cli import (
-    bench,
-    export,
-    logs,
-    plan,
-    profiles,
-    records,
-    runs,
-    setup,
-    submit,
-    tune,
-    watch,
-)
+from asyncrl_cli.cli import bench, export, logs, plan, profiles, records, runs, setup, submit, tune, watch
 from asyncrl_cli.cli.console import (
     STDOUT,
     begin,
@@ -109,11 +97,8 @@ def run(arguments: Sequence[str] | None = None) -> int:
     except OSError as error:
         _lose_stdout()
         if code == 0:
-            tell(
-                AsyncrlError(
-                    f"stdout cannot be written: {error.strerror}", hint="check where it is redirected to"
-                )
-            )
+            why = f"stdout cannot be written: {error.strerror}"
+            tell(AsyncrlError(why, hint="check where it is redirected to"))
             return 1
     return code
 
@@ -135,25 +120,24 @@ def _answer(args: Sequence[str]) -> int:
         if isinstance(error, TyperException) and not error.format_message():
             return error.exit_code  # `asyncrl` without a command: the help has been printed
         verbose = not {"--verbose", "-v"}.isdisjoint(args)
-        told = (
-            _of_usage(error, args)
+        shown = (
+            _usage_error(error, args)
             if isinstance(error, TyperException)
             else in_our_words(error, verbose=verbose)
         )
-    tell(told)
+    tell(shown)
     if "--json" in args:
         with suppress(OSError):  # stdout cannot be written: only the exit code is left
-            print_json_error(told)
-    return told.exit_code
+            print_json_error(shown)
+    return shown.exit_code
 
 
 def _check_working_directory() -> None:
     try:
         os.getcwd()
     except OSError as error:
-        raise PreflightError(
-            f"the working directory no longer exists: {error.strerror}", hint="cd to one that does"
-        ) from error
+        why = f"the working directory no longer exists: {error.strerror}"
+        raise PreflightError(why, hint="cd to one that does") from error
 
 
 def _refuse_long_names(args: Sequence[str]) -> None:
@@ -161,10 +145,9 @@ def _refuse_long_names(args: Sequence[str]) -> None:
     longer."""
     for before, argument in zip(("", *args), args, strict=False):
         if before != "--set" and not argument.startswith("--set=") and not is_path(argument):
-            raise ConfigError(
-                f"{argument[:40]}... is too long for a name or a path: it has {len(argument):,} characters",
-                hint=f"a name has at most {MAX_NAME_BYTES} bytes, a path {MAX_PATH_BYTES:,}",
-            )
+            what = f"{argument[:40]}... is too long for a name or a path: it has {len(argument):,} characters"
+            hint = f"a name has at most {MAX_NAME_BYTES} bytes, a path {MAX_PATH_BYTES:,}"
+            raise ConfigError(what, hint=hint)
 
 
 def _refuse_empty_words(args: Sequence[str]) -> None:
@@ -181,7 +164,7 @@ def _refuse_empty_words(args: Sequence[str]) -> None:
         raise ConfigError(what, hint="give a value, or leave it out")
 
 
-def _of_usage(error: TyperException, args: Sequence[str]) -> AsyncrlError:
+def _usage_error(error: TyperException, args: Sequence[str]) -> AsyncrlError:
     message, context = error.format_message(), getattr(error, "ctx", None)
     # removes pydantic's prefix
     message = message[:1].lower() + message[1:].rstrip(".").replace(": Value error, ", ": ")

@@ -1,5 +1,4 @@
-"""Shared by all commands: two consoles (stdout for data, stderr for everything else), error messages, and
-common options.
+"""Shared by all commands: two consoles (stdout for data, stderr for everything else), and error messages.
 
 An error message says what is wrong and why; then `hint:` says what to do.
 """
@@ -151,20 +150,20 @@ def in_our_words(error: BaseException, *, verbose: bool) -> AsyncrlError:
         stderr().print(Text("".join(traceback.format_exception(error)), style="dim"), soft_wrap=True)
     hint = "" if verbose else "this is a bug; `asyncrl -v ...` shows where"
     text = f"{type(error).__name__}: {error}"
-    return _known(error) or _of_a_stray_package(text) or AsyncrlError(text, hint=hint)
+    return _known(error) or _stray_package_error(text) or AsyncrlError(text, hint=hint)
 
 
-def _of_a_stray_package(text: str) -> AsyncrlError | None:
+def _stray_package_error(text: str) -> AsyncrlError | None:
     """The error caused by a package that transformers imports whenever it is installed, but that was built
     for another torch."""
     from asyncrl_cli.engines.vllm.vllm_kind import STRAY_PACKAGES, broken_packages
 
-    broken = next((name for name in STRAY_PACKAGES if name in text and name in broken_packages()), None)
-    return (
-        PreflightError(text, hint=f"asyncrl doctor --fix removes {broken}, which does not fit this torch")
-        if broken
-        else None
-    )
+    for name in STRAY_PACKAGES:
+        if name in text and name in broken_packages():
+            return PreflightError(
+                text, hint=f"asyncrl doctor --fix removes {name}, which does not fit this torch"
+            )
+    return None
 
 
 def _known(error: BaseException) -> AsyncrlError | None:
@@ -177,11 +176,9 @@ def _known(error: BaseException) -> AsyncrlError | None:
     if (refusal := system_error(error)) is not None:
         return storage_error(refusal)
     if isinstance(error, UnicodeEncodeError):
-        return ConfigError(
-            f"{error.object[error.start : error.end]!r} cannot be written in {error.encoding}: "
-            f"{error.reason}",
-            hint="use a UTF-8 locale: LANG=C.UTF-8, or PYTHONUTF8=1",
-        )
+        text = f"{error.object[error.start : error.end]!r}"
+        why = f"{text} cannot be written in {error.encoding}: {error.reason}"
+        return ConfigError(why, hint="use a UTF-8 locale: LANG=C.UTF-8, or PYTHONUTF8=1")
     if isinstance(error, BaseExceptionGroup):
         return next((found for inner in error.exceptions if (found := _known(inner))), None)
     return None

@@ -53,12 +53,8 @@ class Launch:
     @cached_property
     def loaded(self) -> Loaded:
         """The profile. This shell's ASYNCRL_* variables are ignored: the job will not have them."""
-        return load(
-            str(self.profile),
-            self.set or [],
-            {} if self.name is None else {"run.name": self.name},
-            environ={},
-        )
+        names = {} if self.name is None else {"run.name": self.name}
+        return load(str(self.profile), self.set or [], names, environ={})
 
     @property
     def run(self) -> str:
@@ -80,18 +76,15 @@ def rendered(template: Path, launch: Launch) -> dict[str, str]:
     """The launcher's files by name; empty for a template that is copied unchanged. Raises ConfigError if
     template, options and profile do not go together, and PreflightError if there are too few nodes."""
     launcher = template.name
-    given = next(
-        (f"--{name.replace('_', '-')}" for name, value in vars(launch).items() if value is not None), None
-    )
-    if launcher not in LAUNCHERS and given is not None:
-        what = f"the template {launcher} is copied unchanged: {given} is not used"
-        raise ConfigError(what, hint=f"leave it out, or use a template for clusters: {', '.join(LAUNCHERS)}")
     if launcher not in LAUNCHERS:
+        for name in (name for name, value in vars(launch).items() if value is not None):
+            what = f"the template {launcher} is copied unchanged: --{name.replace('_', '-')} is not used"
+            hint = f"leave it out, or use a template for clusters: {', '.join(LAUNCHERS)}"
+            raise ConfigError(what, hint=hint)
         return {}
     if launch.profile is None:
-        raise ConfigError(
-            f"{launcher} needs a profile to train", hint="--profile NAME|FILE, as for `asyncrl train`"
-        )
+        hint = "--profile NAME|FILE, as for `asyncrl train`"
+        raise ConfigError(f"{launcher} needs a profile to train", hint=hint)
     texts = {path.name: path.read_text(encoding="utf-8") for path in sorted(template.iterdir())}
     named = {name for text in texts.values() for name in VARIABLE.findall(text)}
     by_role = "trainer_nodes" in named
@@ -106,33 +99,24 @@ def _refusals(launcher: str, launch: Launch, named: set[str], *, by_role: bool) 
     placement = launch.loaded.profile.placement
     if not NAME.fullmatch(launch.run):
         rule = "use at most 47 lower-case letters, digits and hyphens, a letter first"
-        yield ConfigError(
-            f"not every cluster accepts the job name '{launch.run}': {rule}", hint="--name my-run"
-        )
-    for option, value in {
-        "--shared": str(launch.directory),
-        "--image": "-" if launch.image is None else launch.image,
-    }.items():
+        what = f"not every cluster accepts the job name '{launch.run}': {rule}"
+        yield ConfigError(what, hint="--name my-run")
+    for option, value in (("--shared", str(launch.directory)), ("--image", launch.image or "-")):
         if not PLAIN.fullmatch(value):
-            yield ConfigError(
-                f"{option} {value}: spaces and quotes are not allowed here", hint="use another path or name"
-            )
+            what = f"{option} {value}: spaces and quotes are not allowed here"
+            yield ConfigError(what, hint="use another path or name")
     if launch.image is None and "image" in named:
-        yield ConfigError(
-            f"{launcher} starts containers and needs an image", hint="--image REGISTRY/NAME:TAG"
-        )
+        what = f"{launcher} starts containers and needs an image"
+        yield ConfigError(what, hint="--image REGISTRY/NAME:TAG")
     if launch.image is not None and "image" not in named:
         yield ConfigError(f"{launcher} starts no containers: --image is not used", hint="leave --image out")
     if by_role and launch.nodes is not None:
-        yield ConfigError(
-            f"{launcher} has pods for each role: --nodes is not used",
-            hint="--gpus-per-node N limits the GPUs of one pod",
-        )
+        what = f"{launcher} has pods for each role: --nodes is not used"
+        yield ConfigError(what, hint="--gpus-per-node N limits the GPUs of one pod")
     if by_role and (placement.trainer_labels or placement.rollout_labels):
         keys = "placement.trainer_labels and placement.rollout_labels"
-        yield ConfigError(
-            f"{launcher} has pods for each role, and sets {keys} itself", hint="leave them out of the profile"
-        )
+        what = f"{launcher} has pods for each role, and sets {keys} itself"
+        yield ConfigError(what, hint="leave them out of the profile")
 
 
 def _fewest(profile: Profile, gpus_per_node: int, nodes: int | None) -> tuple[int, JobPlan]:
@@ -142,33 +126,24 @@ def _fewest(profile: Profile, gpus_per_node: int, nodes: int | None) -> tuple[in
     least = -(-asked // gpus_per_node) or 1
     refusals: list[PreflightError] = []
     for number in range(least, max(asked, least) + 1) if nodes is None else (nodes,):
+        cluster = ClusterResources(nodes=tuple(planned_nodes(profile, number, gpus_per_node)))
         try:
-            plan = compile_job(
-                profile, ClusterResources(nodes=tuple(planned_nodes(profile, number, gpus_per_node)))
-            )
+            plan = compile_job(profile, cluster)
         except PreflightError as error:
             refusals.append(error)
             continue
         if plan.gpus:
             return number, plan
+        what = "the profile computes on CPUs and asks for no GPU, but launchers count GPUs"
         hint = "--set placement.device=cuda, or --set placement.gpu_bundles=true for a rehearsal on CPUs"
-        raise ConfigError(
-            "the profile computes on CPUs and asks for no GPU, but launchers count GPUs", hint=hint
-        )
+        raise ConfigError(what, hint=hint)
     raise refusals[0]
 
 
 def _values(launch: Launch, nodes: int) -> dict[str, object]:
     runs_dir = launch.directory / "runs"
-    run = [
-        "--profile",
-        str(launch.profile),
-        *set_words(launch.set),
-        "--name",
-        launch.run,
-        "--runs-dir",
-        str(runs_dir),
-    ]
+    run = ["--profile", str(launch.profile), *set_words(launch.set), "--name", launch.run]
+    run += ["--runs-dir", str(runs_dir)]
     return {
         "name": launch.run,
         "nodes": nodes,
@@ -189,19 +164,15 @@ def _pods(launch: Launch, plan: JobPlan) -> dict[str, object]:
     Pods of one kind have the same number of GPUs."""
     values: dict[str, object] = {"rollout_labels": "{}" if plan.colocate else '{group = "rollout"}'}
     for role in (TRAINER, ROLLOUT):
-        groups = {
-            name: bundles for name, bundles in plan.groups.items() if (name == ROLLOUT) == (role == ROLLOUT)
-        }
-        bundles = [bundle for own in groups.values() for bundle in own]
-        apart = sum(len(own) for name, own in groups.items() if plan.spot(name).strategy == "strict_spread")
+        names = [name for name in plan.groups if (name == ROLLOUT) == (role == ROLLOUT)]
+        bundles = [bundle for name in names for bundle in plan.groups[name]]
+        spread = [name for name in names if plan.spot(name).strategy == "strict_spread"]
+        apart = sum(len(plan.groups[name]) for name in spread)
         largest = max((bundle.gpus for bundle in bundles), default=1)  # each bundle is within one pod
         total = -(-sum(bundle.gpus for bundle in bundles) // largest)  # in units of the largest
         pods = max(-(-total // max(launch.gpus // largest, 1)), apart)
         share = -(-total // max(pods, 1))
         cpus = share * largest * launch.loaded.profile.placement.cpus_per_worker * (2 if plan.colocate else 1)
-        values |= {
-            f"{role}_nodes": pods,
-            f"{role}_gpus": share * largest,
-            f"{role}_cpus": DAEMONS_CPUS + cpus,
-        }
+        values |= {f"{role}_nodes": pods, f"{role}_gpus": share * largest}
+        values[f"{role}_cpus"] = DAEMONS_CPUS + cpus
     return values

@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from functools import partial
 from io import TextIOWrapper
 from pathlib import Path
 from typing import Annotated, TextIO
@@ -45,39 +46,33 @@ def logs(
 ) -> None:
     """Print the logs of a run's newest attempt, or of an earlier one."""
     if address is not None:
-        of_role = [] if role is None else ["--role", role]
-        of_attempt = [] if attempt is None else ["--attempt", str(attempt)]
-        return on_cluster(
-            address, ["logs", run, *(["--follow"] if follow else []), *of_role, *of_attempt], runs_dir
-        )
+        arguments = ["logs", run, *(["--follow"] if follow else [])]
+        arguments += [] if role is None else ["--role", role]
+        arguments += [] if attempt is None else ["--attempt", str(attempt)]
+        return on_cluster(address, arguments, runs_dir)
     from asyncrl_cli.checkpoint.lookup import find_run
     from asyncrl_cli.checkpoint.run_directory import RunDirectory
 
     directory = find_run(run, runs_dir)
     attempts = RunDirectory(directory).attempts
     if attempt is not None and attempt > attempts:
-        raise ConfigError(
-            f"run '{directory.name}' has no attempt {attempt}", hint=f"attempts: 1 to {attempts}"
-        )
+        what = f"run '{directory.name}' has no attempt {attempt}"
+        raise ConfigError(what, hint=f"attempts: 1 to {attempts}")
     if follow and attempt not in (None, attempts):
-        raise ConfigError(
-            f"attempt {attempt} has ended: there is nothing to follow", hint="leave out --follow or --attempt"
-        )
+        what = f"attempt {attempt} has ended: there is nothing to follow"
+        raise ConfigError(what, hint="leave out --follow or --attempt")
     place = directory / "logs" / ("latest" if attempt is None else f"attempt-{attempt}")
     found = logs_of(place, role)
     if not found:
         known = ", ".join(path.stem for path in logs_of(place, None)) or "none yet"
-        raise ConfigError(
-            f"no log of role '{role}' in {place}" if role else f"no logs in {place}", hint=f"logs: {known}"
-        )
+        what = f"no log of role '{role}' in {place}" if role else f"no logs in {place}"
+        raise ConfigError(what, hint=f"logs: {known}")
     if attempt is None and attempts > 1:
         earlier = "1 shows the earlier one" if attempts == 2 else f"1 to {attempts - 1} show earlier ones"
         say(f"attempt {attempts}; --attempt {earlier}")
     is_one = len(found) == 1 and (not follow or role == found[0].stem)
-    lines = follow_lines(
-        directory, lambda: logs_of(place, role), follow=follow, wait=lambda: time.sleep(POLL_S)
-    )
-    for name, line in lines:
+    look, wait = partial(logs_of, place, role), partial(time.sleep, POLL_S)
+    for name, line in follow_lines(directory, look, follow=follow, wait=wait):
         print_text(uncoloured(line if is_one else f"{name:<10} | {line}"))
         if follow:
             sys.stdout.flush()
@@ -85,10 +80,8 @@ def logs(
 
 def logs_of(directory: Path, role: str | None) -> list[Path]:
     """The log files of a role: `trainer` means all its ranks, `trainer-0` one rank, None every role."""
-    paths = sorted(directory.glob("*.log"))
-    return [
-        path for path in paths if role is None or path.stem == role or path.stem.rpartition("-")[0] == role
-    ]
+    names = {path: (path.stem, path.stem.rpartition("-")[0]) for path in sorted(directory.glob("*.log"))}
+    return [path for path in names if role is None or role in names[path]]
 
 
 def follow_lines(
@@ -118,9 +111,8 @@ def _open(path: Path) -> TextIO:
     try:
         return TextIOWrapper(open_regular(path), encoding="utf-8", errors="replace")
     except (OSError, UnsafeFile) as error:
-        raise RefusedError(
-            f"{path} cannot be read: {reason(error)}", hint="--role names another log"
-        ) from None
+        why = f"{path} cannot be read: {reason(error)}"
+        raise RefusedError(why, hint="--role names another log") from None
 
 
 def _whole_lines(file: TextIO, live: bool) -> Iterator[str]:

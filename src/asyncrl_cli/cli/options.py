@@ -1,7 +1,7 @@
 """Arguments and options that several commands have, and what completes their values in a shell.
 
-`asyncrl --install-completion` installs Typer's own scripts, which call the functions here. Typer drops suggestions
-that do not begin with the incomplete word.
+`asyncrl --install-completion` installs Typer's own scripts, which call the functions here. Typer drops
+suggestions that do not begin with the incomplete word.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""The commands about files: `asyncrl profiles` lists, explains and shows profiles, `asyncrl schema` prints their JSON
-Schema."""
+"""The commands about files: `asyncrl profiles` lists, explains and shows profiles, `asyncrl schema` prints
+their JSON Schema."""
 
 from __future__ import annotations
 
@@ -122,9 +122,7 @@ def show(
     name: Annotated[
         str,
         typer.Argument(
-            metavar="NAME|FILE",
-            help="A profile by name, or a TOML file.",
-            autocompletion=profile_names,
+            metavar="NAME|FILE", help="A profile by name, or a TOML file.", autocompletion=profile_names
         ),
     ],
     origin: Annotated[bool, typer.Option("--origin", help="Show where each value comes from.")] = False,

@@ -38,7 +38,8 @@ TRAIN_EXAMPLES = """
 
 Every key is also an environment variable:
 ASYNCRL_RUN__SEED=3 is --set run.seed=3.
-Ctrl-C once: finish the step, write a checkpoint, exit with 130; [bold]asyncrl resume[/] continues. Twice: end at once."""
+Ctrl-C once: finish the step, write a checkpoint, exit with 130; [bold]asyncrl resume[/]
+continues. Twice: end at once."""
 RESUME_EXAMPLES = """
   asyncrl resume first                                   from the newest checkpoint of run "first"
   asyncrl resume first/step-000040                       from this one; later checkpoints are set aside
@@ -118,10 +119,8 @@ def _is_cleared(run_dir: Path) -> bool:
 
     logs = clear_lost(run_dir)
     if logs is not None:
-        warn(
-            f"run '{run_dir.name}' was killed before its first checkpoint and starts anew; its old logs are "
-            f"in {logs}"
-        )
+        killed = f"run '{run_dir.name}' was killed before its first checkpoint and starts anew"
+        warn(f"{killed}; its old logs are in {logs}")
     return logs is not None
 
 
@@ -134,19 +133,14 @@ def _run_of(loaded: Loaded, runs_dir: Path, ui: str, address: str | None, *, is_
 
     profile = loaded.profile
     if not is_resumed:
-        name = profile.run.name
-        return Run(
-            profile, loaded.origins, loaded.warnings, runs_dir=runs_dir, name=name, address=address, ui=ui
-        )
+        name, facts = profile.run.name, (profile, loaded.origins, loaded.warnings)
+        return Run(*facts, runs_dir=runs_dir, name=name, address=address, ui=ui)
     run = Run.resume(str(profile.run.name), runs_dir=runs_dir, ui=ui, address=address)
-    own, new = entries_of(run.profile), entries_of(profile)
-    derived = {key for key, origin in run.origins.items() if is_default(origin)} & {
-        key for key, origin in loaded.origins.items() if is_default(origin)
-    }
+    recorded = entries_of(run.profile)
+    defaults = [{key for key in one if is_default(one[key])} for one in (run.origins, loaded.origins)]
+    compared = entries_of(profile).keys() - {"run.name"} - (defaults[0] & defaults[1])
     others = [
-        key
-        for key, value in new.items()
-        if key != "run.name" and key not in derived and own.get(key) != value
+        key for key, value in entries_of(profile).items() if key in compared and recorded.get(key) != value
     ]
     say(f"run '{profile.run.name}' resumes from step {run.checkpoint.step if run.checkpoint else 0}")
     if others:

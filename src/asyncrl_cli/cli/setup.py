@@ -1,4 +1,4 @@
-"""Commands for use before a first run: `asyncrl doctor` (checks this machine) and `init` (copies a template)."""
+"""Commands for use before a first run: `asyncrl doctor` checks this machine, `init` copies a template."""
 
 from __future__ import annotations
 
@@ -13,15 +13,7 @@ from rich.text import Text
 
 from asyncrl_cli import __version__
 from asyncrl_cli.base.errors import ConfigError, PreflightError, RefusedError
-from asyncrl_cli.cli.console import (
-    json_text,
-    print_json,
-    print_table,
-    print_text,
-    say,
-    stderr,
-    warn,
-)
+from asyncrl_cli.cli.console import json_text, print_json, print_table, print_text, say, stderr, warn
 from asyncrl_cli.cli.options import (
     MOST_DEVICES,
     RUNS_DIR,

@@ -94,10 +94,8 @@ def send(server: JobServer, job: Job, *, wait: bool = False, as_json: bool = Fal
         say(f"the job waits: {found.message}")
     elif found.status == FAILED and not wait:
         code = server.follow(job.id, say, warn)
-        failed = AsyncrlError(
-            f"the job of run '{job.run}' has failed (exit {code})",
-            hint=f"on the cluster, `ray job logs {job.id}`",
-        )
+        why, hint = f"the job of run '{job.run}' has failed (exit {code})", f"`ray job logs {job.id}`"
+        failed = AsyncrlError(why, hint=f"on the cluster, {hint}")
         failed.exit_code = code
         raise failed
     say(f"run '{job.run}' is job {job.id} at {server.address}; its files: {job.runs_dir / job.run}")
@@ -112,12 +110,9 @@ def send(server: JobServer, job: Job, *, wait: bool = False, as_json: bool = Fal
 
 def say_next(run: str, where: str) -> None:
     """Print the next commands for a run elsewhere."""
-    for verb, what in {
-        "watch": "its live screen",
-        "logs": "its processes' logs",
-        "stop": "write a checkpoint and end",
-    }.items():
-        say(f"  asyncrl {verb} {run}{where}    {what}")
+    say(f"  asyncrl watch {run}{where}    its live screen")
+    say(f"  asyncrl logs {run}{where}    its processes' logs")
+    say(f"  asyncrl stop {run}{where}    write a checkpoint and end")
 
 
 def print_jobs(address: str, *, as_json: bool) -> None:
@@ -126,12 +121,18 @@ def print_jobs(address: str, *, as_json: bool) -> None:
 
     jobs = JobServer(address).runs()
     rows = [
-        (job.metadata[RUN_KEY], state_of(job), job.submission_id, job.metadata[RUNS_DIR_KEY]) for job in jobs
+        {
+            "run": job.metadata[RUN_KEY],
+            "state": state_of(job),
+            "job": job.submission_id,
+            "runs_dir": job.metadata[RUNS_DIR_KEY],
+        }
+        for job in jobs
     ]
     if as_json:
-        print_json([dict(zip(("run", "state", "job", "runs_dir"), row, strict=True)) for row in rows])
-    for run, state, job, runs_dir in () if as_json else rows:
-        print_text(f"{run:<32} {state:<10} {job}  {runs_dir}")
+        print_json(rows)
+    for row in () if as_json else rows:
+        print_text("{run:<32} {state:<10} {job}  {runs_dir}".format(**row))
     if not rows:
         say(f"no run was submitted to {address}")
 
@@ -159,24 +160,22 @@ def followed_there(address: str, run: str | None, runs_dir: Path) -> tuple[str, 
     name, place = server.find(run, runs_dir)
 
     def follow(take: Take, wait: Wait) -> None:
-        said: list[str] = []
+        errors: list[str] = []
 
         def write(line: str) -> None:
             if line.startswith('{"'):  # a whole status; an error takes several lines
                 take(RunStatus.from_json(place / name, line))
                 wait(0.0)
             else:
-                said.append(line)
+                errors.append(line)
 
         take(f"asking {address} for run '{name}'")
         while (code := server.call(["watch", name, "--json", "--runs-dir", str(place)], write)) == TIMED_OUT:
-            said.clear()
+            errors.clear()
         if code:
-            why = next((line.removeprefix("error: ") for line in said if line.startswith("error: ")), "")
-            hint = f"asyncrl logs {name} --address {address}"
-            raise RefusedError(
-                f"run '{name}' at {address} can no longer be followed (exit {code}): {why}", hint=hint
-            )
+            why = next((line.removeprefix("error: ") for line in errors if line.startswith("error: ")), "")
+            what = f"run '{name}' at {address} can no longer be followed (exit {code}): {why}"
+            raise RefusedError(what, hint=f"asyncrl logs {name} --address {address}")
 
     return name, follow
 

@@ -138,9 +138,8 @@ def _follow(directory: Path, take: Take, wait: Wait) -> None:
         if not directory.exists():
             why = f"run '{directory.name}' ended while it was starting, and left no files"
             output = detached_output(directory)
-            raise RefusedError(
-                why, hint=f"{output if output.exists() else 'the command that started it'} says why"
-            )
+            teller = output if output.exists() else "the command that started it"
+            raise RefusedError(why, hint=f"{teller} says why")
         try:
             found = read_status(str(directory), directory.parent)
         except StillStarting as not_yet:
@@ -181,10 +180,8 @@ def _show(name: str, follow: Callable[[Take, Wait], None], where: str) -> None:
         follow(take, wait)
     (last,) = shown
     if isinstance(last, str) or not last.is_over:
-        say(
-            f"run '{name}' continues; `asyncrl watch {name}{where}` shows it again, `asyncrl stop "
-            f"{name}{where}` ends it"
-        )
+        again = f"`asyncrl watch {name}{where}` shows it again"
+        say(f"run '{name}' continues; {again}, `asyncrl stop {name}{where}` ends it")
     elif last.liveness == "ended":
         stdout().print(render_summary(last.status))
 
@@ -198,16 +195,12 @@ def stop(run: RunArgument, runs_dir: RunsDirOption = RUNS_DIR, address: JobAddre
 
     found = read_status(run, runs_dir)
     if found.is_over:
-        raise RefusedError(
-            f"run '{found.name}' is not running",
-            hint=f"`asyncrl status {as_typed(found.directory)}` says how it ended",
-        )
+        hint = f"`asyncrl status {as_typed(found.directory)}` says how it ended"
+        raise RefusedError(f"run '{found.name}' is not running", hint=hint)
     if request_stop(found.directory) > 1:
         say(f"asked run '{found.name}' to end at once")
     elif found.status.doing is not None:  # only while a run starts; the loop's status lacks it
         say(f"asked run '{found.name}' to end; it is still starting and has nothing new to checkpoint")
     else:
-        say(
-            f"asked run '{found.name}' to finish its step, checkpoint and end; `asyncrl watch "
-            f"{as_typed(found.directory)}` shows it"
-        )
+        shows = f"`asyncrl watch {as_typed(found.directory)}` shows it"
+        say(f"asked run '{found.name}' to finish its step, checkpoint and end; {shows}")

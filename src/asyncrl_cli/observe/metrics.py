@@ -1,7 +1,7 @@
 """One line of metrics per train step, and the same values merged over longer periods.
 
-    StepRecord --step_values--> typed values of this step --merge--> over the window, over the run --> the line
-                                                          --merge--> over a period --> status
+    StepRecord --step_values--> typed values of a step --merge--> over the window, over the run --> the line
+                                                       --merge--> over a period --> status
 
 Every figure on the screen, in `asyncrl status` and in a run's summary covers one of these periods:
 

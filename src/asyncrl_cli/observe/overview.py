@@ -16,13 +16,7 @@ from asyncrl_cli.base.errors import ConfigError, RefusedError
 from asyncrl_cli.checkpoint.lookup import run_names
 from asyncrl_cli.observe.format import NOTHING, number, share
 from asyncrl_cli.observe.render import PHASE_STYLES
-from asyncrl_cli.observe.run_status import (
-    StillStarting,
-    UnreadableStatus,
-    next_command,
-    no_runs,
-    read_status,
-)
+from asyncrl_cli.observe.run_status import StillStarting, UnreadableStatus, next_command, no_runs, read_status
 
 MOST_ROWS = 20
 """Rows of the table; `--json` has all."""

@@ -20,35 +20,35 @@ if TYPE_CHECKING:
 L = TypeVar("L", bound=tuple[str, ...])
 ADDRESS = "127.0.0.1"
 FIGURES: Mapping[str, tuple[str, str]] = {
-    "step": ("progress/step", "Train steps that have ended"),
-    "train_steps": ("progress/train_steps", "Length of the run in train steps"),
-    "version": ("progress/version", "Newest published weight version"),
-    "groups_trained": ("progress/groups_trained", "Groups trained so far"),
-    "time_seconds": ("progress/time_s", "Elapsed time of the run"),
-    "left_seconds": ("progress/eta_s", "Estimated time to the end"),
-    "reward_mean": ("reward/mean", "Mean reward of the last train step"),
-    "trainer_idle_ratio": ("utilization/trainer_idle_ratio", "Share of time in which the trainer waited"),
+    "step": ("progress.step", "Train steps that have ended"),
+    "train_steps": ("progress.train_steps", "Length of the run in train steps"),
+    "version": ("progress.version", "Newest published weight version"),
+    "groups_trained": ("progress.groups_trained", "Groups trained so far"),
+    "time_seconds": ("progress.time_s", "Elapsed time of the run"),
+    "left_seconds": ("progress.eta_s", "Estimated time to the end"),
+    "reward_mean": ("reward.mean", "Mean reward of the last train step"),
+    "trainer_idle_ratio": ("utilization.trainer_idle_ratio", "Share of time in which the trainer waited"),
     "rollouter_idle_ratio": (
-        "utilization/rollouter_idle_ratio",
+        "utilization.rollouter_idle_ratio",
         "Share of time in which rollout workers had nothing to do",
     ),
-    "slot_utilization": ("utilization/rollouter_slot_utilization", "Share of slots in use"),
-    "overlap_ratio": ("utilization/overlap_ratio", "Share of the busy time in which both sides worked"),
-    "rollouter_tokens_per_second": ("utilization/rollouter_tokens_per_s", "Sampled tokens per second"),
-    "trainer_tokens_per_second": ("utilization/trainer_tokens_per_s", "Trained tokens per second"),
-    "running_sequences": ("utilization/running_sequences", "Sequences being generated now"),
-    "slots": ("utilization/slots", "Slots of all rollout workers"),
-    "staleness_mean": ("staleness/mean", "Mean age of trained tokens in versions"),
-    "staleness_max": ("staleness/max", "Largest age of a trained token in versions"),
-    "staleness_bound": ("staleness/bound", "Bound on the age of a trained token"),
-    "partial_ratio": ("partial/partial_ratio", "Share of trajectories sampled by several versions"),
-    "window_taken": ("admission/window_taken", "Groups of the window that have been taken"),
-    "window_budget": ("admission/window_budget", "Groups that may be admitted per window"),
+    "slot_utilization": ("utilization.rollouter_slot_utilization", "Share of slots in use"),
+    "overlap_ratio": ("utilization.overlap_ratio", "Share of the busy time in which both sides worked"),
+    "rollouter_tokens_per_second": ("utilization.rollouter_tokens_per_s", "Sampled tokens per second"),
+    "trainer_tokens_per_second": ("utilization.trainer_tokens_per_s", "Trained tokens per second"),
+    "running_sequences": ("utilization.running_sequences", "Sequences being generated now"),
+    "slots": ("utilization.slots", "Slots of all rollout workers"),
+    "staleness_mean": ("staleness.mean", "Mean age of trained tokens in versions"),
+    "staleness_max": ("staleness.max", "Largest age of a trained token in versions"),
+    "staleness_bound": ("staleness.bound", "Bound on the age of a trained token"),
+    "partial_ratio": ("partial.partial_ratio", "Share of trajectories sampled by several versions"),
+    "window_taken": ("admission.window_taken", "Groups of the window that have been taken"),
+    "window_budget": ("admission.window_budget", "Groups that may be admitted per window"),
     "sync_logprob_abs_diff": (
-        "sync/logprob_abs_diff",
+        "sync.logprob_abs_diff",
         "Mean absolute logprob difference of the last sync's probes",
     ),
-    "sync_pause_seconds": ("sync/pause_s", "Pause of generation at the last load"),
+    "sync_pause_seconds": ("sync.pause_s", "Pause of generation at the last load"),
 }
 """Gauge, without its prefix -> section and key in status.json, and its help."""
 
@@ -95,7 +95,7 @@ class Prometheus(Sink):
             return
         document = status.to_json()
         for name, (place, text) in FIGURES.items():
-            section, _, key = place.partition("/")
+            section, _, key = place.partition(".")
             if is_number(value := document[section].get(key)):
                 yield self._gauge(name, text, {(): value})
         states = {(one.name, one.role, one.state): 1 for one in status.executors}

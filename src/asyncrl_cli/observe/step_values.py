@@ -95,7 +95,7 @@ def reward_values(trajectories: Sequence[TrajectoryMeta]) -> dict[str, Value]:
         "response_tokens/mean": _mean(lengths),
         "response_tokens/max": Max(lengths[-1] if lengths else None),
     }
-    # Of the trajectories that earned at least half of the step's highest reward: which do not name the reference?
+    # Of those that earned at least half of the step's highest reward: which do not name the reference?
     least = max(rewards, default=0.0) / 2
     rewarded = [dict(trajectory.facts) for trajectory in trajectories if trajectory.reward >= least > 0]
     if without := [not facts[NAMES_REFERENCE] for facts in rewarded if NAMES_REFERENCE in facts]:

@@ -1,4 +1,5 @@
-"""The trajectories of a recorded run that were dumped, as people read them: text with the version that sampled it.
+"""The trajectories of a recorded run that were dumped, as people read them: text with the version that
+sampled it.
 
 Colours say how old the version of a token is; on a terminal without colours, marks in the text say the same.
 """
@@ -39,8 +40,8 @@ a dark or a light terminal would hide."""
 
 class Passage(NamedTuple):
     """Tokens of one segment that were sampled by `version` (-1: not sampled, but given). `speaker`: `model`,
-    `told` (by a tool or an environment), or, at the beginning of a segment, `prompt` and `segment 2`, ...: the
-    rewritten context. `is_load`: new weights were loaded just before it, within an answer."""
+    `told` (by a tool or an environment), or, at the beginning of a segment, `prompt` and `segment 2`, ...:
+    the rewritten context. `is_load`: new weights were loaded just before it, within an answer."""
 
     segment: int
     speaker: str

@@ -73,7 +73,8 @@ def page_of(runs: Sequence[RunData], *, library: str, title: str, before: str = 
 NAVIGATION = """<nav><fieldset><span class="dim">horizontal axis</span>
 <button data-axis="step">steps</button><button data-axis="samples">samples</button>
 <button data-axis="time">run time</button></fieldset>
-<button data-theme="dark">dark</button><span class="dim">drag to zoom: all charts follow; double-click to reset</span></nav>"""
+<button data-theme="dark">dark</button>
+<span class="dim">drag to zoom: all charts follow; double-click to reset</span></nav>"""
 
 
 def _own(name: str) -> str:

@@ -1,9 +1,9 @@
 """A recorded run as a trace, for Perfetto or chrome://tracing: who did what when, and how each group became a
 version. docs/trace.md explains how to read it.
 
-    events.jsonl ──> loop: train steps, versions, events; groups: lanes; arrows between them (perfetto_groups.py)
-    timeline.jsonl ─> executors: a track each, with states and what they wait for; a track per slot, if sequences
-                     were traced
+    events.jsonl ───> loop: train steps, versions, events; groups: lanes; arrows (perfetto_groups.py)
+    timeline.jsonl ─> executors: a track each, with states and what they wait for; a track per slot, if
+                      sequences were traced
     metrics.jsonl ──> counters: staleness, window, versions, tokens per second, groups
 """
 
@@ -108,8 +108,8 @@ def step_counters(line: Line, process: int) -> Iterator[Entry]:
 def executor_entries(
     lines: Iterable[TimelineLine], tracks: Tracks, groups: Mapping[str, Group]
 ) -> Iterator[Entry]:
-    """Entries from the lines of timeline.jsonl. A span that is split over two lines is one slice; a sequence in
-    a slot has, the first time, an arrow from its group."""
+    """Entries from the lines of timeline.jsonl. A span that is split over two lines is one slice; a sequence
+    in a slot has, the first time, an arrow from its group."""
     spans: Spans = {}
     waits: dict[str, list[tuple[float, str]]] = {}
     traced: set[str] = set()

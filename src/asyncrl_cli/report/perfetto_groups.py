@@ -34,8 +34,8 @@ LOAD_FIGURES = ("version", "load_s", "pause_s", "send_s", "logprob_abs_diff", "v
 
 @dataclass(slots=True)
 class Group:
-    """`times`: when it reached each of its stages, in order, and when it was lost, if it was. `facts`: what is
-    shown about it."""
+    """`times`: when it reached each of its stages, in order, and when it was lost, if it was. `facts`: what
+    is shown about it."""
 
     key: str
     times: list[int] = field(default_factory=list)

@@ -1,12 +1,12 @@
 """What the charts of a page draw: figures of train steps as columns, and where the executors' time went.
 
-A long run has several train steps per point: their mean, between minimum and maximum. metrics.jsonl does not say how
-a figure is added up (docs/metrics.md does), so all figures are treated alike: a joined point is the mean of its
-steps, and `lows` and `highs` keep what a mean hides.
+A long run has several train steps per point: their mean, between minimum and maximum. metrics.jsonl does not
+say how a figure is added up (docs/metrics.md does), so all figures are treated alike: a joined point is the
+mean of its steps, and `lows` and `highs` keep what a mean hides.
 
-A long run also has more spans than a page can hold. They are merged: time is cut into cells of equal length, and
-within a cell each state comes once, for as long as the executor was in it. Times in states stay right; the order
-within a cell is lost.
+A long run also has more spans than a page can hold. They are merged: time is cut into cells of equal length,
+and within a cell each state comes once, for as long as the executor was in it. Times in states stay right;
+the order within a cell is lost.
 """
 
 from __future__ import annotations

@@ -203,8 +203,8 @@ def _figure(label: str, values: Sequence[object], form: Callable[[object], str])
 
 def change_of(before: EventLine, after: EventLine) -> Change | None:
     """The change of the mean reward between two evals, of one run or of two: over the prompts that have a
-    reward in both, if both evals had the same prompts. None if an older version recorded one of them, without an
-    interval."""
+    reward in both, if both evals had the same prompts. None if an older version recorded one of them, without
+    an interval."""
     if "rewards" in before and "rewards" in after and before["prompts"] == after["prompts"]:
         both = zip(before["rewards"], after["rewards"], strict=False)  # as many, unless a file is damaged
         if pairs := [(old, new) for old, new in both if old is not None and new is not None]:
