@@ -59,14 +59,14 @@ def session() -> Iterator[None]:
         yield
 
 
-@pytest.fixture
-def actor(session: None) -> Iterator[Any]:
+@pytest.fixture(scope="module")
+def actor(session: None) -> Any:
+    """For all tests. Only the last one ends it."""
     import ray
 
     made = ray.remote(Troubled).options(num_cpus=1, max_restarts=0, max_task_retries=0).remote()
     ray.get(made.num_calls.remote(), timeout=100)  # its process has started
-    yield made
-    ray.kill(made)
+    return made
 
 
 def called(ref: Any, timeout_s: float = 30.0, host: str = "") -> Any:
@@ -117,15 +117,6 @@ def test_a_call_whose_limit_has_no_key_names_none() -> None:
         asyncio.run(main())
     assert str(failed.value) == "rollout-0 failed: its start took longer than 0.05 s"
     assert failed.value.hint == ""
-
-
-def test_an_actor_that_dies_is_named_with_what_ray_knows(actor: Any) -> None:
-    with pytest.raises(
-        ExecutorLost, match=r"rollout-0 failed: its process ended during group p@0.0"
-    ) as failed:
-        called(actor.dies.remote())
-    assert "\n" not in str(failed.value)
-    assert "common causes" not in str(failed.value)
 
 
 def test_arrays_that_went_with_their_node_are_not_called_a_dead_process() -> None:
@@ -193,3 +184,12 @@ def test_an_error_keeps_its_executor_between_processes() -> None:
     there = pickle.loads(pickle.dumps(lost))
     assert (type(there), str(there)) == (ExecutorLost, "rollout-10 failed: no answer")
     assert (there.executor, there.hint) == ("rollout-10", "wait")
+
+
+def test_an_actor_that_dies_is_named_with_what_ray_knows(actor: Any) -> None:
+    with pytest.raises(
+        ExecutorLost, match=r"rollout-0 failed: its process ended during group p@0.0"
+    ) as failed:
+        called(actor.dies.remote())
+    assert "\n" not in str(failed.value)
+    assert "common causes" not in str(failed.value)

@@ -18,11 +18,7 @@ STOP = 'rollout.stop=["END"]'
 
 @pytest.mark.parametrize(
     ("sets", "continues"),
-    [
-        (["rollout.engine=vllm"], True),
-        ([STOP], True),
-        (["rollout.engine=vllm", STOP], False),
-    ],
+    [(["rollout.engine=vllm"], True), ([STOP], True), (["rollout.engine=vllm", STOP], False)],
 )
 def test_kept_responses_start_again_if_the_engine_would_miss_a_stop_string_that_began_in_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sets: list[str], continues: bool

@@ -162,8 +162,9 @@ TWO_CHILDREN = """
 import subprocess, sys
 
 def start():
-    child = subprocess.Popen([sys.executable, "-c", "import time; print(flush=True); time.sleep(120)"], stdout=subprocess.PIPE)
-    child.stdout.readline()  # it is up: older, by more than the kernel's clock tick, than what starts after it
+    words = [sys.executable, "-c", "import time; print(flush=True); time.sleep(120)"]
+    child = subprocess.Popen(words, stdout=subprocess.PIPE)
+    child.stdout.readline()  # it is older, by more than the kernel's clock tick, than what starts after it
     print(child.pid, flush=True)
 
 start()

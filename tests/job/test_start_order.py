@@ -1,8 +1,9 @@
-"""In which order a job's processes are made and started."""
+"""In which order a job's processes are made and started, and what is left when they have ended."""
 
 from __future__ import annotations
 
 import asyncio
+import shutil
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 from asyncrl_cli.job import driver_crew
 from asyncrl_cli.job.driver_crew import CrewOrder, started_crew
 from asyncrl_cli.job.rank_host import attention_warnings
+from asyncrl_cli.plan.cluster import LOOPBACK
 from asyncrl_cli.plan.compiler import compile_job
 
 from .crew import REWARD, nodes, small_profile
@@ -46,7 +48,6 @@ def recorded(monkeypatch: pytest.MonkeyPatch, *, colocate: bool) -> list[str]:
     plan = compile_job(profile, nodes((8, 2)))
     for name, fake in {
         "placed": placed,
-        "is_local_session": lambda: True,
         "make_trainer": lambda *args, **kwargs: Recorded(name="trainer", actors=[], warnings=["it is slow"]),
         "makers_of": lambda order, role, *args: {
             f"{role}-{i}": None for i in range(order.plan.rollout_workers)
@@ -56,6 +57,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch, *, colocate: bool) -> list[str]:
         "_stop": stop,
     }.items():
         monkeypatch.setattr(driver_crew, name, fake)
+    monkeypatch.setattr("ray.util.get_node_ip_address", lambda: LOOPBACK)
 
     async def main() -> None:
         where = dict.fromkeys(("model_dir", "run_dir", "log_dir"), Path("/nowhere"))
@@ -97,3 +99,22 @@ def test_a_trainer_on_a_gpu_warns_of_attention_that_is_slow_there(
     found = attention_warnings(attention, is_on_gpu=device == "cuda")
     assert bool(found) == is_warned
     assert all("eager" in warning and "trainer-0" in warning for warning in found)
+
+
+def test_what_is_renamed_while_the_directory_is_removed_goes_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weights_dir = tmp_path / "weights"
+    weights_dir.mkdir()
+    rmtree, calls = shutil.rmtree, []
+
+    def remove(path: Path, ignore_errors: bool) -> None:
+        rmtree(path, ignore_errors=ignore_errors)
+        if not calls:
+            (path / ".version-000001.removing").mkdir(parents=True)
+        calls.append(path)
+
+    monkeypatch.setattr(driver_crew.shutil, "rmtree", remove)
+    driver_crew.clear(weights_dir)
+    assert calls == [weights_dir, weights_dir]
+    assert not weights_dir.exists()

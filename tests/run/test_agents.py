@@ -35,7 +35,9 @@ AGENTS = """
         messages = [{"role": "user", "content": item["prompt"]}]
         try:
             while True:
-                answer = await client.chat.completions.create(model="gpt-4o", messages=messages, tools=TOOLS, temperature=0.3)
+                answer = await client.chat.completions.create(
+                    model="gpt-4o", messages=messages, tools=TOOLS, temperature=0.3
+                )
                 message = answer.choices[0].message
                 messages.append(message.model_dump(exclude_none=True))
                 if not message.tool_calls:

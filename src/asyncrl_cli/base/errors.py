@@ -46,7 +46,7 @@ class AsyncrlError(Exception):
         return functools.partial(type(self), hint=self.hint), (self.message,)
 
 
-def first_line(error: BaseException) -> str:
+def first_line(error: BaseException | str) -> str:
     """The first line of an error's text, at most 300 characters; the name of its type if the text is
     empty."""
     return f"{(str(error).strip() or type(error).__name__).splitlines()[0]:.300}"

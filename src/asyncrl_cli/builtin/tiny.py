@@ -117,12 +117,18 @@ class Course(Protocol):
     token.
     """
 
-    name: str
-    train: Sequence[Mapping[str, Any]]
-    eval: Sequence[Mapping[str, Any]]
-    demonstration: Demonstration
-    flawed_demonstration: Demonstration
-    words: tuple[str, ...] | None
+    @property
+    def name(self) -> str: ...
+    @property
+    def train(self) -> Sequence[Mapping[str, Any]]: ...
+    @property
+    def eval(self) -> Sequence[Mapping[str, Any]]: ...
+    @property
+    def demonstration(self) -> Demonstration: ...
+    @property
+    def flawed_demonstration(self) -> Demonstration: ...
+    @property
+    def words(self) -> tuple[str, ...] | None: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

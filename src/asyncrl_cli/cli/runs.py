@@ -160,7 +160,7 @@ def _detach(
     where = ["--runs-dir", str(runs_dir), "--ui", "none", "--address", address or "local"]
     started = detach([*arguments, *where], output)
     if started.exit_code is not None:
-        say(started.said.rstrip())
+        say(started.output.rstrip())
         raise typer.Exit(started.exit_code)
     if as_json:
         print_json({"run": name, "pid": started.pid, "directory": str((runs_dir / name).absolute())})

@@ -1,5 +1,5 @@
-"""Starts and ends the actors of a job, all of them at once, each in its bundle (ray/placement.py). Runs in the
-driver."""
+"""Starts and ends the actors of a job, all of them at once, each in its bundle (ray/placement.py). Runs in
+the driver."""
 
 from __future__ import annotations
 
@@ -26,8 +26,9 @@ from asyncrl_cli.job.driver_ranks import RayRanks, RayScorer, RayTrainer
 from asyncrl_cli.job.driver_rollout import RayRolloutWorker
 from asyncrl_cli.job.rank_host import THREADS, WEIGHTS_DIR, RankHost
 from asyncrl_cli.job.ray.calls import all_of
-from asyncrl_cli.job.ray.placement import Options, Say, is_local_session, placed, used_nodes
+from asyncrl_cli.job.ray.placement import Options, Say, placed, used_nodes
 from asyncrl_cli.job.rollout_host import RolloutHost
+from asyncrl_cli.plan.cluster import LOOPBACK
 from asyncrl_cli.plan.job_plan import ROLLOUT, TRAINER, JobPlan, place_of
 from asyncrl_cli.profile.arithmetic import CRITIC
 from asyncrl_cli.profile.schema import DIRECT_TRANSPORTS, Profile
@@ -61,8 +62,8 @@ class CrewOrder:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Crew:
-    """The executors of a job, started. `payloads`: in a resumed run, the handles of the arrays of the checkpoint's
-    groups, in the order of the file."""
+    """The executors of a job, started. `payloads`: in a resumed run, the handles of the arrays of the
+    checkpoint's groups, in the order of the file."""
 
     trainer: RayTrainer
     workers: Sequence[RayRolloutWorker]
@@ -85,7 +86,7 @@ async def started_crew(order: CrewOrder) -> AsyncIterator[Crew]:
     plan, profile, say = order.plan, order.profile, order.say
     say("placing the job")
     async with placed(plan, timeout_s=profile.placement.timeout_s, say=say) as options:
-        if not is_local_session():
+        if ray.util.get_node_ip_address() != LOOPBACK:  # a cluster: not this machine's own session
             wanted = Wanted.of(profile, order.model_dir, order.further, order.run_dir)
             for warning in refuse(await examined(used_nodes(plan, options), wanted, say)):
                 order.warn(warning)
@@ -106,8 +107,9 @@ async def started_crew(order: CrewOrder) -> AsyncIterator[Crew]:
                 workers.append(RayRolloutWorker(name, make_actor, profile, place.workers))
             # vLLM counts what others take of a GPU while it measures as its own, so the trainer takes none
             # before vLLM is ready.
-            ranks: list[RayRanks] = [trainer, *scorers]
-            turns = [workers, ranks] if plan.shares_gpus else [[*workers, *ranks]]
+            turns: list[list[RayRanks | RayRolloutWorker]] = [[*workers], [trainer, *scorers]]
+            if not plan.shares_gpus:
+                turns = [[*workers, trainer, *scorers]]
             for executors in turns:
                 await all_of(_started(executor, say) for executor in executors)
             if profile.weights.transport in DIRECT_TRANSPORTS:
@@ -148,7 +150,7 @@ def _make_ranks(
 ) -> list[ActorHandle]:
     is_direct = order.profile.weights.transport in DIRECT_TRANSPORTS
     threads = THREADS | {"direct": order.plan.rollout_workers if is_direct else 1}
-    place = replace(place_of(order.plan, role, order.model_dir), **order.further)
+    place = replace(place_of(order.plan, role, order.model_dir), **order.further)  # type: ignore[arg-type]
     makers = makers_of(order, role, RankHost, options, concurrency_groups=threads)
     run_dir = order.run_dir.absolute()
     return [make(role, order.profile, place, run_dir, probe_items) for make in makers.values()]

@@ -1,4 +1,5 @@
-"""The loop of a run: built from its prompts, checkpoints and observers, and run to its end. Runs in the driver.
+"""The loop of a run: built from its prompts, checkpoints and observers, and run to its end. Runs in the
+driver.
 
 A stop or a failure becomes part of the `RunResult`; only a cancellation from outside is raised."""
 
@@ -12,13 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from asyncrl_cli.base.errors import (
-    AsyncrlError,
-    ConfigError,
-    ExecutorFailed,
-    Interrupted,
-    SessionLost,
-)
+from asyncrl_cli.base.errors import AsyncrlError, ConfigError, ExecutorFailed, Interrupted, SessionLost
 from asyncrl_cli.base.paths import as_typed
 from asyncrl_cli.base.storage import storage_error
 from asyncrl_cli.checkpoint.reader import Checkpoint, sealed_checkpoints, step_of

@@ -1,7 +1,7 @@
 """Examines the nodes of a cluster before a run loads anything there: what they have in common with the
 driver, and what they see. Runs in the driver; node_probe.py runs on the nodes.
 
-    probes on all nodes at once ─> NodeFacts of each ─> findings: a line per node, or per problem, with a remedy
+    probes on all nodes at once ─> NodeFacts of each ─> findings: a line per node or problem, with a remedy
 
 The checks are functions of facts. Nothing here blocks the event loop, and every wait is bounded.
 """
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray.actor import ActorHandle
+from ray.actor import ActorHandle, ActorMethod
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from asyncrl_cli.base.errors import AsyncrlError, PreflightError, counted
@@ -132,7 +132,9 @@ def findings(here: NodeFacts, there: Sequence[NodeFacts], wanted: Wanted) -> Ite
     is_apart = len({facts.address for facts in there}) > 1
     for facts in there:
         if facts.error:
-            problems = [(facts.error, False, "`ray status` and the node's raylet.err may say why")]
+            problems: list[Problem] = [
+                (facts.error, False, "`ray status` and the node's raylet.err may say why")
+            ]
         else:
             problems = [
                 *_versions(here, facts),
@@ -264,7 +266,7 @@ async def _facts(
         return NodeFacts(address=address, error=error.message)
 
 
-async def _ask(method: Any, address: str, *args: Any, limit: Limit = LOOK_LIMIT) -> Any:
+async def _ask(method: ActorMethod, address: str, *args: object, limit: Limit = LOOK_LIMIT) -> Any:
     executor = f"the probe on {address}"
     return await answer(method.remote(*args), executor=executor, call="its examination", limit=limit)
 

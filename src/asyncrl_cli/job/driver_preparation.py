@@ -1,23 +1,23 @@
-"""Prepares and checks what a run needs before Ray starts: engine, task, model, prompt lengths, and the
-checkpoint to resume from. The slow parts run in a thread that a Ctrl-C does not wait for."""
+"""What a run needs before Ray starts, prepared and checked: engine, task, model, prompt lengths. Runs in the
+driver; the slow parts in a thread that a Ctrl-C does not wait for."""
 
 from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from asyncrl_cli.base.errors import ConfigError, Interrupted, PreflightError, first_line
 from asyncrl_cli.builtin.builtin_tasks import environment_of
 from asyncrl_cli.builtin.tiny import UNTAUGHT, demonstrations_of
-from asyncrl_cli.contracts.item import messages_of
+from asyncrl_cli.contracts.item import Item, messages_of
 from asyncrl_cli.engines.port import check_engine
 from asyncrl_cli.envs import check_environment
 from asyncrl_cli.job.ray.session import check_reachable
@@ -38,8 +38,10 @@ from asyncrl_cli.tasks.code_choice import has_tool_class
 from asyncrl_cli.tasks.task import Task, load_task
 from asyncrl_cli.train.losses import check_loss
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 T = TypeVar("T")
-Item = Mapping[str, Any]
 Say = Callable[..., None]
 """`say(text, done=0, total=0, figures="")`: shows what is being done, its progress (if that can be counted),
 and its `figures` (such as a loss)."""
@@ -74,7 +76,7 @@ async def prepare(
         return task
 
     def prepare_model(look: Callable[[], None]) -> tuple[Path, dict[str, str]]:
-        def progress(text: str, *how_far: Any) -> None:
+        def progress(text: str, *how_far: object) -> None:
             look()
             say(text, *how_far)
 
@@ -117,7 +119,8 @@ def check_surroundings(profile: Profile, address: str | None) -> None:
     check_loss(profile.algorithm.loss_mode)
     if not profile.task.agent:
         check_environment(environment_of(profile.task))
-    _check_one_turn(profile)
+    if environment_of(profile.task) != "one-turn" or profile.task.has_agent:
+        check_keys_of_several_turns(profile)
     if address is None:
         compile_job(profile, local_cluster())
     else:
@@ -127,12 +130,10 @@ def check_surroundings(profile: Profile, address: str | None) -> None:
     model_here(profile)
 
 
-def _check_one_turn(profile: Profile) -> None:
-    """Raises ConfigError if episodes may have several responses, but long responses are punished or a reward
-    model is used."""
+def check_keys_of_several_turns(profile: Profile) -> None:
+    """For a task whose episodes may have several responses: ConfigError if long responses are punished or a
+    reward model is used."""
     buffer, reward_model = profile.algorithm.overlong_buffer_tokens, profile.reward_model.path
-    if environment_of(profile.task) == "one-turn" and not profile.task.has_agent:
-        return
     if reward_model is not None:
         raise ConfigError(
             f"reward_model.path = {reward_model}: it judges one response per prompt, but an episode of this "
@@ -142,8 +143,7 @@ def _check_one_turn(profile: Profile) -> None:
     if buffer is not None:
         raise ConfigError(
             f"algorithm.overlong_buffer_tokens = {buffer} punishes a response that comes near "
-            "rollout.max_response_tokens, but an "
-            "episode of this task may have several responses",
+            "rollout.max_response_tokens, but an episode of this task may have several responses",
             hint="leave it out; algorithm.mask_truncated leaves out episodes that a limit has cut",
         )
 
@@ -156,7 +156,14 @@ def check_prompts(profile: Profile, task: Task, model_dir: Path | None) -> None:
         if profile.model.path != UNTAUGHT:
             demonstrations_of(task)
         is_chat = task.words is not None or profile.model.path == UNTAUGHT
-        check_prompt_lengths(profile, task, lambda items: [_num_characters(item, is_chat) for item in items])
+
+        def num_characters(item: Item) -> int:
+            """Each character is a token, and so are the role of each message and that of the answer."""
+            messages = messages_of(item["prompt"])
+            roles = len(messages) + 1 if is_chat else 0
+            return sum(len(message["content"]) for message in messages) + roles
+
+        check_prompt_lengths(profile, task, lambda items: list(map(num_characters, items)))
     elif model_dir is not None:
         tokenizer = checked_tokenizer(profile, model_dir)
         check_prompt_lengths(profile, task, partial(tokens, tokenizer))
@@ -196,13 +203,7 @@ def check_adapters(profile: Profile, model_dir: Path) -> None:
         BaseFiles(profile, model_dir)
 
 
-def _num_characters(item: Item, is_chat: bool) -> int:
-    """Each character is a token, and so are the role of each message and that of the answer."""
-    messages = messages_of(item["prompt"])
-    return sum(len(message["content"]) for message in messages) + (len(messages) + 1 if is_chat else 0)
-
-
-def checked_tokenizer(profile: Profile, model_dir: Path) -> Any:
+def checked_tokenizer(profile: Profile, model_dir: Path) -> PreTrainedTokenizerBase:
     """The model's tokenizer. Raises PreflightError if it or the model cannot be used."""
     vocab_size = check_model(profile, model_dir)
     tokenizer = opened_tokenizer(profile, model_dir)
@@ -210,7 +211,7 @@ def checked_tokenizer(profile: Profile, model_dir: Path) -> Any:
     return tokenizer
 
 
-def opened_tokenizer(profile: Profile, model_dir: Path) -> Any:
+def opened_tokenizer(profile: Profile, model_dir: Path) -> PreTrainedTokenizerBase:
     """The tokenizer in a directory. Raises PreflightError if it cannot be used."""
     from asyncrl_cli.envs.chat import load_tokenizer
 
@@ -223,7 +224,7 @@ def opened_tokenizer(profile: Profile, model_dir: Path) -> Any:
     return tokenizer
 
 
-def tokens(tokenizer: Any, items: Sequence[Item]) -> list[int]:
+def tokens(tokenizer: PreTrainedTokenizerBase, items: Sequence[Item]) -> list[int]:
     """Number of tokens of each prompt."""
     from asyncrl_cli.envs.chat import render_prompts
 
@@ -251,11 +252,11 @@ def check_prompt_lengths(profile: Profile, task: Task, tokens: Callable[[Sequenc
         longest = max(lengths)
         uid = suspects[lengths.index(longest)]["uid"]
         others = f" ({num_too_long} prompts are too long)" if num_too_long > 1 else ""
-        raise ConfigError(
-            f"prompt {uid} has {longest} tokens, rollout.max_prompt_tokens is {limit}{others}",
-            hint=f"--set rollout.max_prompt_tokens={longest}, or leave such prompts out of "
-            f"{profile.task.source}",
+        what = f"prompt {uid} has {longest} tokens, rollout.max_prompt_tokens is {limit}{others}"
+        hint = (
+            f"--set rollout.max_prompt_tokens={longest}, or leave such prompts out of {profile.task.source}"
         )
+        raise ConfigError(what, hint=hint)
 
 
 async def interruptible(work: Callable[[Callable[[], None]], T]) -> T:

@@ -12,7 +12,8 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, NoReturn
+from types import FrameType
+from typing import NoReturn
 
 import psutil
 
@@ -130,7 +131,7 @@ class StopRequests:
         )
         leave()
 
-    def take_signals(self) -> dict[signal.Signals, Any]:
+    def take_signals(self) -> dict[signal.Signals, Callable[[int, FrameType | None], object] | int | None]:
         """Make the signals stop requests, and return their previous handlers. A second call changes nothing
         and returns none.
 

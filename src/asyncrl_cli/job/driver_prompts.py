@@ -1,4 +1,5 @@
-"""The prompts of a run, and what a checkpoint must share with the run that resumes from it. Runs in the driver."""
+"""The prompts of a run, and what a checkpoint must share with the run that resumes from it. Runs in the
+driver."""
 
 from __future__ import annotations
 
@@ -30,8 +31,8 @@ SAME_EVALS = (
 
 
 class PromptFeed:
-    """Implements `contracts.ports.Feed` on a task's training items: shuffled per epoch, endless, resumable at any
-    point.
+    """Implements `contracts.ports.Feed` on a task's training items: shuffled per epoch, endless, resumable at
+    any point.
 
     An epoch's order is a function of (seed, epoch) alone, so the state is a position, not a history:
     `{"seed", "epoch", "cursor", "num_items", "fingerprint", "evals"}`. The uids consumed so far are the first
@@ -66,15 +67,11 @@ class PromptFeed:
     def find(self, uid: str, epoch: int) -> Prompt:
         index = self._index_of.get(uid)
         if index is None:
-            raise RefusedError(
-                f"the checkpoint names prompt {uid}, which is not among the {len(self._items)} of the task",
-                hint=SAME_DATA,
-            )
+            why = f"prompt {uid}, which is not among the {len(self._items)} of the task"
+            raise RefusedError(f"the checkpoint names {why}", hint=SAME_DATA)
         if epoch > self._epoch or (epoch == self._epoch and self._order.index(index) >= self._cursor):
-            raise RefusedError(
-                f"the checkpoint names prompt {uid} of epoch {epoch}, which the feed never reached",
-                hint=SAME_DATA,
-            )
+            why = f"prompt {uid} of epoch {epoch}, which the feed never reached"
+            raise RefusedError(f"the checkpoint names {why}", hint=SAME_DATA)
         return Prompt(uid=uid, epoch=epoch, item=self._items[index])
 
     def state(self) -> dict[str, Any]:
@@ -89,18 +86,10 @@ class PromptFeed:
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Raises RefusedError if `state` is damaged or belongs to other items or another seed."""
-        for key, kind in {
-            "seed": int,
-            "epoch": int,
-            "cursor": int,
-            "num_items": int,
-            "fingerprint": str,
-        }.items():
+        kinds = {"seed": int, "epoch": int, "cursor": int, "num_items": int, "fingerprint": str}
+        for key, kind in kinds.items():
             if type(state.get(key)) is not kind:
-                raise RefusedError(
-                    f"the prompt feed's state is damaged: {key} is {state.get(key)!r:.80}",
-                    hint=ANOTHER_CHECKPOINT,
-                )
+                raise _damaged(f"{key} is {state.get(key)!r:.80}")
         if state["fingerprint"] != self._fingerprint:
             raise RefusedError(
                 f"the checkpoint was made with other prompts: {state['num_items']} items with fingerprint "
@@ -115,23 +104,19 @@ class PromptFeed:
             )
         epoch, cursor = state["epoch"], state["cursor"]
         if epoch < 0 or not 0 <= cursor <= len(self._items):
-            where = f"epoch {epoch}, cursor {cursor} of {len(self._items)} items"
-            raise RefusedError(f"the prompt feed's state is damaged: {where}", hint=ANOTHER_CHECKPOINT)
+            raise _damaged(f"epoch {epoch}, cursor {cursor} of {len(self._items)} items")
         self._enter(epoch=epoch, cursor=cursor)
 
-    def _compare_evals(self, before: Any) -> None:
+    def _compare_evals(self, before: object) -> None:
         if before is None:  # older checkpoints have no fingerprints of evals
             return
         if not isinstance(before, Mapping):
-            raise RefusedError(
-                f"the prompt feed's state is damaged: evals is {before!r:.80}", hint=ANOTHER_CHECKPOINT
-            )
+            raise _damaged(f"evals is {before!r:.80}")
         changed = [name for name in {**before, **self._evals} if before.get(name) != self._evals.get(name)]
         if changed:
             names = ", ".join(f"eval.sets.{name:.80}" if name else "the eval prompts" for name in changed)
-            raise RefusedError(
-                f"the checkpoint was made with other items for evals: {names} changed", hint=SAME_EVALS
-            )
+            what = f"the checkpoint was made with other items for evals: {names} changed"
+            raise RefusedError(what, hint=SAME_EVALS)
 
     def _enter(self, *, epoch: int, cursor: int) -> None:
         # Sorting by Random.random() and not Random.shuffle: only random() is promised to stay the same in
@@ -142,17 +127,24 @@ class PromptFeed:
         self._epoch, self._cursor = epoch, cursor
 
 
+def _damaged(what: str) -> RefusedError:
+    return RefusedError(f"the prompt feed's state is damaged: {what}", hint=ANOTHER_CHECKPOINT)
+
+
 def check_resumable(checkpoint: Checkpoint, profile: Profile) -> None:
     """Raises RefusedError unless the checkpoint's loop state, observer state and finished groups fit each
     other and `profile`."""
-    state = read_state(checkpoint.loop_state, LoopSettings.of(profile))
+    state, why = read_state(checkpoint.loop_state, LoopSettings.of(profile)), ""
     if state["step"] != checkpoint.step:
-        raise _refused(checkpoint, f"its loop is at step {state['step']}")
-    if len(state["observers"]) != 1:
-        raise _refused(checkpoint, f"it has figures of {len(state['observers'])} observers, not of one")
-    observers.read_state(state["observers"][0])
-    if not _fit(state["groups"], checkpoint.directory):
-        raise _refused(checkpoint, "its tokens are not those of its groups")
+        why = f"its loop is at step {state['step']}"
+    elif len(state["observers"]) != 1:
+        why = f"it has figures of {len(state['observers'])} observers, not of one"
+    else:
+        observers.read_state(state["observers"][0])
+        if not _fit(state["groups"], checkpoint.directory):
+            why = "its tokens are not those of its groups"
+    if why:
+        raise RefusedError(f"checkpoint {checkpoint.directory} is refused: {why}", hint=ANOTHER_CHECKPOINT)
 
 
 def _fit(groups: GroupsState, directory: Path) -> bool:
@@ -192,9 +184,3 @@ def refuse_other_prompts(checkpoint: Checkpoint, task: Task, seed: int) -> None:
         *(finished["try"] for finished in groups["finished"]),
     ):
         feed.find(*entry["key"][:2])
-
-
-def _refused(checkpoint: Checkpoint, why: str) -> RefusedError:
-    return RefusedError(
-        f"checkpoint {checkpoint.directory} is refused: {why}", hint="take another checkpoint"
-    )

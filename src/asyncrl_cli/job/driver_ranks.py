@@ -1,5 +1,5 @@
-"""The trainer and the scorers as the loop sees them: `Trainer` and `Scorer` of contracts/ports.py on all processes
-of each (rank_host.py). Runs in the driver.
+"""The trainer and the scorers as the loop sees them: `Trainer` and `Scorer` of contracts/ports.py on all
+processes of each (rank_host.py). Runs in the driver.
 
 Nothing here blocks the driver's event loop, every wait is bounded, and Ray never retries a call: an optimizer
 step made twice would be worse than a failed run.
@@ -47,13 +47,14 @@ from asyncrl_cli.weights.versions import TIMEOUT_KEY as WEIGHTS_KEY
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-Dump = Callable[[], Coroutine[Any, Any, None]]
-Shares = tuple[list[GroupResult], list[RankPlan], list[list[Any]]]
+Dump = Callable[[], Coroutine[None, None, None]]
+Arguments = list[Any]
+Shares = tuple[list[GroupResult], list[RankPlan], list[Arguments]]
 
 
 class RayRanks:
-    """All processes of the trainer or of a scorer as one executor: makes the same calls to each process, in the
-    same order, and collects all answers."""
+    """All processes of the trainer or of a scorer as one executor: makes the same calls to each process, in
+    the same order, and collects all answers."""
 
     def __init__(self, name: str, make_actors: Callable[[], list[ActorHandle]], profile: Profile) -> None:
         """`make_actors()` creates the actors of all processes in their bundles, now and at every restart."""
@@ -90,12 +91,12 @@ class RayRanks:
     async def stop(self, timeout_s: float) -> None:
         await self.collective("its shutdown", "stop", limit=Limit(timeout_s))
 
-    async def collective(self, call: str, method: str, *args: Any, limit: Limit) -> list[Any]:
+    async def collective(self, call: str, method: str, *args: object, limit: Limit) -> list[Any]:
         """Call `method` on all processes and return their answers. `call`: its name in errors."""
         refs = [getattr(actor, method).remote(*args) for actor in self.actors]
         return await self._answers(refs, call, limit)
 
-    async def checkpointed(self, call: str, method: str, *args: Any) -> None:
+    async def checkpointed(self, call: str, method: str, *args: object) -> None:
         """A call of a checkpoint, to all processes."""
         await self.collective(call, method, *args, limit=self._checkpoints)
 
@@ -111,12 +112,12 @@ class RayRanks:
 
     def shares(self, batch: TrainBatch, names: Sequence[str], profile: Profile) -> Shares:
         """Split a train step over ranks and mini-batches, by metadata. Returns the batch's groups in training
-        order, each process's plan, and the arguments of its call: the plan, `names`, the handles of each named
-        column for the plan's groups, and the handles of these groups' parts."""
+        order, each process's plan, and the arguments of its call: the plan, `names`, the handles of each
+        named column for the plan's groups, and the handles of these groups' parts."""
         minibatches, seed = profile.async_training.require_batches, profile.run.seed
         groups = training_order(batch.groups, num_minibatches=minibatches, seed=seed, step=batch.step)
         plans = plan_train_step(groups, profile, ranks=len(self.actors), step=batch.step, window=batch.window)
-        given: list[list[Any]] = []
+        given: list[Arguments] = []
         for plan in plans:
             chosen = [groups[index] for index in plan.groups]
             columns = [batch.columns[group.key][name] for name in names for group in chosen]
@@ -127,8 +128,9 @@ class RayRanks:
         return await all_of(self._answer(ref, call, limit, rank) for rank, ref in enumerate(refs))
 
     async def _answer(self, ref: Awaitable[T], call: str, limit: Limit, rank: int = 0) -> T:
-        """Await the answer of a process. Errors name the trainer's rank, but the whole scorer, which is restarted
-        as a whole. (When a process is lost, the others' collectives fail, and their error may come first.)"""
+        """Await the answer of a process. Errors name the trainer's rank, but the whole scorer, which is
+        restarted as a whole. (When a process is lost, the others' collectives fail, and their error may come
+        first.)"""
         host = self._hosts.get(rank, "")
         if self.name == TRAINER:
             executor = f"{TRAINER}-{rank}"
@@ -143,8 +145,8 @@ class RayRanks:
 
 
 class RayScorer(RayRanks):
-    """`Scorer` on all its processes. A column's handle is its ObjectRef. The driver owns it, so it outlives the
-    process that made it, but the column goes straight to the trainer's ranks. (Only rewards come to the
+    """`Scorer` on all its processes. A column's handle is its ObjectRef. The driver owns it, so it outlives
+    the process that made it, but the column goes straight to the trainer's ranks. (Only rewards come to the
     driver.)"""
 
     def __init__(self, name: str, make_actors: Callable[[], list[ActorHandle]], profile: Profile) -> None:
@@ -190,8 +192,8 @@ class RayScorer(RayRanks):
         return await self._answer(scores, call, self._calls, index)
 
     async def learn(self, batch: TrainBatch) -> tuple[TrainReport, ExecutorReport]:
-        """`critic`: make the same optimizer steps as the trainer, each with the same groups. A `score` that is
-        called later uses the updated weights."""
+        """`critic`: make the same optimizer steps as the trainer, each with the same groups. A `score` that
+        is called later uses the updated weights."""
         names = (CRITIC, REF) if self._profile.algorithm.use_kl_in_reward else (CRITIC,)
         # its processes do not share sequences, whatever the trainer's do
         trainer = self._profile.trainer.model_copy(update={"sequence_parallel_size": 1})

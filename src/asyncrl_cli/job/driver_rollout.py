@@ -1,11 +1,11 @@
-"""A rollout worker as the loop sees it: `RolloutWorker` of contracts/ports.py on the actor of rollout_host.py. Runs
-in the driver.
+"""A rollout worker as the loop sees it: `RolloutWorker` of contracts/ports.py on the actor of
+rollout_host.py. Runs in the driver.
 
 Parts of groups travel to the actor, and their results back, several per call:
 
-    driver   submit(request) ─> outgoing ──┐                             ┌──> `progress` returns, with the parts that ended
+    driver   submit(request) ─> outgoing ──┐                             ┌──> `progress` returns: ended parts
     calls                                  ├─ exchange(requests, seen) ──┤
-    actor    PartDesk: a task per part <───┘          ended, reports ────┘    (a change; 100 ms after the last answer)
+    actor    PartDesk: a task per part <───┘          ended, reports ────┘    100 ms after the last answer
 
 A call to an actor costs the driver and the actor a millisecond or two of CPU each. With short responses or
 many workers, a separate call per part would be most of the driver's work. So the loop's long poll for
@@ -31,9 +31,9 @@ from ray.actor import ActorHandle
 from ray.exceptions import RayError
 
 from asyncrl_cli.base.errors import ExecutorLost, NoRoom, timeout
-from asyncrl_cli.contracts import ports
-from asyncrl_cli.contracts.ports import CALL_KEY
-from asyncrl_cli.contracts.prompt_group import AttemptKey
+from asyncrl_cli.contracts.ports import CALL_KEY, EvalRequest, EvalResult, PartialResult, Progress
+from asyncrl_cli.contracts.prompt_group import AttemptKey, PartRequest
+from asyncrl_cli.contracts.weight_version import LoadReport, Published
 from asyncrl_cli.job.ray.calls import Limit, answer, shown_host, start_limit
 from asyncrl_cli.profile.schema import DIRECT_TRANSPORTS, Interrupt, Profile
 from asyncrl_cli.weights.versions import AT_ONCE_S, DRIVER_MARGIN_S, load_s
@@ -54,7 +54,7 @@ SO_FAR_S = 5.0
 """How long a checkpoint waits for a worker that may hang; training stands still meanwhile."""
 
 T = TypeVar("T")
-Answer = Callable[[Awaitable[ports.Progress], str], Awaitable[ports.Progress]]
+Answer = Callable[[Awaitable[Progress], str], Awaitable[Progress]]
 
 
 class PartExchange:
@@ -67,7 +67,7 @@ class PartExchange:
     def __init__(self, actor: ActorHandle, answer: Answer) -> None:
         self._actor = actor
         self._answer = answer
-        self._outgoing: list[ports.PartRequest] = []
+        self._outgoing: list[PartRequest] = []
         self._is_under_way = False
         self._ran_s: dict[int, float] = {}
         """When sequences were last seen running, by the version that the worker held. On the event loop's
@@ -77,7 +77,7 @@ class PartExchange:
         """When sequences were last seen running on weights older than `version`; -inf if never."""
         return max((ran_s for held, ran_s in self._ran_s.items() if held < version), default=float("-inf"))
 
-    def submit(self, request: ports.PartRequest) -> None:
+    def submit(self, request: PartRequest) -> None:
         """Send the part with the next exchange; if one is under way, in a separate call with all others of
         this turn."""
         self._outgoing.append(request)
@@ -90,14 +90,14 @@ class PartExchange:
         if self._outgoing:
             self._actor.submit.remote(self._taken())
 
-    async def progress(self, seen: int) -> ports.Progress:
+    async def progress(self, seen: int) -> Progress:
         """Exchange parts and wait for a change since `seen`. `PartResult.payload` is the ObjectRef of the
         part's arrays."""
         await asyncio.sleep(SETTLE_S)
         head, *payloads = self._actor.exchange.remote(self._taken(), seen)
         self._is_under_way = True
         try:
-            progress: ports.Progress = await self._answer(head, "a progress report")
+            progress: Progress = await self._answer(head, "a progress report")
         finally:
             self._is_under_way = False
         for report in progress.reports:
@@ -107,13 +107,14 @@ class PartExchange:
         ended = tuple(replace(result, payload=payload) for result, payload in with_arrays)
         return replace(progress, ended=ended)
 
-    def _taken(self) -> list[ports.PartRequest]:
+    def _taken(self) -> list[PartRequest]:
         taken, self._outgoing = self._outgoing, []
         return taken
 
 
 class RayRolloutWorker:
-    """`RolloutWorker` on the actor of one worker (`RolloutHost`). Parts travel with `progress` (`PartExchange`)."""
+    """`RolloutWorker` on the actor of one worker (`RolloutHost`). Parts travel with `progress`
+    (`PartExchange`)."""
 
     def __init__(
         self, name: str, make_actor: Callable[[], ActorHandle], profile: Profile, workers: int = 1
@@ -141,27 +142,27 @@ class RayRolloutWorker:
     def actors(self) -> list[ActorHandle]:
         return [self.actor]
 
-    def submit(self, request: ports.PartRequest) -> None:
+    def submit(self, request: PartRequest) -> None:
         self._parts.submit(request)
 
     async def abort(self, key: AttemptKey) -> None:
         self._parts.post()
         await self._answer(self.actor.abort.remote(key), f"the abort of {key}")
 
-    async def so_far(self) -> ports.PartialResult:
+    async def so_far(self) -> PartialResult:
         head, payloads = self.actor.so_far.remote()
-        so_far: ports.PartialResult = await self._answer(head, "a report of its responses", Limit(SO_FAR_S))
+        so_far: PartialResult = await self._answer(head, "a report of its responses", Limit(SO_FAR_S))
         return replace(so_far, handle=payloads)
 
-    async def progress(self, seen: int) -> ports.Progress:
+    async def progress(self, seen: int) -> Progress:
         return await self._parts.progress(seen)
 
-    async def prefetch(self, published: ports.Published) -> float:
+    async def prefetch(self, published: Published) -> float:
         manifest, bucket_refs = published.handle
         ref = self.actor.prefetch.remote(manifest, list(bucket_refs))
         return float(await self._answer(ref, f"the transfer of version {published.version}", self._weights))
 
-    async def load(self, version: int, interrupt: Interrupt) -> ports.LoadReport:
+    async def load(self, version: int, interrupt: Interrupt) -> LoadReport:
         """A drain may take as long as the longest response, so its limit counts from when a response was last
         seen running. Where rank 0 sends the bytes during the load, the worker's own limits on waiting for
         rank 0 are shorter than this one."""
@@ -169,11 +170,9 @@ class RayRolloutWorker:
         since = partial(self._parts.ran_before_s, version) if interrupt == "drain" else None
         return await self._answer(ref, call, self._load, since)
 
-    async def evaluate(self, request: ports.EvalRequest) -> ports.EvalResult:
+    async def evaluate(self, request: EvalRequest) -> EvalResult:
         head, payload = self.actor.evaluate.remote(request)
-        result: ports.EvalResult = await self._answer(
-            head, f"the eval of version {request.version}", Limit(None)
-        )
+        result: EvalResult = await self._answer(head, f"the eval of version {request.version}", Limit(None))
         return replace(result, payload=payload)
 
     async def abort_evals(self) -> None:

@@ -1,5 +1,5 @@
-"""A run from its profile to its end: prepare, start Ray and the workers, wire the loop, watch, clean up. Runs in the
-driver.
+"""A run from its profile to its end: prepare, start Ray and the workers, wire the loop, watch, clean up. Runs
+in the driver.
 
     profile -> run directory -> driver_preparation.py: engine, task, model -> ray/: session, placement
             -> driver_crew.py: actors -> driver_loop.py: Pipeline -> RunResult
@@ -181,7 +181,7 @@ class Run:
         plan = stack.enter_context(ray_session(self.profile, address=self.address, model_dir=model_dir))
         for text in (*self.warnings, *plan.warnings, *task.notes):
             warnings(text)
-        # Only now are the job's device (on a cluster) and its sizes known: the defaults that follow from them.
+        # only now are the device (of a cluster) and the plan known, from which these defaults follow
         self.resolve_for(plan.device)
         self._set_limits(plan, model_dir)
         keep_model_files(model_dir, directory.path)

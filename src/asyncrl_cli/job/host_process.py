@@ -1,5 +1,5 @@
-"""Set-up of a process that hosts a rank or a rollout worker: compute threads, memory, log file. Runs in rank_host.py's
-and rollout_host.py's processes."""
+"""Set-up of a process that hosts a rank or a rollout worker: compute threads, memory, log file. Runs in
+rank_host.py's and rollout_host.py's processes."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def set_up_process(*, threads: int, log_path: Path | None) -> None:
     num_cpus."""
     os.environ["OMP_NUM_THREADS"] = str(threads)
     # By default OpenMP's threads spin while they wait for one another. Beside a busy process, which keeps one
-    # of them off its core, two threads on two cores were 10 to 60 times slower than with this setting. On idle
-    # cores no cost could be measured.
+    # of them off its core, two threads on two cores were 10 to 60 times slower than with this setting. On
+    # idle cores no cost could be measured.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     keep_freed_memory()

@@ -80,12 +80,12 @@ class Probe:
         path = os.path.join(directory, token)
         try:
             with open(path, encoding="ascii") as file:
-                told = file.read()
+                content = file.read()
             with open(f"{path}.{socket.gethostname()}.{os.getpid()}", "x", encoding="ascii") as file:
-                file.write(told)
+                file.write(content)
         except OSError as error:
             return f"{error.strerror}: {error.filename}"
-        return "" if told == token else "it is another directory there"
+        return "" if content == token else "it is another directory there"
 
     @staticmethod
     def _own_address() -> str:

@@ -1,15 +1,16 @@
-"""The actor of one process of the trainer or of a scorer (`ref`, `prox`, `critic`, the reward model). Runs in that
-process; the driver's side is driver_ranks.py.
+"""The actor of one process of the trainer or of a scorer (`ref`, `prox`, `critic`, the reward model). Runs in
+that process; the driver's side is driver_ranks.py.
 
-    group main     one thread, for joint computation: start, train, gather, snapshot, restore, load, score. All processes get the
-                   same calls in the same order, except `judge`: one process alone scores an eval's trajectories
-    group publish  trainer, rank 0: fingerprints and sends the weights that gather copied, beside training (or beside gather)
+    group main     joint computation, in one thread: start, train, gather, snapshot, restore, load, score.
+                   All processes get the same calls in the same order (except `judge`: one process alone
+                   scores an eval's trajectories)
+    group publish  trainer, rank 0: fingerprints and sends the weights that gather copied, beside training
     group write    writes snapshots and dumps of samples to disk, beside training
-    group direct   trainer, rank 0: sends weights to a rollout worker that asks for them (`nccl`, `ipc`), beside training
+    group direct   trainer, rank 0: sends weights to a rollout worker that asks for them (`nccl`, `ipc`)
     group control  report, meeting_point, free_address, leave: answered at once, whatever else runs
 
-Who waits for whom: collectives in `main` for the other processes' `main`; `direct` for the vLLM processes of the
-calling worker, for `weights.timeout_s` at most, and in a `turn` for the workers before it.
+Who waits for whom: collectives in `main` for the other processes' `main`; `direct` for the vLLM processes of
+the calling worker, for `weights.timeout_s` at most, and in a `turn` for the workers before it.
 
 A process gets its share of a train step as arguments of the call: its plan, and the columns and parts of the
 plan's groups. Ray delivers the arguments before the call begins: small ones with the call, large ones through
@@ -42,7 +43,7 @@ from asyncrl_cli.contracts.trajectories import GroupPayload, joined, overlaid
 from asyncrl_cli.engines.port import kind_of
 from asyncrl_cli.job.host_process import no_collection_while_starting, set_up_process
 from asyncrl_cli.job.rank_sending import ObjectStoreSender, Sending
-from asyncrl_cli.job.weight_arrival import arriving, merging
+from asyncrl_cli.job.weight_arrival import Refs, arriving, merging
 from asyncrl_cli.measure.meters import CallMeter
 from asyncrl_cli.measure.states import ExecutorReport, State
 from asyncrl_cli.plan.cluster import LOOPBACK
@@ -66,8 +67,8 @@ if TYPE_CHECKING:  # torch: the driver imports this module
 logger = logging.getLogger(__name__)
 
 THREADS = {"main": 1, "control": 1, "publish": 1, "write": 1}
-"""Threads of each concurrency group. driver_crew.py adds `direct`: a thread for each rollout worker, which makes
-one call at a time."""
+"""Threads of each concurrency group. driver_crew.py adds `direct`: a thread for each rollout worker, which
+makes one call at a time."""
 WEIGHTS_DIR, VERSIONS_DIR = "weights", "versions"
 """In the run's directory: versions on their way to the workers, if `weights.transport` is `disk`; versions
 that are kept."""
@@ -86,11 +87,11 @@ class SampleFacts(TypedDict):
 
 
 class RankHost:
-    """One process. `role`: `trainer`, or a scorer's name. `run_dir`: where versions are kept, or travel as files.
-    `probe_items`: their prompts are the probes' text.
+    """One process. `role`: `trainer`, or a scorer's name. `run_dir`: where versions are kept, or travel as
+    files. `probe_items`: their prompts are the probes' text.
 
-    The methods mirror `Trainer` and `Scorer` of contracts/ports.py. Which of them a process gets depends on its
-    role.
+    The methods mirror `Trainer` and `Scorer` of contracts/ports.py. Which of them a process gets depends on
+    its role.
     """
 
     def __init__(
@@ -121,8 +122,8 @@ class RankHost:
 
     @ray.method(concurrency_group="control")
     def meeting_point(self) -> str:
-        """An address on this process's node. In a local session it is a file in the session's directory: torch
-        would listen on all interfaces."""
+        """An address on this process's node. In a local session it is a file in the session's directory:
+        torch would listen on all interfaces."""
         if ray.util.get_node_ip_address() == LOOPBACK:
             session_dir = Path(os.environ["RAY_AUTH_TOKEN_PATH"]).parent
             return f"file://{tempfile.mkdtemp(dir=session_dir)}/ranks"
@@ -178,7 +179,7 @@ class RankHost:
     def _make_sender(self) -> Sender:
         weights = self._profile.weights
         if self._rank > 0 or weights.transport == "object-store":
-            return ObjectStoreSender()
+            return ObjectStoreSender()  # type: ignore[abstract]
         if weights.transport == "disk":
             from asyncrl_cli.weights.senders import DiskSender
 
@@ -187,7 +188,9 @@ class RankHost:
 
         # with `nccl` and `ipc` the buckets stay here until a worker asks for them (`direct`)
         held = HeldVersions()
-        self._direct_end = kind_of(self._profile).rank_zero_end(weights, held, self.trainer.ranks.device)
+        make_end = kind_of(self._profile).rank_zero_end
+        assert make_end is not None, "the profile's checks let only engines with these transports pass"
+        self._direct_end = make_end(weights, held, self.trainer.ranks.device)
         return held
 
     def _make_scorer(self, init_method: str) -> None:
@@ -256,8 +259,8 @@ class RankHost:
 
     @ray.method(concurrency_group="write")
     def write(self, directory: str, cut: Cut) -> None:
-        """Write the snapshot of the cut's step to `directory`; the trainer's rank 0 adds the arrays of untrained
-        groups."""
+        """Write the snapshot of the cut's step to `directory`; the trainer's rank 0 adds the arrays of
+        untrained groups."""
         from asyncrl_cli.checkpoint.payloads import write_payloads
 
         with telling_storage():
@@ -293,7 +296,7 @@ class RankHost:
         return gather_s, self._meter.report()
 
     @ray.method(concurrency_group="publish")
-    def publish(self, version: int) -> tuple[Manifest, list[Any]]:
+    def publish(self, version: int) -> tuple[Manifest, Refs]:
         """Rank 0: send the gathered buckets. Returns the manifest and the refs by which workers get the
         buckets."""
         from asyncrl_cli.weights.senders import keep_version
@@ -358,7 +361,7 @@ class RankHost:
     # --- scorers
 
     @ray.method(concurrency_group="main")
-    def load(self, manifest: Manifest, bucket_refs: list[Any]) -> None:
+    def load(self, manifest: Manifest, bucket_refs: Refs) -> None:
         """`prox`: fetch a version's buckets and load this process's part of it."""
         with self._meter.doing(State.LOADING, "weights"):
             self._frozen.load(manifest, self._whole(arriving(manifest, bucket_refs)))

@@ -1,9 +1,9 @@
 """Rank 0's end of `weights.transport`: it sends a version's buckets, and workers fetch them by their refs
 (weight_arrival.py). Runs in the trainer's first process (rank_host.py).
 
-    overlap       gather | bucket 0 | bucket 1 | bucket 2 | probes |
-                                    | send 0   | send 1   | send 2 |    (a thread)        publish: waits for the rest
-    no overlap    gather | bucket 0 | bucket 1 | bucket 2 | probes |                      publish: send 0, send 1, send 2
+    overlap     gather | bucket 0 | bucket 1 | bucket 2 | probes |
+                                  | send 0   | send 1   | send 2 |  (a thread)   publish: waits for the rest
+    no overlap  gather | bucket 0 | bucket 1 | bucket 2 | probes |               publish: sends 0, 1, 2
 
 Either way the same buckets arrive, in the same order. `object-store` keeps buckets as Ray objects, `disk` as
 files; `nccl` and `ipc` leave them on rank 0 (weights/senders.py).
@@ -65,7 +65,7 @@ class Sending:
             return lambda packing, index: None
         return lambda packing, index: sends.append(self._thread.submit(seal_and_put, packing, index))
 
-    def sent(self, manifest: Manifest, buckets: Sequence[Bucket]) -> list[Any]:
+    def sent(self, manifest: Manifest, buckets: Sequence[Bucket]) -> list[object]:
         """The refs of the version's `buckets`, in order. Without overlap the buckets are sent here."""
         refs = [one.result() for one in self.begun.pop(manifest.version, [])][1:]  # the first is `keep`
         if not refs:

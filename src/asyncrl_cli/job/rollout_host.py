@@ -1,7 +1,8 @@
-"""The actor of one rollout worker: an engine, a group runner and the rewards in one asyncio process. Runs in that
-process; the driver's side is driver_rollout.py.
+"""The actor of one rollout worker: an engine, a group runner and the rewards in one asyncio process. Runs in
+that process; the driver's side is driver_rollout.py.
 
-    exchange ─> PartDesk ─> GroupRunner ─> Engine (slots) ─> RewardPool (child processes) ─> (PartResult, GroupPayload) ─> exchange
+    exchange ─> PartDesk ─> GroupRunner ─> Engine (slots) ─> RewardPool (child processes)
+             <─ (PartResult, GroupPayload)
     prefetch ─> second buffer ─> load ─> Engine.load at an interrupt ─> probes scored by the engine itself
 
 Who waits for whom: a part for slots, the engine and rewards; `prefetch` for the transport, in a thread,
@@ -22,7 +23,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import ray
 from ray.actor import ActorHandle
@@ -42,7 +43,7 @@ from asyncrl_cli.envs.slots import Slots
 from asyncrl_cli.envs.tool_environment import ToolEnvironment
 from asyncrl_cli.job.host_process import no_collection_while_starting, set_up_process
 from asyncrl_cli.job.rollout_weights import Loader, RayRankZero
-from asyncrl_cli.job.weight_arrival import merging
+from asyncrl_cli.job.weight_arrival import Refs, merging
 from asyncrl_cli.measure.meters import LongPoll, MeteredRewards, RolloutMeter
 from asyncrl_cli.profile.schema import Interrupt, ProcessPlace, Profile
 from asyncrl_cli.sandbox.parent_processes import ProcessEnded, Processes, environment_processes
@@ -140,8 +141,8 @@ class RolloutHost:
                 raise ExecutorFailed(f"environments cannot start: {why}") from None
 
     async def _make_runner(self) -> GroupRunner:
-        """What plays groups: with an agent against a gateway, with tools against the environments' processes, else
-        in an environment of asyncrl."""
+        """What plays groups: with an agent against a gateway, with tools against the environments' processes,
+        else in an environment of asyncrl."""
         from asyncrl_cli.envs.chat import load_chat
         from asyncrl_cli.envs.episode import Limits, Means
         from asyncrl_cli.envs.group_runner import GroupRunner
@@ -160,7 +161,7 @@ class RolloutHost:
             await gateway.start(admin_routes(gateway, self._loader))
             # its address and the admin's key, for this user alone
             gateway.write_address(self._log_path.with_suffix(".gateway.json"))
-            environment = partial(AgentEnvironment, gateway, self._rewards)
+            environment = partial(AgentEnvironment, gateway, self._rewards)  # type: ignore[abstract]
         elif self._tool_class is not None and self._processes is not None:
             rewards = None if self._reward.kind == "episode" else self._rewards
             log, timeout_s = CallLog(self._log_path.with_suffix(SUFFIX)), profile.env.tool_timeout_s
@@ -200,8 +201,8 @@ class RolloutHost:
     async def exchange(
         self, requests: Sequence[PartRequest], seen: int
     ) -> tuple[Progress | GroupPayload | None, ...]:
-        """New parts in, ended ones and a report out (see driver_rollout.py). Answers when something has changed
-        since `seen`.
+        """New parts in, ended ones and a report out (see driver_rollout.py). Answers when something has
+        changed since `seen`.
 
         Each part's arrays are a separate Ray object, which the trainer fetches: the driver gets the metadata
         only. Unused objects are None.
@@ -216,14 +217,14 @@ class RolloutHost:
         await asyncio.sleep(0)  # let a part begin that was submitted in the same turn of the loop
         await self._runner.abort(key)
 
-    async def prefetch(self, manifest: Manifest, bucket_refs: list[Any]) -> float:
+    async def prefetch(self, manifest: Manifest, bucket_refs: Refs) -> float:
         return await self._loader.prefetch(manifest, bucket_refs)
 
     async def load(self, version: int, interrupt: Interrupt) -> LoadReport:
         return await self._loader.load(version, interrupt)
 
     @ray.method(num_returns=2)
-    async def evaluate(self, request: EvalRequest) -> tuple[EvalResult, Any]:
+    async def evaluate(self, request: EvalRequest) -> tuple[EvalResult, Sequence[GroupPayload] | None]:
         """The tokens, for a reward model, are a separate Ray object."""
         sampling = Sampling.of(self._profile.rollout, self._profile.eval.temperature)
         self._meter.evals(+1)

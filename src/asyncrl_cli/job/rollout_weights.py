@@ -17,9 +17,10 @@ from asyncrl_cli.contracts.weight_version import LoadReport
 from asyncrl_cli.engines.port import Engine
 from asyncrl_cli.envs.slots import Slots
 from asyncrl_cli.job.ray.calls import Limit, answer
-from asyncrl_cli.job.weight_arrival import arriving
+from asyncrl_cli.job.weight_arrival import Refs, arriving
 from asyncrl_cli.measure.meters import RolloutMeter
-from asyncrl_cli.profile.schema import DIRECT_TRANSPORTS, Interrupt, WeightsSection
+from asyncrl_cli.profile.rollout_sections import WeightsSection
+from asyncrl_cli.profile.schema import DIRECT_TRANSPORTS, Interrupt
 from asyncrl_cli.weights.versions import (
     AT_ONCE_S,
     CALL_MARGIN_S,
@@ -44,7 +45,7 @@ class Received:
     """A version that waits to be loaded. `weights` is None if the load itself is to fetch them by `refs`."""
 
     manifest: Manifest
-    refs: Sequence[Any]
+    refs: Refs
     weights: Mapping[str, torch.Tensor] | None
 
 
@@ -77,7 +78,7 @@ class Loader:
         self.last_load: LoadReport | None = None
         self.received: Received | None = None
 
-    async def prefetch(self, manifest: Manifest, refs: Sequence[Any]) -> float:
+    async def prefetch(self, manifest: Manifest, refs: Refs) -> float:
         """Fetch, check and copy the buckets in a thread, unless the load is to fetch them. Returns the
         seconds.
 
@@ -148,7 +149,7 @@ class Loader:
             finally:
                 meter.load_ended()
 
-    def _receive(self, manifest: Manifest, refs: Sequence[Any]) -> Mapping[str, torch.Tensor] | None:
+    def _receive(self, manifest: Manifest, refs: Refs) -> Mapping[str, torch.Tensor] | None:
         """Runs in a thread. With `weights.overlap` a bucket is copied while the next ones arrive. Returns
         once all are verified."""
         if self._weights.transport in DIRECT_TRANSPORTS:
@@ -160,7 +161,7 @@ class Loader:
         buckets = self._whole(arriving(manifest, refs))
         return self.engine.receive(buckets if self._weights.overlap else list(buckets))
 
-    def _buckets(self, manifest: Manifest, refs: Sequence[Any]) -> list[Bucket]:
+    def _buckets(self, manifest: Manifest, refs: Refs) -> list[Bucket]:
         return list(self._whole(arriving(manifest, refs)))
 
     def _check_newer(self, version: int) -> None:
@@ -194,7 +195,7 @@ class RayRankZero(RankZero):
         ref = self._actor.leave.remote(self._worker)
         await answer(ref, executor="trainer-0", call=f"the leave of {self._worker}", limit=Limit(AT_ONCE_S))
 
-    async def ask(self, call: str, *args: Any) -> Any:
+    async def ask(self, call: str, *args: object) -> Any:
         rank_zeros_s = turn_s(self._timeout_s, self._workers) if call == "turn" else self._timeout_s
         limit = Limit(rank_zeros_s + CALL_MARGIN_S, TIMEOUT_KEY, self._timeout_s)
         ref = self._actor.direct.remote(call, self._worker, *args)

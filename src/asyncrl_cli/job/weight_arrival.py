@@ -1,5 +1,5 @@
-"""The receivers' end of `weights.transport`: buckets that arrive from rank 0 (rank_sending.py), by their refs. Runs
-in rollout workers, and in the processes of the scorer `prox`."""
+"""The receivers' end of `weights.transport`: buckets that arrive from rank 0 (rank_sending.py), by their
+refs. Runs in rollout workers, and in the processes of the scorer `prox`."""
 
 from __future__ import annotations
 
@@ -20,11 +20,14 @@ if TYPE_CHECKING:
 
     Whole = Callable[[Iterator[Bucket]], Iterator[Bucket]]
 
+Refs = Sequence[Any]
+"""Of a version's buckets, in order, as its sender made them: Ray's ObjectRefs, files, or (`nccl`, `ipc`)
+layouts."""
 GETS_AHEAD = 2
 """How many buckets may be in transfer or wait in memory while an earlier one is verified and copied."""
 
 
-def arriving(manifest: Manifest, refs: Sequence[Any]) -> Iterator[Bucket]:
+def arriving(manifest: Manifest, refs: Refs) -> Iterator[Bucket]:
     """The buckets in the order in which they were sent, each verified. Blocks, so call it in a thread.
     Buckets from the object store are memory-mapped, not copied.
 
@@ -36,7 +39,7 @@ def arriving(manifest: Manifest, refs: Sequence[Any]) -> Iterator[Bucket]:
         yield from verified(_in_order(gets, refs), manifest)
 
 
-def _in_order(gets: ThreadPoolExecutor, refs: Sequence[Any]) -> Iterator[Bucket]:
+def _in_order(gets: ThreadPoolExecutor, refs: Refs) -> Iterator[Bucket]:
     """The next fetch begins when a bucket is taken, so that a slow consumer has at most GETS_AHEAD buckets
     waiting."""
 

@@ -5,9 +5,11 @@ Runs in the driver. In a local session these are its daemons, watched by pid; on
 connections to its gcs_server. Without a gcs_server Ray itself goes on for a minute and then silently ends the
 driver, in the middle of its work.
 
-    gcs_server dies   actors and their arrays live on. Waits for a rollout worker fail at once, and the loop ends the run in good
-                      order, with a checkpoint. Waits for the trainer fail `CHECKPOINT_S` later.
-    head is silent    for `HEAD_S`: the same. A gcs_server that is restarted (Ray's fault tolerance) has that long to return
+    gcs_server dies   actors and their arrays live on. Waits for a rollout worker fail at once, and the loop
+                      ends the run in good order, with a checkpoint. Waits for the trainer fail `CHECKPOINT_S`
+                      later.
+    head is silent    for `HEAD_S`: the same. A gcs_server that is restarted (Ray's fault tolerance) has that
+                      long to return
     raylet dies       its workers die with it: every wait fails at once
     an agent dies     so does the raylet, within seconds
     reaper dies       no wait fails: another reaper takes its place

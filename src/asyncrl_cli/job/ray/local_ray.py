@@ -25,7 +25,7 @@ from ray._private import ray_constants, services, worker
 from ray._private.node import Node
 from ray._private.parameter import RayParams
 from ray._private.resource_isolation_config import ResourceIsolationConfig
-from ray._raylet import AuthenticationTokenLoader, Config, persist_port
+from ray._raylet import AuthenticationTokenLoader, Config, persist_port  # type: ignore[attr-defined]
 
 from asyncrl_cli.job.ray.lifeline import Daemons
 from asyncrl_cli.plan.cluster import LOOPBACK
@@ -86,13 +86,13 @@ AGENT_PORTS = (
 NOT_IN_USE = -1
 
 
-class LocalNode(Node):
+class LocalNode(Node):  # type: ignore[misc]
     """A head node without the API server and the agents, which `RayParams` cannot switch off."""
 
     def start_api_server(self, **options: object) -> None:
         self._webui_url = ""
 
-    def start_raylet(self, *args: Any, **options: Any) -> None:
+    def start_raylet(self, *args: object, **options: object) -> None:
         """The raylet needs two agents and their ports, and ends when an agent does. We have no metrics to
         collect and no runtime environment to build, so each agent is a `cat`, which waits for the raylet's
         end."""
@@ -100,7 +100,7 @@ class LocalNode(Node):
             persist_port(self._session_dir, self._node_id, name, NOT_IN_USE)
         start = services.start_ray_process
 
-        def without_agents(command: Sequence[str], *rest: Any, **more: Any) -> Any:
+        def without_agents(command: Sequence[str], *rest: object, **more: object) -> Any:
             words = [
                 next((key + NO_AGENT for key in AGENT_COMMANDS if word.startswith(key)), word)
                 for word in command

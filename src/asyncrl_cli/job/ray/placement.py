@@ -1,5 +1,5 @@
 """Reserves the bundles of a plan on the cluster: a placement group for each role, within
-`placement.timeout_s`."""
+`placement.timeout_s`. Runs in the driver."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from asyncrl_cli.base.errors import PreflightError, timeout
 from asyncrl_cli.job.ray.lifeline import lost_session
-from asyncrl_cli.plan.cluster import LOOPBACK, ClusterResources, NodeResources
+from asyncrl_cli.plan.cluster import ClusterResources, NodeResources
 from asyncrl_cli.plan.job_plan import ROLLOUT, JobPlan
 from asyncrl_cli.plan.node_fit import asked, check_fit, fitting_hint, node_lines
 
@@ -54,44 +54,35 @@ async def placed(plan: JobPlan, *, timeout_s: float, say: Say = lambda text: Non
         """`num_gpus` is set although the bundle has the GPUs: without it, Ray leaves the actor's
         CUDA_VISIBLE_DEVICES empty."""
         role = plan.role(role_name)
-        group, number = groups[role.placement_group], plan.bundle_of(role, index)
-        bundle = PlacementGroupSchedulingStrategy(placement_group=group, placement_group_bundle_index=number)
-        return {
-            "num_cpus": role.cpus_per_worker,
-            "num_gpus": role.gpus_per_worker,
-            "scheduling_strategy": bundle,
-        }
+        bundle = PlacementGroupSchedulingStrategy(
+            placement_group=groups[role.placement_group],
+            placement_group_bundle_index=plan.bundle_of(role, index),
+        )
+        cpus, gpus = role.cpus_per_worker, role.gpus_per_worker
+        return {"num_cpus": cpus, "num_gpus": gpus, "scheduling_strategy": bundle}
 
-    try:
-        try:
-            async with timeout(timeout_s), _telling(plan, timeout_s, say):
-                await _reserve(plan, groups)
-        except TimeoutError:
-            _remove(groups)
-            await asyncio.sleep(RELEASE_S)
-            raise _no_room(plan, timeout_s) from None
-        yield options
-    finally:
-        _remove(groups)
-
-
-@asynccontextmanager
-async def _telling(plan: JobPlan, timeout_s: float, say: Say) -> AsyncIterator[None]:
-    """Say what the block waits for if it takes longer than `WAITING_S`."""
-
-    async def tell() -> None:
+    async def tell_what_is_waited_for() -> None:
         await asyncio.sleep(WAITING_S)
         try:
             say(await asyncio.to_thread(_waiting_for, plan, timeout_s))
         except RayError as error:
             logger.warning("cannot tell what is free in the cluster: %s", error)
 
-    telling = asyncio.create_task(tell(), name="what a placement waits for")
     try:
-        yield
+        telling = asyncio.create_task(tell_what_is_waited_for(), name="what a placement waits for")
+        try:
+            async with timeout(timeout_s):
+                await _reserve(plan, groups)
+        except TimeoutError:
+            _remove(groups)
+            await asyncio.sleep(RELEASE_S)
+            raise _no_room(plan, timeout_s) from None
+        finally:
+            telling.cancel()
+            await asyncio.wait([telling])
+        yield options
     finally:
-        telling.cancel()
-        await asyncio.wait([telling])
+        _remove(groups)
 
 
 async def _reserve(plan: JobPlan, groups: dict[str, PlacementGroup]) -> None:
@@ -99,29 +90,25 @@ async def _reserve(plan: JobPlan, groups: dict[str, PlacementGroup]) -> None:
     requested last, when the nodes of the others, which it must not use, are known."""
     for name in plan.groups:  # the rollout's is the last
         taken = nodes_of(groups.values()) if plan.disjoint_nodes and name == ROLLOUT else ()
-        groups[name] = _create(plan, name, taken)
+        spot, bundles = plan.spot(name), plan.groups[name]
+        amounts = {"CPU": float(bundles[0].cpus), "GPU": float(bundles[0].gpus)}
+        each = {resource: amount for resource, amount in amounts.items() if amount}
+        selector = dict(spot.labels) | ({NODE_ID: f"!in({','.join(sorted(taken))})"} if taken else {})
+        groups[name] = placement_group(
+            [each] * len(bundles),
+            strategy=spot.strategy.upper(),
+            bundle_label_selector=[selector] * len(bundles) if selector else None,
+        )
         if plan.disjoint_nodes:
             await _ready(groups[name])
     await asyncio.gather(*(_ready(group) for group in groups.values()))
 
 
-def _create(plan: JobPlan, name: str, taken: Collection[str]) -> PlacementGroup:
-    """Create the placement group `name` on nodes other than `taken`."""
-    spot, bundles = plan.spot(name), plan.groups[name]
-    amounts = {"CPU": float(bundles[0].cpus), "GPU": float(bundles[0].gpus)}
-    each = {resource: amount for resource, amount in amounts.items() if amount}
-    selector = dict(spot.labels) | ({NODE_ID: f"!in({','.join(sorted(taken))})"} if taken else {})
-    strategy = spot.strategy.upper()
-    return placement_group(
-        [each] * len(bundles),
-        strategy=strategy,
-        bundle_label_selector=[selector] * len(bundles) if selector else None,
-    )
-
-
-def is_local_session() -> bool:
-    """Whether this session's only node is this machine."""
-    return bool(ray.util.get_node_ip_address() == LOOPBACK)
+async def _ready(group: PlacementGroup) -> None:
+    """Wait in a thread, because `wait` blocks; for a second at a time, so that the thread ends soon after a
+    timeout."""
+    while not await asyncio.to_thread(group.wait, 1):
+        pass
 
 
 def used_nodes(plan: JobPlan, options: Options) -> dict[str, str]:
@@ -133,18 +120,8 @@ def used_nodes(plan: JobPlan, options: Options) -> dict[str, str]:
 
 def nodes_of(groups: Collection[PlacementGroup]) -> list[str]:
     """The ids of all nodes on which these groups have bundles. The groups must be ready."""
-    return list(
-        dict.fromkeys(
-            node for group in groups for node in placement_group_table(group)["bundles_to_node_id"].values()
-        )
-    )
-
-
-async def _ready(group: PlacementGroup) -> None:
-    """Wait in a thread, because `wait` blocks; for a second at a time, so that the thread ends soon after a
-    timeout."""
-    while not await asyncio.to_thread(group.wait, 1):
-        pass
+    tables = [placement_group_table(group)["bundles_to_node_id"] for group in groups]
+    return list(dict.fromkeys(node for table in tables for node in table.values()))
 
 
 def _waiting_for(plan: JobPlan, timeout_s: float) -> str:
@@ -155,11 +132,8 @@ def _waiting_for(plan: JobPlan, timeout_s: float) -> str:
 
 def _no_room(plan: JobPlan, timeout_s: float) -> PreflightError:
     cluster, free = ray_cluster(), ray_cluster(free=True)
-    instead = (
-        ("--set placement.timeout_s=... if the autoscaler needs longer")
-        if plan.autoscaler
-        else "wait until other jobs end"
-    )
+    longer = "--set placement.timeout_s=... if the autoscaler needs longer"
+    instead = longer if plan.autoscaler else "wait until other jobs end"
     return PreflightError(
         f"no room within placement.timeout_s = {timeout_s:g} s: {asked(plan)}; "
         f"the cluster has {cluster}; free: {free}:{node_lines(cluster, free)}",
@@ -175,13 +149,15 @@ def ray_cluster(*, free: bool = False) -> ClusterResources:
         has = left.get(node["NodeID"], {}) if free else node["Resources"]
         name, cpus, gpus = node["NodeManagerAddress"], int(has.get("CPU", 0)), int(has.get("GPU", 0))
         # What Ray counts as memory is what the node had free at its start, in two parts.
-        memory = (
-            int(node["Resources"].get("memory", 0) + node["Resources"].get("object_store_memory", 0)) or None
-        )
-        labels = node.get("Labels") or {}
+        memory = sum(node["Resources"].get(part, 0) for part in ("memory", "object_store_memory"))
         nodes.append(
             NodeResources(
-                name=name, cpus=cpus, gpus=gpus, id=node["NodeID"], memory_bytes=memory, labels=labels
+                name=name,
+                cpus=cpus,
+                gpus=gpus,
+                id=node["NodeID"],
+                memory_bytes=int(memory) or None,
+                labels=node.get("Labels") or {},
             )
         )
     return ClusterResources(nodes=tuple(nodes))

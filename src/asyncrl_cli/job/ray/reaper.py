@@ -10,8 +10,8 @@ communicate through these; Python's resource tracker, which would remove them, i
 driver died, the reaper prints an error, which names a Ray daemon only if that ended first: Ray silently ends
 a driver whose raylet is gone.
 
-Runs as a script in a process of its own: `python -P reaper.py DRIVER_PID DIRECTORY [SPARED_PID ...]`. The driver
-starts it by `reaper_handle.py`.
+Runs as a script in a process of its own: `python -P reaper.py DRIVER_PID DIRECTORY [SPARED_PID ...]`. The
+driver starts it by `reaper_handle.py`.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """Starts and ends Ray: a private local cluster, or a connection to an existing one by its address. Nothing
-stays behind.
+stays behind. Runs in the driver.
 
 Signals: `ray.init` replaces the SIGTERM handler; `ray_session` puts the previous one back. A handler of an
 asyncio loop (`loop.add_signal_handler`) is lost in `ray.init`: install it after entering `ray_session`.
@@ -20,7 +20,6 @@ import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 from urllib.parse import urlsplit
 
 from asyncrl_cli.base.errors import ConfigError, PreflightError, first_line
@@ -64,9 +63,13 @@ def ray_session(
         else:
             cluster = cluster or local_cluster()
             plan = compile_job(profile, cluster)
-            store_bytes = object_store_bytes(
-                profile, _published_parameters(profile, model_dir) if model_dir else 0
-            )
+            parameters = 0
+            if model_dir is not None:
+                try:
+                    parameters = published_parameters(profile, shape_of_directory(model_dir))
+                except ShapeUnknown:  # no file has less than two bytes per parameter
+                    parameters = sum(path.stat().st_size for path in model_dir.glob("*.safetensors")) // 2
+            store_bytes = object_store_bytes(profile, parameters)
             check_shared_memory(profile, store_bytes)
             _start_here(stack, cluster, plan, store_bytes)
         yield plan
@@ -90,13 +93,6 @@ def connected(address: str) -> Iterator[ClusterResources]:
         yield ray_cluster()
 
 
-def _published_parameters(profile: Profile, model_dir: Path) -> int:
-    try:
-        return published_parameters(profile, shape_of_directory(model_dir))
-    except ShapeUnknown:  # no file has less than two bytes per parameter
-        return sum(path.stat().st_size for path in model_dir.glob("*.safetensors")) // 2
-
-
 def check_shared_memory(profile: Profile, store_bytes: int) -> None:
     """Raises PreflightError if Ray would refuse an object store that /dev/shm cannot hold. (A small one it
     keeps on disk.)"""
@@ -109,8 +105,7 @@ def check_shared_memory(profile: Profile, store_bytes: int) -> None:
         gib, dtype = store_bytes / 2**30, profile.model.dtype
         raise PreflightError(
             f"ray's object store needs {gib:.1f} GiB of shared memory for two versions of the weights in "
-            f"{dtype}, and "
-            f"{SHARED_MEMORY} has {free / 2**30:.1f} GiB free",
+            f"{dtype}, and {SHARED_MEMORY} has {free / 2**30:.1f} GiB free",
             hint=f"--set weights.transport=disk, or docker run --shm-size={gib + 1:.0f}g",
         )
 
@@ -141,7 +136,7 @@ def _start_here(
 
 
 @contextlib.contextmanager
-def _connection(**options: Any) -> Iterator[None]:
+def _connection(**options: object) -> Iterator[None]:
     """This process's connection to Ray: `ray.init` without its output and with our SIGTERM handler,
     `ray.shutdown` in the end."""
     import ray
@@ -170,20 +165,19 @@ def check_reachable(address: str) -> None:
     """Try a plain TCP connection before Ray does: Ray spends minutes on a dead address. Raises ConfigError or
     PreflightError."""
     if "://" in address:
-        raise ConfigError(
-            f"--address {address}: asyncrl's driver must run inside the cluster",
-            hint=f"asyncrl submit --address {address} --profile NAME makes it a job there"
-            if is_job_server(address)
-            else "give HOST:PORT of the cluster's GCS (usually port 6379), or `auto` on one of its nodes; or "
-            "`asyncrl submit`",
+        hint = (
+            "give HOST:PORT of the cluster's GCS (usually port 6379), or `auto` on one of its nodes; or "
+            "`asyncrl submit`"
         )
+        if is_job_server(address):
+            hint = f"asyncrl submit --address {address} --profile NAME makes it a job there"
+        raise ConfigError(f"--address {address}: asyncrl's driver must run inside the cluster", hint=hint)
     if address == "auto":
         return
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit():
-        raise ConfigError(
-            f"--address {address}: not HOST:PORT", hint="for example --address 10.0.0.1:6379, or auto"
-        )
+        example = "for example --address 10.0.0.1:6379, or auto"
+        raise ConfigError(f"--address {address}: not HOST:PORT", hint=example)
     try:
         with socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_TIMEOUT_S):
             return

@@ -1,11 +1,12 @@
 """What a submitted run ships to its cluster: files from the working directory, and the profile as it was
 resolved here.
 
-    asyncrl-job.toml         every value that a file, the environment or an option has set; paths of shipped files are relative
-    my_rewards.py            the module of `task.reward = "my_rewards:score"`, if it is in the working directory, or beside the
-                             profile's file in a directory within that
-    my_package/...           likewise the whole package, for a module inside a package
-    data/train.parquet       what a pattern of `run.ship` matches
+    asyncrl-job.toml     every value that a file, the environment or an option has set; paths of shipped files
+                         are relative
+    my_rewards.py        the module of `task.reward = "my_rewards:score"`, if it is in the working directory,
+                         or beside the profile's file in a directory within that
+    my_package/...       likewise the whole package, for a module inside a package
+    data/train.parquet   what a pattern of `run.ship` matches
 
 The profile's chain of files is not shipped: the files may be anywhere, and they lack the environment's
 values.
@@ -24,7 +25,6 @@ from asyncrl_cli.base.errors import ConfigError
 from asyncrl_cli.base.paths import has_module
 from asyncrl_cli.contracts.user_code import is_user_code
 from asyncrl_cli.profile.loaded import Loaded, to_toml
-from asyncrl_cli.profile.schema import Profile
 
 PROFILE = "asyncrl-job.toml"
 PATH = re.compile(r'"((?:jsonl|parquet):)?(/[^"]+)"')
@@ -57,7 +57,9 @@ def cargo_of(loaded: Loaded, root: Path) -> Cargo:
         profile = profile.model_copy(update={"task": profile.task.model_copy(update={"import_path": None})})
     away = set()
     files = {file for pattern in profile.run.ship for file in _matching(root, pattern)}
-    for module in sorted(_modules_of(profile)):
+    names = (*profile.task.rewards, profile.task.environment, profile.task.agent or "")
+    modules = {name.partition(":")[0].partition(".")[0] for name in names if is_user_code(name)}
+    for module in sorted(modules):
         found = {file for directory in (place, root) for file in _module_files(root, directory, module)}
         if not found and has_module(place, module):
             away.add(place)
@@ -85,31 +87,22 @@ def cargo_of(loaded: Loaded, root: Path) -> Cargo:
     return Cargo(root=root, files=tuple(sorted(files)), profile_toml=toml, notes=tuple(notes))
 
 
-def _modules_of(profile: Profile) -> set[str]:
-    """Top-level modules of the user's own code."""
-    names = (*profile.task.rewards, profile.task.environment, profile.task.agent or "")
-    return {name.partition(":")[0].partition(".")[0] for name in names if is_user_code(name)}
-
-
 def _module_files(root: Path, place: Path, module: str) -> Iterator[Path]:
     """The files of a module in the directory `place`, if that is within `root`."""
     if place.is_relative_to(root):
-        own = place.relative_to(root) / module
-        yield from _files(root, f"{own}.py" if (root / f"{own}.py").is_file() else f"{own}/**/*")
+        path = place.relative_to(root) / module
+        yield from _files(root, f"{path}.py" if (root / f"{path}.py").is_file() else f"{path}/**/*")
 
 
 def _matching(root: Path, pattern: str) -> list[Path]:
     parts = PurePosixPath(pattern).parts
     if not parts or pattern.startswith("/") or ".." in parts:
-        raise ConfigError(
-            f'run.ship names "{pattern}", which is not within {root}', hint="submit from a parent directory"
-        )
+        why = f'run.ship names "{pattern}", which is not within {root}'
+        raise ConfigError(why, hint="submit from a parent directory")
     found = list(_files(root, f"{pattern}/**/*" if (root / pattern).is_dir() else pattern))
     if not found:
-        raise ConfigError(
-            f'run.ship names "{pattern}", but no file in {root} matches',
-            hint='ship = ["data/*.parquet", "helpers.py"]',
-        )
+        why = f'run.ship names "{pattern}", but no file in {root} matches'
+        raise ConfigError(why, hint='ship = ["data/*.parquet", "helpers.py"]')
     return found
 
 

@@ -21,7 +21,7 @@ _CLUSTER_ID = "/ray.rpc.NodeInfoGcsService/GetClusterId"
 def user_token(address: str) -> str:
     """The user's token, for a cluster that asks for one. Raises PreflightError if there is none or Ray is set
     up not to send it."""
-    from ray._raylet import AuthenticationTokenLoader
+    from ray._raylet import AuthenticationTokenLoader  # type: ignore[attr-defined]
     from ray.exceptions import AuthenticationError
 
     if (mode := os.environ.get(MODE, "token")).lower() != "token":

@@ -15,12 +15,12 @@ then."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Detached:
-    """`exit_code` and `said`: how the command ended, and its output, if it ended within `WATCHED_S`; else
-    None and empty."""
+    """`exit_code` and `output`: how the command ended, and what it printed, if it ended within `WATCHED_S`;
+    else None and empty."""
 
     pid: int
     exit_code: int | None = None
-    said: str = ""
+    output: str = ""
 
 
 def detach(arguments: Sequence[str], output: Path) -> Detached:
@@ -40,8 +40,8 @@ def detach(arguments: Sequence[str], output: Path) -> Detached:
         except (subprocess.TimeoutExpired, KeyboardInterrupt):
             return Detached(pid=child.pid)
         file.seek(0)
-        said = file.read().decode(errors="replace")
+        printed = file.read().decode(errors="replace")
     output.unlink(missing_ok=True)
     if made_runs_dir:
         remove_if_empty(output.parent)
-    return Detached(pid=child.pid, exit_code=exit_code, said=said)
+    return Detached(pid=child.pid, exit_code=exit_code, output=printed)

@@ -26,12 +26,18 @@ UPLOAD_BYTES_PER_S = 2**18
 AUTHORIZATION, UNAUTHORIZED = "authorization", 401
 
 
-class BoundedClient(JobSubmissionClient):
+class BoundedClient(JobSubmissionClient):  # type: ignore[misc]
     """Raises what `requests` and Ray raise, TimeoutError for an answer that takes too long, ValueError for
     one that is too long."""
 
     def _do_request(
-        self, method: str, endpoint: str, *, data: bytes | None = None, json_data: Any = None, **more: Any
+        self,
+        method: str,
+        endpoint: str,
+        *,
+        data: bytes | None = None,
+        json_data: object = None,
+        **more: object,
     ) -> Any:
         body = {**more, "data": data, "json": json_data}
         answer = self._ask(method, endpoint, body)

@@ -1,9 +1,9 @@
 """Submits runs as jobs to the job server of a Ray cluster, and runs commands there, where the files of such a
-run are.
+run are. Runs in the process of the command, outside the cluster.
 
-    here                                      on the cluster's head
-    asyncrl submit ──> JobServer.submit ────> keep what was shipped; exec asyncrl train    a run's driver
-    asyncrl status, logs, stop, watch ──────> exec asyncrl status ...                      a short job: we print its output
+    here                                  on the cluster's head
+    asyncrl submit ─> JobServer.submit ─> keep what was shipped; exec asyncrl train    a run's driver
+    asyncrl status, logs, stop, watch ──> exec asyncrl status ...     a short job: we print its output
 
 A run's job has the run's name and directory in its metadata, so it can be found from anywhere. Every answer
 has limits (job_client.py), and a job that is followed is polled while it prints nothing.
@@ -18,10 +18,10 @@ import secrets
 import shlex
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from asyncrl_cli import __version__
 from asyncrl_cli.base.errors import AsyncrlError, ConfigError, Interrupted, PreflightError, first_line
@@ -53,6 +53,17 @@ RUN_KEY, RUNS_DIR_KEY = "asyncrl_run", "asyncrl_runs_dir"
 Write = Callable[[str], None]
 
 
+class JobDetails(Protocol):
+    """What Ray tells of a job, as far as we read it."""
+
+    submission_id: str
+    status: str
+    message: str | None
+    driver_exit_code: int | None
+    metadata: Mapping[str, str]
+    start_time: int | None
+
+
 def new_id() -> str:
     return f"asyncrl-{secrets.token_hex(5)}"
 
@@ -72,13 +83,10 @@ class Job:
     def entrypoint(self) -> str:
         """A shell command. Ray removes a job's working directory when the job ends, so the files that a
         resume needs again are copied to a place beside the runs."""
-        command = (
-            f"exec {COMMAND} "
-            f"{shlex.join([*self.arguments, '--runs-dir', str(self.runs_dir), '--ui', 'plain'])}"
-        )
-        kept = shlex.quote(str(self.runs_dir / ".shipped" / self.id))
-        keep = "" if self.cargo is None else f"mkdir -p {kept} && cp -R . {kept} && cd {kept} && "
-        return f"echo {MARK}; {keep}{command}"
+        words = shlex.join([*self.arguments, "--runs-dir", str(self.runs_dir), "--ui", "plain"])
+        shipped = shlex.quote(str(self.runs_dir / ".shipped" / self.id))
+        keep = "" if self.cargo is None else f"mkdir -p {shipped} && cp -R . {shipped} && cd {shipped} && "
+        return f"echo {MARK}; {keep}exec {COMMAND} {words}"
 
     @property
     def metadata(self) -> dict[str, str]:
@@ -86,10 +94,10 @@ class Job:
 
     def to_json(self) -> dict[str, Any]:
         """What `--dry-run` prints."""
-        shipped = self.cargo and {
-            "files": [str(file) for file in self.cargo.files],
-            PROFILE: self.cargo.profile_toml,
-        }
+        shipped = None
+        if self.cargo is not None:
+            files = [str(file) for file in self.cargo.files]
+            shipped = {"files": files, PROFILE: self.cargo.profile_toml}
         return {
             "submission_id": self.id,
             "entrypoint": self.entrypoint,
@@ -104,11 +112,11 @@ class JobServer:
     def __init__(self, address: str) -> None:
         """Raises ConfigError if `address` is not that of a job server."""
         if not is_job_server(address):
-            raise ConfigError(
-                f"--address {address}: not the address of a job server",
-                hint="give that of the cluster's dashboard, http://HEAD:8265; behind a firewall `ssh -L "
-                "8265:localhost:8265 HEAD`",
+            hint = (
+                "give that of the cluster's dashboard, http://HEAD:8265; behind a firewall `ssh -L "
+                "8265:localhost:8265 HEAD`"
             )
+            raise ConfigError(f"--address {address}: not the address of a job server", hint=hint)
         self.address = address
         with self._asking():
             from ray.dashboard.modules import dashboard_sdk
@@ -130,7 +138,7 @@ class JobServer:
                 environment["working_dir"] = directory
             self._submit(job.entrypoint, job.id, environment, job.metadata)
 
-    def started(self, job: str, watched_s: float) -> Any:
+    def started(self, job: str, watched_s: float) -> JobDetails:
         """Wait until the job runs, for `START_S` at most, then watch it for `watched_s`. Returns Ray's
         details of it."""
         until_s = time.monotonic() + START_S
@@ -142,31 +150,29 @@ class JobServer:
             found = self.details(job)
         return found
 
-    def details(self, job: str) -> Any:
+    def details(self, job: str) -> JobDetails:
         with self._asking():
-            return self._client.get_job_info(job)
+            found: JobDetails = self._client.get_job_info(job)
+            return found
 
-    def runs(self) -> list[Any]:
+    def runs(self) -> list[JobDetails]:
         """Ray's details of the jobs that are runs, the newest first."""
         with self._asking():
-            jobs = [
-                job
-                for job in self._client.list_jobs()
-                if {RUN_KEY, RUNS_DIR_KEY} <= (job.metadata or {}).keys()
-            ]
-        return sorted(jobs, key=lambda job: job.start_time or 0, reverse=True)
+            jobs: list[JobDetails] = self._client.list_jobs()
+            # a job that is no run may have no metadata
+            runs = [job for job in jobs if {RUN_KEY, RUNS_DIR_KEY} <= (job.metadata or {}).keys()]
+        return sorted(runs, key=lambda job: job.start_time or 0, reverse=True)
 
     def find(self, run: str | None, otherwise: Path) -> tuple[str, Path]:
         """Returns a run's name (default: the newest run) and the directory of runs that it is in: `otherwise`
         if unknown here."""
-        of_runs = [(job.metadata[RUN_KEY], Path(job.metadata[RUNS_DIR_KEY])) for job in self.runs()]
-        found = [(name, place) for name, place in of_runs if run in (None, name)]
-        if not found and run is None:
-            raise PreflightError(
-                f"no run was submitted to {self.address}",
-                hint=f"asyncrl submit --address {self.address} -p NAME",
-            )
-        return found[0] if found else (str(run), otherwise.absolute())
+        for job in self.runs():
+            if run in (None, job.metadata[RUN_KEY]):
+                return job.metadata[RUN_KEY], Path(job.metadata[RUNS_DIR_KEY])
+        if run is None:
+            hint = f"asyncrl submit --address {self.address} -p NAME"
+            raise PreflightError(f"no run was submitted to {self.address}", hint=hint)
+        return run, otherwise.absolute()
 
     def failed_job(self, run: str) -> str:
         """The newest job of that run if Ray calls it failed (it may also have been stopped), else empty."""
@@ -175,36 +181,30 @@ class JobServer:
 
     def check_version(self) -> None:
         """Raises PreflightError unless the cluster has this very version of asyncrl."""
-        said: list[str] = []
-        code = self.call(["--version"], said.append)
-        there = said[-1].strip() if said else "nothing"
-        if code != 0 or there != f"asyncrl {__version__}":
-            why = (
-                f"{self.address} has {there}"
-                if code == 0
-                else (f"asyncrl cannot be run at {self.address}: {there}")
-            )
-            hint = (
-                f"`pip install asyncrl-cli=={__version__}` into the Python that runs `ray start`, on "
-                "every node"
-            )
-            raise PreflightError(f"{why}; this machine has asyncrl {__version__}", hint=hint)
+        output: list[str] = []
+        code = self.call(["--version"], output.append)
+        there = output[-1].strip() if output else "nothing"
+        if code == 0 and there == f"asyncrl {__version__}":
+            return
+        why = f"{self.address} has {there}"
+        if code != 0:
+            why = f"asyncrl cannot be run at {self.address}: {there}"
+        install = f"`pip install asyncrl-cli=={__version__}`"
+        hint = f"{install} into the Python that runs `ray start`, on every node"
+        raise PreflightError(f"{why}; this machine has asyncrl {__version__}", hint=hint)
 
     def call(self, arguments: Sequence[str], write: Write, *, columns: int = 100) -> int:
         """Run `asyncrl ARGUMENTS` on the cluster, hand each line of its output to `write`, and return its
         exit code."""
         entrypoint = f"echo {MARK}; exec timeout {LONGEST_COMMAND_S} {COMMAND} {shlex.join(arguments)}"
         job = new_id()
-        self._submit(
-            entrypoint, job, {"env_vars": {"COLUMNS": str(columns)}}, {"asyncrl_command": arguments[0]}
-        )
+        environment = {"env_vars": {"COLUMNS": str(columns)}}
+        self._submit(entrypoint, job, environment, {"asyncrl_command": arguments[0]})
         try:
             found = self.started(job, 0.0)
             if found.status == "PENDING":
-                raise PreflightError(
-                    f"{self.address} has not started the command within {START_S:g} s: "
-                    f"{first_line(found.message)}"
-                )
+                late = f"{self.address} has not started the command within {START_S:g} s"
+                raise PreflightError(f"{late}: {first_line(found.message or '')}")
             return self.follow(job, write, most_s=LONGEST_COMMAND_S + START_S)
         finally:
             with contextlib.suppress(AsyncrlError), self._asking():  # an earlier error is raised instead
@@ -224,9 +224,8 @@ class JobServer:
         try:
             num_written = asyncio.run(asyncio.wait_for(self._follow(job, write), most_s))
         except TimeoutError as error:
-            raise PreflightError(
-                f"{self.address} says after {most_s:g} s that the command still runs"
-            ) from error
+            why = f"{self.address} says after {most_s:g} s that the command still runs"
+            raise PreflightError(why) from error
         try:
             with self._asking():
                 log = self._client.get_job_logs(job)
@@ -240,11 +239,9 @@ class JobServer:
         if found.status == "STOPPED":  # Ray does not say how the driver has ended
             return Interrupted.exit_code
         if found.driver_exit_code is None:
-            raise PreflightError(
-                f"the job {job} could not be run: {first_line(found.message)}",
-                hint=f"`ray job logs {job}` shows more",
-            )
-        return int(found.driver_exit_code)
+            why = f"the job {job} could not be run: {first_line(found.message or '')}"
+            raise PreflightError(why, hint=f"`ray job logs {job}` shows more")
+        return found.driver_exit_code
 
     async def _follow(self, job: str, write: Write) -> int:
         """Write whole lines of the log until the job ends. Returns how many. A log that closes or breaks off
@@ -261,12 +258,9 @@ class JobServer:
             except PreflightError:
                 if num_written == 0:
                     raise
-            if not await self._goes_on(job):
+            if (await asyncio.to_thread(self.details, job)).status not in GOES_ON:
                 return num_written
             await asyncio.sleep(LOOK_EVERY_S)
-
-    async def _goes_on(self, job: str) -> bool:
-        return (await asyncio.to_thread(self.details, job)).status in GOES_ON
 
     async def _lines(self, job: str) -> AsyncIterator[str]:
         """The whole lines of the log, from its beginning until it closes: the server closes the log of an
@@ -287,13 +281,12 @@ class JobServer:
                         return
                     *lines, rest = (rest + chunk).split("\n")
                     if len(rest) > LONGEST_LINE:
-                        raise PreflightError(
-                            f"the log of job {job} has a line of more than {LONGEST_LINE:,} characters"
-                        )
+                        why = f"the log of job {job} has a line of more than {LONGEST_LINE:,} characters"
+                        raise PreflightError(why)
                     for line in lines:
                         yield line
                     coming = asyncio.ensure_future(anext(chunks, None))
-                elif not await self._goes_on(job):
+                elif (await asyncio.to_thread(self.details, job)).status not in GOES_ON:
                     return
         finally:
             coming.cancel()
@@ -308,7 +301,7 @@ class JobServer:
             )
 
     @contextlib.contextmanager
-    def _asking(self) -> Any:
+    def _asking(self) -> Iterator[None]:
         """Within the block errors of Ray's client are raised as our own."""
         import aiohttp
         import requests
@@ -322,19 +315,17 @@ class JobServer:
             hint = (
                 "is the dashboard up there (`ray start --head --dashboard-host 0.0.0.0`, with ray[default])?"
             )
-            raise PreflightError(
-                f"no job server answers at {self.address}: {first_line(error)}", hint=hint
-            ) from error
+            why = f"no job server answers at {self.address}: {first_line(error)}"
+            raise PreflightError(why, hint=hint) from error
         except (RuntimeError, ValueError) as error:
             raise PreflightError(f"the job server at {self.address} fails: {first_line(error)}") from error
         # from Ray's client, which takes an answer's form for granted
         except (AttributeError, KeyError, TypeError) as error:
-            raise PreflightError(
-                f"{self.address} does not answer as a job server of Ray does: {first_line(error)}"
-            ) from error
+            why = f"{self.address} does not answer as a job server of Ray does: {first_line(error)}"
+            raise PreflightError(why) from error
 
 
-def state_of(job: Any) -> str:
+def state_of(job: JobDetails) -> str:
     """The state of a run's job, from Ray's details of it. Ray itself calls a driver that stopped its run
     "failed"."""
     if job.driver_exit_code == Interrupted.exit_code:
