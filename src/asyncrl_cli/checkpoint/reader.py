@@ -67,7 +67,7 @@ class Checkpoint:
     step: int
     version: int
     at_window_boundary: bool
-    loop_state: Mapping[str, Any]
+    loop_state: dict[str, Any]
     run: str
 
 

@@ -120,7 +120,7 @@ def merged_weights(source: Source, given: Path | None) -> SavedWeights:
 
     profile, shapes = source.profile, source.weights.shapes
     task = load_task(profile, source.run_dir)
-    base_dir = given or resolve_model(profile, task)  # type: ignore[arg-type]  # Course is only read
+    base_dir = given or resolve_model(profile, task)
     check_model_directory(base_dir)
     logging.disable_progress_bar()
     model = AutoModelForCausalLM.from_pretrained(
