@@ -16,6 +16,12 @@ from asyncrl_cli.plan import cluster, machine, memory_fit
 from tests.llama import LLAMA_7B
 
 
+@pytest.fixture(autouse=True)
+def no_rehearsal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes most of a plan's time. Tests of tasks ask for it with `--set`."""
+    monkeypatch.setenv("ASYNCRL_TASK__REHEARSAL_ITEMS", "0")
+
+
 def test_a_plan_estimates_the_memory_of_every_process(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -313,18 +319,7 @@ def test_a_plan_for_this_machine_warns_of_a_file_that_is_not_there(
     )
     source = tmp_path / name
     assert (
-        run(
-            [
-                "plan",
-                "-p",
-                "base",
-                "--set",
-                f"task.source=jsonl:{source}",
-                "--set",
-                "eval.prompts=0",
-                *machine,
-            ]
-        )
+        run(["plan", "-p", "base", f"--set=task.source=jsonl:{source}", "--set=eval.prompts=0", *machine])
         == 0
     )
     told = " ".join(capsys.readouterr().err.split())
@@ -348,45 +343,29 @@ def test_a_plan_without_a_rehearsal_does_not_read_the_whole_data_file(
 
 
 @pytest.mark.parametrize(
-    ("model", "eval_prompts", "said"),
+    ("sets", "said"),
     [
         (
-            "builtin:untaught",
-            3,
-            "has 3 distinct prompts, and eval.prompts = 3 of them are held out: none are left to train on",
+            "model.path=builtin:untaught eval.prompts=3",
+            "eval.prompts = 3 of them are held out: none are left",
         ),
-        ("builtin:tiny", 1, 'model.path = "builtin:tiny" learns from demonstrations, and jsonl:'),
+        ("model.path=builtin:tiny eval.prompts=1", '"builtin:tiny" learns from demonstrations, and jsonl:'),
+        ("model.path=builtin:untaught eval.prompts=1", None),
     ],
 )
-def test_a_plan_for_this_machine_warns_of_a_task_that_a_run_would_refuse(
-    model: str, eval_prompts: int, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_a_plan_rehearses_on_a_files_training_prompts_and_warns_of_a_task_that_a_run_would_refuse(
+    sets: str, said: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    rows = [
-        json.dumps({"prompt": f"What is {number} + 1?", "answer": str(number + 1)}) for number in (10, 20, 30)
-    ]
+    rows = [json.dumps({"prompt": f"What is {n} + 1?", "answer": str(n + 1)}) for n in (10, 20, 30)]
     (tmp_path / "rows.jsonl").write_text("\n".join(rows), encoding="utf-8")
-    sets = [
-        f"task.source=jsonl:{tmp_path / 'rows.jsonl'}",
-        f"model.path={model}",
-        f"eval.prompts={eval_prompts}",
-    ]
-    assert run(["plan", "-p", "base", *(f"--set={value}" for value in sets)]) == 0
-    err = capsys.readouterr().err
-    assert "warning: a run on this machine would be refused: " in err
-    assert said in err
-
-
-def test_a_plan_rehearses_on_the_training_prompts_of_a_file(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    rows = [
-        json.dumps({"prompt": f"What is {number} + 1?", "answer": str(number + 1)})
-        for number in range(10, 15)
-    ]
-    (tmp_path / "rows.jsonl").write_text("\n".join(rows), encoding="utf-8")
-    sets = [f"task.source=jsonl:{tmp_path / 'rows.jsonl'}", "model.path=builtin:untaught", "eval.prompts=2"]
-    assert run(["plan", "-p", "base", "--json", *(f"--set={value}" for value in sets)]) == 0
-    assert json.loads(capsys.readouterr().out)["rehearsal"]["items"] == 3
+    given = [f"task.source=jsonl:{tmp_path / 'rows.jsonl'}", "task.rehearsal_items=8", *sets.split()]
+    assert run(["plan", "-p", "base", "--json", *(f"--set={value}" for value in given)]) == 0
+    shown = capsys.readouterr()
+    if said is None:
+        assert json.loads(shown.out)["rehearsal"]["items"] == 2
+    else:
+        assert "warning: a run on this machine would be refused: " in shown.err
+        assert said in shown.err
 
 
 def test_a_search_is_a_command_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
