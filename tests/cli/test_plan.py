@@ -17,9 +17,10 @@ from tests.llama import LLAMA_7B
 
 
 @pytest.fixture(autouse=True)
-def no_rehearsal(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It takes most of a plan's time. Tests of tasks ask for it with `--set`."""
+def quick_task(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Items and their rehearsal take most of a plan's time. Tests of tasks ask for them with `--set`."""
     monkeypatch.setenv("ASYNCRL_TASK__REHEARSAL_ITEMS", "0")
+    monkeypatch.setenv("ASYNCRL_TASK__SOURCE", "builtin:calculator")
 
 
 def test_a_plan_estimates_the_memory_of_every_process(
