@@ -183,24 +183,15 @@ class Books:
     def unscored(self, scorer: str) -> list[AttemptKey]:
         """What the scorer should compute next: what could be taken now, then the rest, in finish order."""
         if scorer == "prox":  # of the window's weights: what the window still takes
-            of_window = self.takeable(self.takes_left, unscored=True)
-            return [
-                key
-                for key in sorted(of_window, key=self.finish_order.index)
-                if scorer not in self.live[key].columns
-            ]
-        if scorer == "critic":  # after the train step before: what the next one takes
-            of_step = self.takeable(self.settings.schedule.step_groups, unscored=True)
-            return [
-                key
-                for key in sorted(of_step, key=self.finish_order.index)
-                if scorer not in self.live[key].columns
-            ]
-        could = self.takeable(len(self.finish_order), unscored=True)
-        order = [
-            *sorted(could, key=self.finish_order.index),
-            *(key for key in self.finish_order if key not in could),
-        ]
+            most = self.takes_left
+        elif scorer == "critic":  # after the train step before: what the next one takes
+            most = self.settings.schedule.step_groups
+        else:
+            most = len(self.finish_order)
+        could = self.takeable(most, unscored=True)
+        order = sorted(could, key=self.finish_order.index)
+        if scorer not in ("prox", "critic"):
+            order += [key for key in self.finish_order if key not in could]
         return [key for key in order if scorer not in self.live[key].columns]
 
     def takeable(self, num_groups: int, *, unscored: bool = False) -> list[AttemptKey]:
@@ -208,10 +199,9 @@ class Books:
         also those that lack a column."""
         taken: list[AttemptKey] = []
         while len(taken) < num_groups:
-            rest = (
-                key for key in self.finish_order if key not in taken and (unscored or self.is_scored(key))
-            )
-            allowed = next((key for key in rest if self.may_take(key, taken)), None)
+            rest = [key for key in self.finish_order if key not in taken]
+            able = (key for key in rest if unscored or self.is_scored(key))
+            allowed = next((key for key in able if self.may_take(key, taken)), None)
             if allowed is None:
                 break
             taken.append(allowed)
@@ -232,10 +222,8 @@ class Books:
         is_full = sum(max(0, worker.slots - worker.used) // unit for worker in up) * unit < num_responses
         queue = rollout.n * rollout.prefetch_groups if is_full else 0
         while placed.total() < num_responses:
-            room = {
-                name: worker.slots - worker.used + queue - placed[name]
-                for name, worker in self.workers.items()
-            }
+            workers = self.workers.items()
+            room = {name: worker.slots - worker.used + queue - placed[name] for name, worker in workers}
             able = [name for name in room if room[name] >= unit and not self.workers[name].loading]
             able = [name for name in able if self.workers[name].version >= at_least]
             if not able:
@@ -256,47 +244,36 @@ class Books:
 
     def start_in_time(self, version: int) -> bool:
         """Whether one more group, started on `version`, could be trained in time beside all others."""
-        deadline, on_stale = (
-            version + self.settings.schedule.max_staleness,
-            self.settings.profile.async_training.on_stale,
-        )
+        schedule, on_stale = self.settings.schedule, self.settings.profile.async_training.on_stale
+        deadline = version + schedule.max_staleness
         if on_stale == "accept":
             return True
         if version != self.version and (deadline <= self.version or self.travel.is_short):
             return False
-        if on_stale != "wait":
-            return True
-        return in_time(
-            [*self.untaken.values(), deadline],
-            self.version,
-            self.takes_left,
-            self.settings.schedule.window_groups,
-        )
+        deadlines = [*self.untaken.values(), deadline]
+        is_in_time = in_time(deadlines, self.version, self.takes_left, schedule.window_groups)
+        return on_stale != "wait" or is_in_time
 
     def closed(self) -> str:
         """Why nothing may start now, "" if something may; the reasons in the order of docs/admission.md."""
-        awake = [worker for worker in self.workers.values() if not worker.loading]
-        lost = self.lost_first()
-        has_room = (
-            self.placement(self.settings.profile.rollout.n if lost is None else self.live[lost].num_lost)
-            is not None
-        )
-        placement = self.placement_now()
+        profile, lost, placement = self.settings.profile, self.lost_first(), self.placement_now()
+        is_asleep = all(worker.loading for worker in self.workers.values())
+        num_responses = profile.rollout.n if lost is None else self.live[lost].num_lost
+        is_new = lost is None
+        is_late = placement is None or (is_new and not self.start_in_time(self.oldest(placement)))
         reasons = {
             "stopping": self.stopping,
-            "end": lost is None and len(self.live) + self.trained >= self.settings.schedule.groups,
-            "window": lost is None and len(self.untaken) + self.taken_in_window >= self.budget,
-            "loading": not awake or (self.settings.profile.placement.colocate and not self.all_loaded()),
-            "slots": not has_room,
-            "deadlines": placement is None
-            or (lost is None and not self.start_in_time(self.oldest(placement))),
+            "end": is_new and len(self.live) + self.trained >= self.settings.schedule.groups,
+            "window": is_new and len(self.untaken) + self.taken_in_window >= self.budget,
+            "loading": is_asleep or (profile.placement.colocate and not self.all_loaded()),
+            "slots": self.placement(num_responses) is None,
+            "deadlines": is_late,
         }
         return next((reason for reason, holds in reasons.items() if holds), "")
 
     def all_loaded(self) -> bool:
-        return {(worker.version, worker.loading) for worker in self.workers.values()} == {
-            (self.version, False)
-        }
+        workers = self.workers.values()
+        return {(worker.version, worker.loading) for worker in workers} == {(self.version, False)}
 
     def state(self) -> dict[str, Any]:
         """JSON for a checkpoint; workers are not part of it."""
@@ -313,52 +290,33 @@ class Books:
 
     def _live_state(self, key: AttemptKey, live: LiveAttempt) -> list[Any]:
         """A running part survives as what its worker has just said of it."""
-        ended = [
-            [number, part.version, part.indices] for number, part in live.parts.items() if part.has_ended
-        ]
+        parts = live.parts.items()
+        ended = [[number, part.version, part.indices] for number, part in parts if part.has_ended]
         kept = dict(live.kept)
         for number, part in live.parts.items():
             if live.account == "running" and not part.has_ended:
                 kept |= self.workers[part.worker].so_far.kept.get(PartKey(key, number), {})
-        told = [[index, one.version_tokens, one.is_whole] for index, one in kept.items()]
+        shown = [[index, one.version_tokens, one.is_whole] for index, one in kept.items()]
         payloads, rewards = list(live.payloads.items()), sorted(live.rewards)
         tokens = [live.account, live.deadline, live.tokens, payloads, live.num_kept, rewards]
-        return [*key, *tokens, ended, live.num_parts, told]
+        return [*key, *tokens, ended, live.num_parts, shown]
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        self.version, self.taken_in_window, self.admitted = (
-            state["version"],
-            state["taken_in_window"],
-            state["admitted"],
-        )
+        self.version, self.taken_in_window = state["version"], state["taken_in_window"]
+        self.admitted, n = state["admitted"], self.settings.profile.rollout.n
         for *key, account, deadline, tokens, payloads, num_kept, rewards, parts, num_parts, kept in state[
             "live"
         ]:
-            live = LiveAttempt(
-                account=account,
-                deadline=deadline,
-                tokens=tokens,
-                payloads=dict(payloads),
-                num_parts=num_parts,
-            )
-            live.num_kept, live.rewards = num_kept, set(rewards)
+            live = LiveAttempt(account=account, deadline=deadline, tokens=tokens, payloads=dict(payloads))
+            live.num_parts, live.num_kept, live.rewards = num_parts, num_kept, set(rewards)
             for number, version, indices in parts:
-                part = PartBook(
-                    worker="",
-                    version=version,
-                    num_responses=len(indices),
-                    indices=tuple(indices),
-                    has_ended=True,
-                )
+                part = PartBook(worker="", version=version, num_responses=len(indices), has_ended=True)
+                part.indices = tuple(indices)
                 live.parts[number] = part
             if account == "running":
-                live.num_lost = self.settings.profile.rollout.n - sum(
-                    part.num_responses for part in live.parts.values()
-                )
-            live.kept = {
-                index: PartialResponse(tuple((v, count) for v, count in versions), whole)
-                for index, versions, whole in kept
-            }
+                live.num_lost = n - sum(part.num_responses for part in live.parts.values())
+            for index, versions, is_whole in kept:
+                live.kept[index] = PartialResponse(tuple((v, count) for v, count in versions), is_whole)
             self.live[AttemptKey(*key)] = live
         self.finish_order = [AttemptKey(*key) for key in state["finish_order"]]
         self.ended = {AttemptKey(*key): account for *key, account in state["ended"]}

@@ -191,20 +191,14 @@ class Mortal:
         if self._is_hung:
             task.cancel()
         task.add_done_callback(partial(_pass_on, answer))
-        limit_s = {
-            "": None,
-            CALL_KEY: self._call_timeout_s,
-            WEIGHTS_KEY: self._weights_timeout_s,
-            SO_FAR: SO_FAR_S,
-        }[key]
+        limits_s = {CALL_KEY: self._call_timeout_s, WEIGHTS_KEY: self._weights_timeout_s, SO_FAR: SO_FAR_S}
+        limit_s = limits_s.get(key)
         try:
             async with asyncio.timeout(limit_s):
                 return await answer
         except TimeoutError:
-            hint = f"if it only needs longer, --set {key}=..."
-            raise ExecutorLost(
-                f"{what} took longer than {key} = {limit_s:g} s", hint=hint, executor=self.name
-            ) from None
+            hint, message = f"if it only needs longer, --set {key}=...", f"{what} took longer than {key} ="
+            raise ExecutorLost(f"{message} {limit_s:g} s", hint=hint, executor=self.name) from None
         finally:
             self._asked.pop(answer).cancel()
 
@@ -276,31 +270,26 @@ class FaultyWorker(Mortal, KeepingWorker):
 
     async def progress(self, seen: int) -> Progress:
         progress = await self._ask(super().progress(seen), "a progress report", CALL_KEY)
-        ended = [
-            _without_one(result) if result.key in self._broken and result.trajectories else result
-            for result in progress.ended
-        ]
+        broken = self._broken
+        ended = [_without_one(result) if result.key in broken else result for result in progress.ended]
         return replace(progress, ended=tuple(ended))
 
     async def prefetch(self, published: Published) -> float:
-        return await self._ask(
-            self._prefetch(published), f"the transfer of version {published.version}", WEIGHTS_KEY
-        )
+        what = f"the transfer of version {published.version}"
+        return await self._ask(self._prefetch(published), what, WEIGHTS_KEY)
 
     async def load(self, version: int, interrupt: Interrupt) -> LoadReport:
         """A drain takes as long as responses do: who follows the worker sees that it hangs."""
-        key = "" if interrupt == "drain" else WEIGHTS_KEY
-        return await self._ask(
-            super().load(version, interrupt), f"the load of version {version} ({interrupt})", key
+        key, what = (
+            "" if interrupt == "drain" else WEIGHTS_KEY,
+            f"the load of version {version} ({interrupt})",
         )
+        return await self._ask(super().load(version, interrupt), what, key)
 
     async def evaluate(self, request: EvalRequest) -> EvalResult:
+        dies = (FaultKind.DIES_IN_EVAL, self.name, request.version)
         for fault in self._faults.pending:
-            if (fault.kind, fault.executor, fault.nth) == (
-                FaultKind.DIES_IN_EVAL,
-                self.name,
-                request.version,
-            ):
+            if (fault.kind, fault.executor, fault.nth) == dies:
                 asyncio.get_running_loop().call_later(fault.seconds, self._meet_in_time, fault)
         return await self._ask(super().evaluate(request))
 
@@ -322,10 +311,8 @@ class FaultyWorker(Mortal, KeepingWorker):
         await self._reborn(super().restart())
 
     async def _prefetch(self, published: Published) -> float:
-        late, lost, again = (
-            self._meets(kind)
-            for kind in (FaultKind.LATE_PREFETCH, FaultKind.LOST_PREFETCH, FaultKind.REPEATED_PREFETCH)
-        )
+        kinds = (FaultKind.LATE_PREFETCH, FaultKind.LOST_PREFETCH, FaultKind.REPEATED_PREFETCH)
+        late, lost, again = map(self._meets, kinds)
         send_s = await super().prefetch(published)
         await asyncio.sleep(late.seconds if late else 0.0)
         if lost is not None:
@@ -409,6 +396,8 @@ class FaultyScorer(Mortal, SimulatedScorer):
 
 
 def _without_one(result: PartResult) -> PartResult:
+    if not result.trajectories:
+        return result
     first, *others = result.trajectories
     failures = (*result.failures, Failure("reward", "the reward raised"))
     return replace(

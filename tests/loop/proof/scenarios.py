@@ -85,10 +85,8 @@ def run(scenario: Scenario, checks: type[Invariants] = Invariants) -> Outcome:
                 outcome.counts["ended early, then resumed to the end"] += len(outcome.errors)
                 break
             now, is_done = _mended(now, error), is_done or error is None
-            which = (
-                -1 if error is not None or scenario.resume_at is None else int(scenario.resume_at * len(cuts))
-            )
-            cut = cuts[which] if cuts else cut
+            is_last = error is not None or scenario.resume_at is None
+            cut = cuts[-1 if is_last else int(scenario.resume_at * len(cuts))] if cuts else cut
         else:
             raise InvariantError("ends", f"seed {scenario.seed}, {_MAX_LEGS} runs have not come to the end")
     except Exception as broken:
@@ -121,13 +119,8 @@ def _leg(
 
     async def main() -> tuple[list[Any], AsyncrlError | None]:
         slots = dict.fromkeys(worker_names(scenario.workers_of(leg)), scenario.slots)
-        invariants = checks(
-            scenario.settings,
-            slots,
-            seed=scenario.seed,
-            scorers=scenario.scorers,
-            num_eval_prompts=scenario.num_eval_prompts,
-        )
+        known = {"scorers": scenario.scorers, "num_eval_prompts": scenario.num_eval_prompts}
+        invariants = checks(scenario.settings, slots, seed=scenario.seed, **known)
         try:
             return await _run_leg(scenario, invariants, faults, leg, resume_from)
         finally:
@@ -148,13 +141,11 @@ async def _run_leg(
 ) -> tuple[list[Any], AsyncrlError | None]:
     checkpoints, pending = MemoryCheckpoints(write_s=scenario.write_s), list(faults.pending)
     try:
-        pipeline = Pipeline(
-            scenario.settings, _world(scenario, invariants, faults, checkpoints, leg, resume_from)
-        )
+        world = _world(scenario, invariants, faults, checkpoints, leg, resume_from)
+        pipeline = Pipeline(scenario.settings, world)
     except RefusedError as refused:
-        raise InvariantError(
-            "resume", f"seed {scenario.seed}: its own checkpoint is refused: {refused}"
-        ) from refused
+        message = f"seed {scenario.seed}: its own checkpoint is refused: {refused}"
+        raise InvariantError("resume", message) from refused
     invariants.watch(pipeline)
     if scenario.stop_at_s is not None and leg == 0:
         asyncio.get_running_loop().call_later(scenario.stop_at_s, _stop, pipeline, invariants)
@@ -169,9 +160,8 @@ async def _run_leg(
     invariants.end(error, _stop_limit_s(scenario, happened))
     _check_explained(scenario, invariants, error, happened)
     if error is None or not any(map(_has_no_restart, happened)):
-        _check_last_cut(
-            invariants, [cut.step for cut, _ in checkpoints.cuts], is_resumed=resume_from is not None
-        )
+        steps = [cut.step for cut, _ in checkpoints.cuts]
+        _check_last_cut(invariants, steps, is_resumed=resume_from is not None)
     return checkpoints.cuts, error
 
 
@@ -198,28 +188,22 @@ def _check_explained(
     message = f"{type(error).__name__}: {error}, after {happened}"
     if error is None or isinstance(error, Interrupted):
         may_be_away = settings.profile.rollout.min_workers is not None
-        is_quiet = all(
-            _goes_unnoticed(scenario, fault) or invariants.lost[fault.executor] or may_be_away
-            for fault in fatal
-        )
+        loud = [fault for fault in fatal if not _goes_unnoticed(scenario, fault)]
+        is_quiet = may_be_away or all(invariants.lost[fault.executor] for fault in loud)
         invariants.check(is_quiet or error is not None, "ends", f"no error after {fatal}")
         holds = error is None or (invariants.stop_s is not None and not invariants.failed_with)
     elif isinstance(error, ExecutorFailed):
-        no_room = (
-            {fault.executor for fault in happened if fault.kind is FaultKind.NO_ROOM}
-            if isinstance(error, NoRoom)
-            else set()
-        )
-        holds = error.executor in {fault.executor for fault in fatal} | no_room
+        no_room = [fault for fault in happened if fault.kind is FaultKind.NO_ROOM]
+        may_fail = [*fatal, *(no_room if isinstance(error, NoRoom) else [])]
+        holds = error.executor in {fault.executor for fault in may_fail}
     elif isinstance(error, StallError):
         holds = any(fault.kind is FaultKind.WORKER_HANGS for fault in fatal)
     elif over := {name for name in (RATIO, BATCHES) if name in str(error)}:
         holds = over <= invariants.ledger.limits.seen
     else:
-        holds = "requeued" in str(error) and (
-            settings.profile.async_training.on_stale,
-            settings.profile.async_training.on_exhausted,
-        ) == ("requeue", "fail")
+        training = settings.profile.async_training
+        may_exhaust = (training.on_stale, training.on_exhausted) == ("requeue", "fail")
+        holds = "requeued" in str(error) and may_exhaust
     invariants.check(holds, "ends", f"nothing explains {message}")
 
 
@@ -234,9 +218,8 @@ def _not_mended(happened: Sequence[Fault], max_restarts: int) -> list[Fault]:
     """Fatal faults of executors that had more of them than restarts, which a lack of room uses up, too. (Two
     that come together cost a worker one restart.)"""
     fatal = [fault for fault in happened if fault.kind in FATAL]
-    counts = Counter(
-        fault.executor for fault in happened if fault.kind in FATAL or fault.kind is FaultKind.NO_ROOM
-    )
+    uses_one = FATAL | {FaultKind.NO_ROOM}
+    counts = Counter(fault.executor for fault in happened if fault.kind in uses_one)
     return [fault for fault in fatal if _has_no_restart(fault) or counts[fault.executor] > max_restarts]
 
 
@@ -250,11 +233,8 @@ def _check_last_cut(invariants: Invariants, steps: Sequence[int], *, is_resumed:
     resumed from)."""
     is_kept = bool(steps) and steps[-1] == invariants.steps.number
     never_moved = is_resumed and not invariants.counts["steps"]
-    invariants.check(
-        is_kept or never_moved,
-        "cut",
-        f"ended after step {invariants.steps.number}, checkpoints of steps {steps}",
-    )
+    last = invariants.steps.number
+    invariants.check(is_kept or never_moved, "cut", f"ended after step {last}, checkpoints of steps {steps}")
 
 
 def _world(
@@ -327,10 +307,8 @@ def _tool_calls(scenario: Scenario, rng: random.Random, tokens: int) -> list[Too
     """Up to the first that fails. All turns together are at most `MAX_TOKENS` long."""
     calls: list[ToolWait] = []
     for _ in range(rng.randint(0, scenario.max_turns - 1)):
-        luck, seconds = (
-            rng.random(),
-            min(rng.expovariate(1 / scenario.tool_s) if scenario.tool_s else 0.0, TOOL_TIMEOUT_S),
-        )
+        luck = rng.random()
+        seconds = min(rng.expovariate(1 / scenario.tool_s) if scenario.tool_s else 0.0, TOOL_TIMEOUT_S)
         if luck < scenario.hanging_tools:
             return [*calls, ToolWait(TOOL_TIMEOUT_S, 0, 0, "tool-timeout")]
         if luck < scenario.hanging_tools + scenario.failing_tools:
