@@ -4,7 +4,7 @@
 
 Runs the real loop in virtual time over simulated workers of 64 slots each, with W = 4 groups of 16 per
 worker: 512 workers have 32,768 trajectories running at once. Workers report as often as real ones
-(`loop.meters`).
+(`measure.meters`).
 
 The measurement is one run in one thread. Every stretch of executor code (each resumption of a call to a port,
 each timer of an executor) is timed with `time.thread_time`. The rest of the run's CPU time is the driver's:

@@ -59,7 +59,6 @@ class ExecutorHistory:
             start_s, end_s = max(span.start_s + self.offset_s, self.from_s), span.end_s + self.offset_s
             if end_s > self.from_s:
                 self.spans.append(Span(state=span.state, start_s=start_s, end_s=end_s))
-        self.spans.sort(key=lambda span: span.start_s)
         for stay in report.stays:
             start_s, end_s = stay.start_s + self.offset_s, stay.end_s + self.offset_s
             self.stays.append(stay._replace(start_s=start_s, end_s=end_s))
@@ -110,6 +109,7 @@ class ReportBook:
             executor.begin(report, arrived_s)
         elif report.now_s < before.now_s:  # a later report has overtaken it
             executor.note(report)
+            executor.spans.sort(key=lambda span: span.start_s)
             return False
         executor.update(report, arrived_s)
         # Only sums of tokens show work: sums of seconds also grow while the executor waits.
