@@ -14,7 +14,6 @@ from collections.abc import Callable, Mapping, Sequence
 from hashlib import sha256
 from math import comb
 from statistics import fmean, median
-from typing import Any
 
 from asyncrl_cli.base.errors import ExecutorLost
 from asyncrl_cli.contracts.events import EvalSummary
@@ -225,7 +224,7 @@ class Evaluator:
                 self._event("warning", message=f"{what} scored no prompt; the last failure: {last}")
                 continue
             self.ended.append(summary)
-            fields: dict[str, Any] = {"eval_set": name} if name else {}
+            fields: dict[str, object] = {"eval_set": name} if name else {}
             if failures:
                 fields["failures"] = dict(Counter(failure.kind for failure in failures))
             if summary.interval is not None:

@@ -15,16 +15,14 @@ SIGNALS = (
         "warn_effective_ratio",
         "below",
         "few tokens carry most of the gradient; lower async_training.staleness_threshold or trainer.lr, or "
-        "cut the weights with "
-        "algorithm.rollout_is_threshold = 2.0",
+        "cut the weights with algorithm.rollout_is_threshold = 2.0",
     ),
     (
         "correction/kl",
         "warn_kl",
         "above",
         "the policy is far from the one that sampled its data; lower async_training.staleness_threshold or "
-        "trainer.lr, and see "
-        "algorithm.rollout_is and rollout_rs",
+        "trainer.lr, and see algorithm.rollout_is and rollout_rs",
     ),
     (
         "ref/kl",
@@ -57,8 +55,7 @@ class Bands:
         if self._num_flat == FLAT_STEPS:
             yield (
                 f"all trajectories of the last {FLAT_STEPS} train steps have the reward "
-                f"{next(iter(rewards)):g}, which teaches "
-                "nothing; `asyncrl samples RUN` shows the responses"
+                f"{next(iter(rewards)):g}, which teaches nothing; `asyncrl samples RUN` shows the responses"
             )
 
     def left(self, figures: Mapping[str, Scalar]) -> Iterator[str]:

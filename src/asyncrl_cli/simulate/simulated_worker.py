@@ -4,7 +4,7 @@
     submit -> engine (a part's sequences) --each end--> slot free, reward begins --all rewards--> progress
     prefetch -> second buffer -> load (drain | freeze) -> thaw -> generation continues
 
-The real rollout actor's meter (`loop.meters`) integrates its time in each state. Nothing runs per token, and
+The real rollout actor's meter (`measure.meters`) integrates its time in each state. Nothing runs per token, and
 there is no task or timer per trajectory, so runs of many workers simulate fast.
 """
 
