@@ -15,7 +15,6 @@ import tomllib
 from collections.abc import Callable, Collection, Iterable, Sequence
 from html import escape
 from importlib.resources import files
-from typing import Any
 
 from asyncrl_cli import __version__
 from asyncrl_cli.observe.line_figures import meaning_of
@@ -50,7 +49,7 @@ def page_of(runs: Sequence[RunData], *, library: str, title: str, before: str = 
     program = [
         f'<script type="application/json" id="report-data">{_embedded(runs)}</script>',
         f'<script type="text/plain" id="plotly">{library}</script>',
-        f"<script>{_own('page.js')}</script>",
+        f"<script>{_file('page.js')}</script>",
     ]
     return "\n".join(
         [
@@ -60,7 +59,7 @@ def page_of(runs: Sequence[RunData], *, library: str, title: str, before: str = 
             f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">',
             '<meta name="viewport" content="width=device-width, initial-scale=1">',
             f"<title>{escape(title)}</title>",
-            f"<style>{_own('page.css')}</style></head>",
+            f"<style>{_file('page.css')}</style></head>",
             f'<body><header><h1>{escape(title)}</h1><p class="dim">{escape(_made(runs))}</p></header>',
             NAVIGATION if runs else "",
             f'<main>{"".join(words)}<div id="charts"></div>{after}</main>',
@@ -77,17 +76,14 @@ NAVIGATION = """<nav><fieldset><span class="dim">horizontal axis</span>
 <span class="dim">drag to zoom: all charts follow; double-click to reset</span></nav>"""
 
 
-def _own(name: str) -> str:
+def _file(name: str) -> str:
     return files("asyncrl_cli.report").joinpath(name).read_text(encoding="utf-8")
 
 
-def _charts() -> list[dict[str, Any]]:
-    sections = tomllib.loads(_own("charts.toml")).items()
-    return [
-        {**CHART, "section": name, "title": title, **chart}
-        for name, charts in sections
-        for title, chart in charts.items()
-    ]
+def _charts() -> list[dict[str, object]]:
+    sections = tomllib.loads(_file("charts.toml")).items()
+    charts = ((name, title, chart) for name, section in sections for title, chart in section.items())
+    return [{**CHART, "section": name, "title": title, **chart} for name, title, chart in charts]
 
 
 def _embedded(runs: Sequence[RunData]) -> str:
@@ -102,11 +98,8 @@ def _embedded(runs: Sequence[RunData]) -> str:
 
 
 def _made(runs: Sequence[RunData]) -> str:
-    joined = [
-        f"{run.name}: {steps} train steps per point"
-        for run in runs
-        if (steps := run.charts["steps_per_point"]) > 1
-    ]
+    steps = {run.name: run.charts["steps_per_point"] for run in runs}
+    joined = [f"{name}: {number} train steps per point" for name, number in steps.items() if number > 1]
     return " · ".join([f"made by asyncrl {__version__}", *joined])
 
 
@@ -114,18 +107,15 @@ def _beside(heading: str, runs: Sequence[RunData], content: Callable[[RunData], 
     if not runs:
         return ""
     names = [f"<h3>{escape(run.name)}</h3>" if len(runs) > 1 else "" for run in runs]
-    cards = "".join(
-        f'<div class="card">{name}{content(run)}</div>' for name, run in zip(names, runs, strict=True)
-    )
+    contents = [name + content(run) for name, run in zip(names, runs, strict=True)]
+    cards = "".join(f'<div class="card">{html}</div>' for html in contents)
     return f'<section><h2>{heading}</h2><div class="beside">{cards}</div></section>'
 
 
 def _finding(finding: Remark) -> str:
     change = f'<p class="change">{escape(finding.change)}</p>' if finding.change else ""
-    return (
-        f'<div class="finding {finding.weight}"><p><b>{escape(finding.about)}</b> · '
-        f"{escape(finding.text)}</p>{change}</div>"
-    )
+    text = f"<p><b>{escape(finding.about)}</b> · {escape(finding.text)}</p>"
+    return f'<div class="finding {finding.weight}">{text}{change}</div>'
 
 
 def _facts(run: RunData) -> str:
@@ -136,30 +126,24 @@ def _facts(run: RunData) -> str:
 
 def _configuration(loaded: Loaded) -> str:
     """Every key with its value and origin; the keys that were set come first."""
-    entries = [
-        (key, value, loaded.origins.get(key, DEFAULT)) for key, value in entries_of(loaded.profile).items()
-    ]
-    given = sum(not is_default(origin) for _, _, origin in entries)
-    entries.sort(key=lambda entry: is_default(entry[2]))
-    rows = [[f"<code>{escape(key)}</code>", _code(value), escape(origin)] for key, value, origin in entries]
+    values = entries_of(loaded.profile)
+    origins = {key: loaded.origins.get(key, DEFAULT) for key in values}
+    given = sum(not is_default(origin) for origin in origins.values())
+    keys = sorted(values, key=lambda key: is_default(origins[key]))
+    rows = [[f"<code>{escape(key)}</code>", _code(values[key]), escape(origins[key])] for key in keys]
     summary = f"configuration: {given} keys set, {len(rows) - given} at their defaults"
     return f"<details><summary>{summary}</summary>{table(['key', 'value', 'from'], rows)}</details>"
 
 
 def beside_each_other(compared: Comparison, heading: str = "Side by side") -> str:
     """Differences of configuration first, then figures."""
-    names = [escape(name) for name in compared.names]
-    different = [
-        [f"<code>{escape(key)}</code>", *map(_code, values)] for key, values in compared.differences.items()
-    ]
-    configurations = (
-        table(["key", *names], different)
-        if different
-        else ("<p>None: the runs have the same configuration.</p>")
-    )
-    figures = table(
-        ["", *names], [[escape(row.label), *map(escape, row.texts)] for row in compared.figures], figures=True
-    )
+    names, keys = [escape(name) for name in compared.names], compared.differences.items()
+    different = [[f"<code>{escape(key)}</code>", *map(_code, values)] for key, values in keys]
+    configurations = "<p>None: the runs have the same configuration.</p>"
+    if different:
+        configurations = table(["key", *names], different)
+    rows = [[escape(row.label), *map(escape, row.texts)] for row in compared.figures]
+    figures = table(["", *names], rows, figures=True)
     return card("Differences of configuration", configurations) + card(heading, figures)
 
 
@@ -179,14 +163,12 @@ def table(
     numbers of bold rows."""
     kinds = ["", *((' class="figure"' if figures else "") for _ in heads[1:])]
     head = "".join(f"<th{kind}>{cell}</th>" for kind, cell in zip(kinds, heads, strict=True))
-    body = "".join(
-        f"<tr{' class=strong' if number in strong else ''}>"
-        + "".join(f"<td{kind}>{cell}</td>" for kind, cell in zip(kinds, row, strict=True))
-        + "</tr>"
-        for number, row in enumerate(rows)
-    )
+    body = ""
+    for number, row in enumerate(rows):
+        cells = "".join(f"<td{kind}>{cell}</td>" for kind, cell in zip(kinds, row, strict=True))
+        body += f"<tr{' class=strong' if number in strong else ''}>{cells}</tr>"
     return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
 
 
-def _code(value: Any) -> str:
+def _code(value: object) -> str:
     return "-" if value is None else f"<code>{escape(toml_value(value))}</code>"

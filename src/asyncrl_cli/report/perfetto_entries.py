@@ -53,7 +53,7 @@ class Tracks:
             self.entries.append({"ph": "M", **track, "name": f"{what}_{key}", "args": args})
 
 
-def slice_on(track: Track, name: str, kind: str, start: int, end: int, args: Mapping[str, Any]) -> Entry:
+def slice_on(track: Track, name: str, kind: str, start: int, end: int, args: Mapping[str, object]) -> Entry:
     """At least a microsecond long, so that it can be seen, and binds arrows."""
     known = {key: value for key, value in args.items() if value not in (None, "")}
     times = {"ts": start, "dur": max(end - start, 1)}
@@ -72,7 +72,7 @@ def counter(process: int, name: str, time: int, figures: Mapping[str, float]) ->
     return {"ph": "C", "name": name, "pid": process, "ts": time, "args": dict(figures)}
 
 
-def instant(track: Track, name: str, kind: str, time: int, args: Mapping[str, Any]) -> Entry:
+def instant(track: Track, name: str, kind: str, time: int, args: Mapping[str, object]) -> Entry:
     return {"ph": "i", "s": "t", "name": name, "cat": kind, **track, "ts": time, "args": dict(args)}
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
 
+from asyncrl_cli.observe.line_types import EventLine
 from asyncrl_cli.report.perfetto_entries import (
     Entry,
     Track,
@@ -53,7 +54,7 @@ class Version:
     number: int
     published: int
     step: int
-    loads: list[Mapping[str, Any]] = field(default_factory=list)
+    loads: list[EventLine] = field(default_factory=list)
 
 
 class Story:
@@ -64,11 +65,11 @@ class Story:
     """
 
     def __init__(
-        self, events: Iterable[Mapping[str, Any]], ends: Mapping[int, int], first: int, last: int | None
+        self, events: Iterable[EventLine], ends: Mapping[int, int], first: int, last: int | None
     ) -> None:
         self.groups: list[Group] = []
         self.versions: list[Version] = []
-        self.marks: list[Mapping[str, Any]] = []
+        self.marks: list[EventLine] = []
         self.last_event = 0
         self._open: dict[str, Group] = {}
         for event in events:
@@ -79,7 +80,7 @@ class Story:
         if last is not None and (publish := self.version_after(self.end, 0)) is not None:
             self.end = publish.published
 
-    def _note(self, event: Mapping[str, Any]) -> None:
+    def _note(self, event: EventLine) -> None:
         name, time = event["event"], micros(event.get("time_s", 0.0))
         self.last_event = max(self.last_event, time)
         if name in (*STAGES, *LOSSES):
@@ -92,7 +93,7 @@ class Story:
         else:
             self.marks.append(event)
 
-    def _move(self, event: Mapping[str, Any], time: int) -> None:
+    def _move(self, event: EventLine, time: int) -> None:
         name, key = event["event"], event.get("group", "")
         if name == "running":
             workers = " ".join(event.get("workers", {}))

@@ -54,24 +54,23 @@ def run_data(recorded: Recorded) -> RunData:
     totals = Totals()
     length_s = recorded.status.progress.time_s if recorded.status else 0.0
     timeline = Timeline(roles=recorded.roles, length_s=length_s).read(recorded.timeline())
-    lines = (  # with the shares of the roles' states, and the number of samples trained so far
+    lines = (  # with the number of samples trained so far, and the shares of the roles' states
         {
             **line,
-            **timeline.shares.get(line["step"], {}),
             "samples": line["groups_trained"] * profile.rollout.n,
+            **timeline.shares.get(line["step"], {}),
         }
         for line in totals.of(recorded.metrics())
     )
     columns = columns_of(lines, recorded.num_steps())
     if not totals.steps:
-        raise RefusedError(
-            f"run '{recorded.name}' has nothing to report yet: no train step has ended",
-            hint=f"asyncrl status {recorded.name}",
-        )
+        why = f"run '{recorded.name}' has nothing to report yet: no train step has ended"
+        raise RefusedError(why, hint=f"asyncrl status {recorded.name}")
     recorded_events = list(recorded.events(*MARKS, PUBLISHED))
     events = [_event(event, settings.schedule.step_groups * profile.rollout.n) for event in recorded_events]
-    scored = [event for event in events if event["event"] == "eval" and is_number(event["reward_mean"])]
-    # a resume may repeat one
+    by_name = {name: [event for event in events if event["event"] == name] for name in (*MARKS, PUBLISHED)}
+    scored = [event for event in by_name["eval"] if is_number(event["reward_mean"])]
+    # A resume may repeat one.
     evals = list({(event["version"], event["eval_set"]): event for event in scored}.values())
     charts = {
         "name": recorded.name,
@@ -80,12 +79,8 @@ def run_data(recorded: Recorded) -> RunData:
         "lows": columns.lows,
         "highs": columns.highs,
         "evals": evals,
-        "marks": [
-            mark
-            for name in MARKS
-            for mark in evenly([event for event in events if event["event"] == name], MOST_MARKS)
-        ],
-        "published_s": [event["time_s"] for event in events if event["event"] == PUBLISHED],
+        "marks": [mark for name in MARKS for mark in evenly(by_name[name], MOST_MARKS)],
+        "published_s": [event["time_s"] for event in by_name[PUBLISHED]],
         "timeline": timeline.to_json(),
         "limits": {"staleness": settings.schedule.max_staleness, "logprob_diff": settings.max_logprob_diff},
     }
@@ -103,46 +98,35 @@ def run_data(recorded: Recorded) -> RunData:
 def _event(event: EventLine, samples_per_step: int) -> dict[str, Any]:
     """What a page shows of an event."""
     name, step = event["event"], event.get("step", 0)
-    own = {key: event.get(key) for key in EVAL_KEYS} if name == "eval" else {}
+    scores = {key: event.get(key) for key in EVAL_KEYS} if name == "eval" else {}
     text = event_text(event) or f"{name}: {event.get('worker', '')}"
     place = {"step": step, "time_s": rounded(event.get("time_s", 0.0)), "samples": step * samples_per_step}
-    return {"event": name, "kind": MARKS.get(name, name), "text": text, **own, **place}
+    return {"event": name, "kind": MARKS.get(name, name), "text": text, **scores, **place}
 
 
 def _facts(recorded: Recorded, settings: LoopSettings, totals: Totals) -> list[tuple[str, str]]:
     profile, schedule = settings.profile, settings.schedule
     rollouts = "partial" if profile.async_training.partial_rollout else "whole"
-    own = (
-        f"{counted(schedule.window_steps, 'train step')} per version (K), eta {schedule.eta}, {rollouts} "
-        "rollouts"
-    )
-    kinds = {kind: getattr(profile.task, kind) for kind in ("environment", "reward")}
+    window = f"{counted(schedule.window_steps, 'train step')} per version (K)"
+    kinds = {"environment": profile.task.environment, "reward": profile.task.reward}
     task = [profile.task.source, *(f"{kind} {name}" for kind, name in kinds.items() if name != "auto")]
-    is_strict, oldest = profile.async_training.on_stale == "wait", counted(schedule.max_staleness, "version")
+    groups = f"{schedule.step_groups} groups of {profile.rollout.n} responses per train step, "
+    groups += f"{schedule.window_groups} per version"
+    if profile.async_training.on_stale == "wait":
+        groups += f"; no token older than {counted(schedule.max_staleness, 'version')}"
+    steps = f"{count(totals.steps)} of {count(schedule.train_steps)} steps"
+    attempts = counted(max(len(recorded.attempts), 1), "attempt")
     return [
         ("state", _state(recorded)),
-        ("mode", f"{schedule.mode}: {own}"),
+        ("mode", f"{schedule.mode}: {window}, eta {schedule.eta}, {rollouts} rollouts"),
         ("profile", recorded.status.profile if recorded.status else profile.name),
         ("model", f"{profile.model.path}, {profile.model.dtype}"),
         ("task", ", ".join(task)),
         ("engine", profile.rollout.engine),
         ("placement", _placement(recorded, profile.placement)),
-        (
-            "schedule",
-            f"{schedule.step_groups} groups of {profile.rollout.n} responses per train step, "
-            f"{schedule.window_groups} per version"
-            + (f"; no token older than {oldest}" if is_strict else ""),
-        ),
-        (
-            "trained",
-            f"{count(totals.steps)} of {count(schedule.train_steps)} steps, "
-            f"{count(totals.last.get('tokens_trained'))} tokens",
-        ),
-        (
-            "time",
-            f"{clock(totals.last.get('time_s'))} of training, "
-            f"{counted(max(len(recorded.attempts), 1), 'attempt')}",
-        ),
+        ("schedule", groups),
+        ("trained", f"{steps}, {count(totals.last.get('tokens_trained'))} tokens"),
+        ("time", f"{clock(totals.last.get('time_s'))} of training, {attempts}"),
     ]
 
 

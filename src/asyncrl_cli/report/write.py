@@ -51,25 +51,22 @@ def write_report(
     path = out or (bench / NAME if bench else found[0].files.path / NAME if len(found) == 1 else Path(NAME))
     check_out(path, GENERATOR, "report")
     words = bench_html(bench) if bench else ""
-    titles = [f"Samples of {run.name}" if len(found) > 1 else "Samples" for run in found]
-    read = "".join(
-        samples_html(run, title, MAX_CHARACTERS // len(found))
-        for run, title in zip(found, titles, strict=True)
-    )
-    runs = []
+    runs, read, doubts = [], "", list[str]()
     for recorded in found:
         progress(f"reading {recorded.name}")
+        title = f"Samples of {recorded.name}" if len(found) > 1 else "Samples"
+        read += samples_html(recorded, title, MAX_CHARACTERS // len(found))
         runs.append(run_data(recorded))
     if len(found) > 1:
         comparison = compared(found, target)
+        doubts = comparison.doubts
         heading = "Side by side: whole runs, with warm-up and evals" if bench else "Side by side"
         words += beside_each_other(comparison, heading)
     words += "".join(searched(recorded, runs_dir, progress) for recorded in found if search)
     progress(f"writing {path}")
     title = f"bench {bench.resolve().name}" if bench else " · ".join(run.name for run in runs)
     replace_text(path, page_of(runs, library=plotly() if runs else "", title=title, before=words, after=read))
-    notes = [note for recorded in found for note in recorded.damage.notes]
-    return path, notes + (comparison.doubts if len(found) > 1 else [])
+    return path, [note for recorded in found for note in recorded.damage.notes] + doubts
 
 
 def searched(recorded: Recorded, runs_dir: Path, progress: Callable[..., None]) -> str:
@@ -77,20 +74,12 @@ def searched(recorded: Recorded, runs_dir: Path, progress: Callable[..., None]) 
     from asyncrl_cli.bench.recommendation import Asked, tune
 
     tuned = tune(Asked(reference=str(recorded.files.path), runs_dir=runs_dir), progress)
-    best, speedup, heading = (
-        tuned.found.best,
-        tuned.found.speedup,
-        (f"SIMULATED: what would be faster than {recorded.name}"),
-    )
+    best, speedup = tuned.found.best, tuned.found.speedup
+    heading = f"SIMULATED: what would be faster than {recorded.name}"
     if best == tuned.found.current:
-        return card(
-            heading, f"<p>Nothing that was tried: its own setting is the fastest; {escape(tuned.bound)}.</p>"
-        )
-    against = (
-        ""
-        if speedup is None
-        else (f", {speedup:.2f} times as fast as the simulated run with its own setting")
-    )
+        text = f"Nothing that was tried: its own setting is the fastest; {tuned.bound}."
+        return card(heading, f"<p>{escape(text)}</p>")
+    against = f", {speedup:.2f} times as fast as the simulated run with its own setting" if speedup else ""
     window = f"{best.window_time_s:.4g} s per {tuned.window_groups} groups"
     text = f"{best.setting.split} {best.setting.split_names}, {window}{against}; {tuned.bound}."
     keys = "".join(f"<li><code>--set {escape(entry)}</code></li>" for entry in tuned.recommended_sets)
@@ -112,32 +101,21 @@ def bench_html(directory: Path) -> str:
     """Raises RefusedError if its results cannot be read."""
     comparison = read_results(directory / RESULTS)
     notes = [*long_notes(comparison), *comparison.remarks]
-    missing = (
-        (f"<p><b>Not finished: {escape(', '.join(comparison.missing))}.</b></p>")
-        if comparison.missing
-        else ""
-    )
+    missing = f"Not finished: {', '.join(comparison.missing)}." if comparison.missing else ""
     listed = "".join(f"<li>{escape(note.replace('`', ''))}</li>" for note in notes)
-    reading = f"<details><summary>how to read it</summary><ul>{listed}</ul></details>"
+    rows, names = rows_of(comparison, all_spreads=True), [result.profile for result in comparison.results]
+    labels = [escape(row.label).replace("  ", "&nbsp;&nbsp;&nbsp;") for row in rows]
+    figures = [list(map(escape, row.cells or [""] * len(names))) for row in rows]
+    cells = [[label, *row] for label, row in zip(labels, figures, strict=True)]
+    strong = {number for number, row in enumerate(rows) if row.strong}
     parts = [
         f"<p>{escape(heading_of(comparison))}</p>",
-        missing,
-        _table(comparison),
-        reading,
+        f"<p><b>{escape(missing)}</b></p>" if missing else "",
+        table(["", *map(escape, names)], cells, figures=True, strong=strong),
+        f"<details><summary>how to read it</summary><ul>{listed}</ul></details>",
         _bars(comparison),
     ]
-    return card("Comparison" if not comparison.simulated else "SIMULATED comparison", "".join(parts))
-
-
-def _table(comparison: Comparison) -> str:
-    rows = rows_of(comparison, all_spreads=True)
-    names = [result.profile for result in comparison.results]
-    cells = [
-        [escape(row.label).replace("  ", "&nbsp;&nbsp;&nbsp;"), *map(escape, row.cells or [""] * len(names))]
-        for row in rows
-    ]
-    strong = {number for number, row in enumerate(rows) if row.strong}
-    return table(["", *map(escape, names)], cells, figures=True, strong=strong)
+    return card("SIMULATED comparison" if comparison.simulated else "Comparison", "".join(parts))
 
 
 def _bars(comparison: Comparison) -> str:
