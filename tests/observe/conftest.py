@@ -81,15 +81,7 @@ def record(
         "spans": spans or {},
         "sync": {},
         "evals": (),
-        "ledger": {
-            "admitted_total": 7,
-            "running": 2,
-            "finished": 1,
-            "training": 0,
-            "trained": 2 * step,
-            "dropped": 0,
-            "requeued": 0,
-        },
+        "ledger": {"admitted_total": 7, "running": 2, "finished": 1, "trained": 2 * step},
         "tokens_discarded": 0,
         "tokens_trained": 100 * step,
     }
@@ -120,17 +112,14 @@ def full_record(step: int) -> StepRecord:
         waiting_for="16 takeable groups: 12 finished, 9 running",
         sums={"trained_tokens": 1500 * grown},
     )
+    sums = {"running_sequence_s": 52 * grown, "idle_s": 0.03 * grown, "sampled_tokens": 1600 * grown}
+    sums["eval_s"] = 0.0
     rollouts = [
         report(
             f"rollout-{i}",
             "rollout",
             {State.BUSY: 0.93 * grown, State.LOADING: 0.05 * grown, State.BLOCKED: 0.02 * grown},
-            sums={
-                "running_sequence_s": 52 * grown,
-                "idle_s": 0.03 * grown,
-                "sampled_tokens": 1600 * grown,
-                "eval_s": 0.0,
-            },
+            sums=sums,
             gauges={"slots": 64, "running_sequences": 57, "version": step - i},
         )
         for i in range(2)
@@ -143,42 +132,21 @@ def full_record(step: int) -> StepRecord:
         waiting_for="free slots",
     )
     base = step - 1.0
+    times = {
+        "trainer": [(State.STARVED, 0.0, 0.4), (State.BUSY, 0.4, 1.0)],
+        "rollout-0": [(State.BUSY, 0.0, 0.95), (State.LOADING, 0.95, 1.0)],
+    }
     spans = {
-        "trainer": (
-            Span(state=State.STARVED, start_s=base, end_s=base + 0.4),
-            Span(state=State.BUSY, start_s=base + 0.4, end_s=base + 1),
-        ),
-        "rollout-0": (
-            Span(state=State.BUSY, start_s=base, end_s=base + 0.95),
-            Span(state=State.LOADING, start_s=base + 0.95, end_s=base + 1),
-        ),
+        name: tuple(Span(state=state, start_s=base + start, end_s=base + end) for state, start, end in listed)
+        for name, listed in times.items()
     }
     sync = dict(
         version=step, gather_s=0.012, send_s=0.031, load_s=0.014, pause_s=0.022, logprob_abs_diff=2.1e-7
     )
-    evals = (
-        ()
-        if step % 50
-        else (
-            EvalSummary(
-                version=step,
-                reward_mean=0.3 + step / 1000,
-                num_prompts=512,
-                response_tokens_median=12,
-                eval_s=3,
-                num_failed=0,
-            ),
-        )
-    )
-    ledger = {
-        "admitted_total": 16 * step + 24,
-        "running": 17,
-        "finished": 7,
-        "training": 0,
-        "trained": 16 * step,
-        "dropped": 0,
-        "requeued": 0,
-    }
+    figures = {"num_prompts": 512, "response_tokens_median": 12, "eval_s": 3, "num_failed": 0}
+    ended = EvalSummary(version=step, reward_mean=0.3 + step / 1000, **figures)
+    ledger = {"admitted_total": 16 * step + 24, "running": 17, "finished": 7, "training": 0}
+    ledger |= {"trained": 16 * step, "dropped": 0, "requeued": 0}
     metrics = {
         "correction/ratio_mean": Ratio(1000.0, 1000),
         "correction/ratio_max": Max(1.3),
@@ -186,16 +154,8 @@ def full_record(step: int) -> StepRecord:
         "correction/masked_ratio": Ratio(0, 1000),
     }
     train = TrainReport(train_s=0.5, tokens=1500, metrics=metrics)
-    timing_s = {
-        "step": 1.0,
-        "wait_data": 0.38,
-        "old_logprob": 0.0,
-        "train": 0.6,
-        "gather": 0.012,
-        "checkpoint": 0.0,
-        "eval": 0.0,
-        "other": 0.008,
-    }
+    timing_s = dict.fromkeys(PARTS, 0.0)
+    timing_s |= {"step": 1.0, "wait_data": 0.38, "train": 0.6, "gather": 0.012, "other": 0.008}
     return record(
         step,
         step,
@@ -204,7 +164,7 @@ def full_record(step: int) -> StepRecord:
         ended_s=grown,
         spans=spans,
         sync=sync,
-        evals=evals,
+        evals=() if step % 50 else (ended,),
         ledger=ledger,
         train=train,
         timing_s=timing_s,
