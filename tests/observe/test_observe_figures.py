@@ -75,17 +75,15 @@ def watched_run(
 ):
     """Steps of about 5 s: most of it is waiting for responses with a long tail."""
     loop_settings = settings(mode, train_steps=train_steps, checkpoint_every_steps=5, max_restarts=1)
+    schedule = loop_settings.schedule
     facts = replace(
         facts,
         mode=mode,
         train_steps=train_steps,
         step_groups=4,
-        window_groups=loop_settings.schedule.window_groups,
-    )
-    facts = replace(
-        facts,
-        trigger_parameter_sync_step=loop_settings.schedule.window_steps,
-        max_staleness=loop_settings.schedule.max_staleness,
+        window_groups=schedule.window_groups,
+        trigger_parameter_sync_step=schedule.window_steps,
+        max_staleness=schedule.max_staleness,
     )
 
     async def main():
@@ -137,24 +135,18 @@ def assert_agrees(status, lines):
     assert len(covered) == period["steps"]
     late = REPORT_AGE_S / (period["to_s"] - period["from_s"])
     for key in SHARES:
-        assert use[key.replace("/", "_")] == pytest.approx(joined(covered, key), abs=0.025 + late), (
-            key,
-            period,
-        )
+        expected = pytest.approx(joined(covered, key), abs=0.025 + late)
+        assert use[key.replace("/", "_")] == expected, (key, period)
     for key in RATES:
-        assert use[key.replace("/", "_")] == pytest.approx(joined(covered, key), rel=0.05 + 4 * late), (
-            key,
-            period,
-        )
+        expected = pytest.approx(joined(covered, key), rel=0.05 + 4 * late)
+        assert use[key.replace("/", "_")] == expected, (key, period)
     for executor in status["executors"]:
         if executor["role"] == "trainer":
             idle_s = sum(seconds for state, seconds in executor["state_s"].items() if state != "busy")
-            assert idle_s / sum(executor["state_s"].values()) == pytest.approx(
-                use["trainer_idle_ratio"], abs=1e-3
-            )
-    assert status["timing"]["step_s"] == pytest.approx(
-        sum(line["timing/step_s"] for line in covered) / len(covered)
-    )
+            share = idle_s / sum(executor["state_s"].values())
+            assert share == pytest.approx(use["trainer_idle_ratio"], abs=1e-3)
+    step_s = sum(line["timing/step_s"] for line in covered) / len(covered)
+    assert status["timing"]["step_s"] == pytest.approx(step_s)
     assert status["staleness"]["max"] == max(line["staleness/max"] for line in covered)
 
 
@@ -169,15 +161,11 @@ def test_recent_and_whole_run_figures_agree_with_metrics_jsonl_over_the_same_tim
         period = status["periods"]["utilization"]
         assert_agrees(status, ran.lines)
         now_s = status["progress"]["time_s"]
-        assert (
-            max(line["time_s"] for line in ran.lines if line["time_s"] < now_s - 1e-6)
-            <= period["to_s"]
-            <= now_s
-        )
+        last_s = max(line["time_s"] for line in ran.lines if line["time_s"] < now_s - 1e-6)
+        assert last_s <= period["to_s"] <= now_s
         is_a_minute = period["to_s"] - period["from_s"] > 60 - 1e-6
-        assert is_a_minute or period["from_s"] == pytest.approx(
-            ran.lines[0]["time_s"] - ran.lines[0]["timing/step_s"]
-        )
+        began_s = ran.lines[0]["time_s"] - ran.lines[0]["timing/step_s"]
+        assert is_a_minute or period["from_s"] == pytest.approx(began_s)
         steps = "last step" if period["steps"] == 1 else f"last {period['steps']} steps"
         assert re.fullmatch(rf"{steps}, [\d.:]+( s)?", period["words"])
     ended = ran.statuses[-1]
@@ -200,11 +188,8 @@ def test_a_step_longer_than_the_recent_ones_is_shown_for_itself_and_says_so(fact
     alone = [status for status in ran.live() if not status["periods"]["utilization"]["steps"]]
     assert len(alone) > 10
     for status in alone:
-        period, steps, now_s = (
-            status["periods"]["utilization"],
-            status["periods"]["steps"],
-            status["progress"]["time_s"],
-        )
+        period, steps = status["periods"]["utilization"], status["periods"]["steps"]
+        now_s = status["progress"]["time_s"]
         assert period["words"].startswith("this step so far, ")
         assert (period["from_s"], period["to_s"]) == (steps["to_s"], now_s)
         assert now_s - period["from_s"] > steps["to_s"] - steps["from_s"]
@@ -213,19 +198,17 @@ def test_a_step_longer_than_the_recent_ones_is_shown_for_itself_and_says_so(fact
         line = next(line for line in ran.lines if line["time_s"] >= now_s)
         left_s = line["time_s"] - now_s
         idle_s = line["trainer/idle_ratio"] * line["timing/step_s"]
-        at_most_late = left_s + 2 * REPORT_AGE_S
-        assert status["utilization"]["trainer_idle_ratio"] * (now_s - period["from_s"]) == pytest.approx(
-            idle_s, abs=at_most_late
-        )
+        shown_s = status["utilization"]["trainer_idle_ratio"] * (now_s - period["from_s"])
+        assert shown_s == pytest.approx(idle_s, abs=left_s + 2 * REPORT_AGE_S)
 
 
 @pytest.mark.slow
 def test_after_a_resume_recent_figures_are_of_this_attempt_and_the_end_is_of_the_whole_run(facts):
     first = watched_run(facts, stop_at_s=100.0)
-    assert first.statuses[-1]["phase"] == "stopped"
-    assert first.statuses[-1]["periods"]["utilization"]["words"].startswith(
-        f"whole run, {len(first.lines)} steps"
-    )
+    stopped = first.statuses[-1]
+    assert stopped["phase"] == "stopped"
+    words = stopped["periods"]["utilization"]["words"]
+    assert words.startswith(f"whole run, {len(first.lines)} steps")
     cut, state = first.cuts[-1]
     second = watched_run(facts, resume_from=resume_from(cut, state))
     assert second.lines[0]["step"] == len(first.lines) + 1
@@ -240,10 +223,8 @@ def test_after_a_resume_recent_figures_are_of_this_attempt_and_the_end_is_of_the
     both = [*first.lines, *second.lines]
     late = 3 * REPORT_AGE_S / ended["periods"]["steps"]["to_s"]
     for key in SHARES:
-        assert ended["utilization"][key.replace("/", "_")] == pytest.approx(
-            joined(both, key), abs=0.01 + 2 * late
-        )
-        assert ended["totals"][key] == ended["utilization"][key.replace("/", "_")]
+        shown = ended["utilization"][key.replace("/", "_")]
+        assert shown == ended["totals"][key] == pytest.approx(joined(both, key), abs=0.01 + 2 * late)
 
 
 def test_the_screen_and_the_summary_of_an_ended_run_say_the_same_of_the_same_time(facts):
@@ -276,14 +257,8 @@ def test_what_was_not_measured_is_left_out_or_a_dash_and_never_a_zero(facts):
     assert fresh["tokens_discarded"] is None
     assert not fresh["utilization"].keys() - {"slot_history"}
     assert len(render(status_of(doing="warm start"), width=100, height=40).plain.splitlines()) == 3
-    trainer = {
-        "name": "trainer",
-        "role": "trainer",
-        "state": "starved",
-        "waiting_for": "",
-        "state_s": {},
-        "gauges": {},
-    }
+    trainer = {"name": "trainer", "role": "trainer", "state": "starved", "waiting_for": ""}
+    trainer |= {"state_s": {}, "gauges": {}}
     text = render(status_of(executors=[trainer]), width=100, height=40).plain
     for row in ("slots used    - ", "rollouter  idle    -        - tokens/s", "trainer    idle    -"):
         assert row in text

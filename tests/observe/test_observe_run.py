@@ -25,14 +25,15 @@ GATHER_S = 0.1
 def watched_run(mode, facts, tmp_path):
     """Runs to the end; returns the metrics lines, the event lines and the last status."""
     loop_settings = settings(mode)
+    schedule = loop_settings.schedule
     facts = replace(
         facts,
         mode=mode,
-        train_steps=loop_settings.schedule.train_steps,
-        step_groups=loop_settings.schedule.step_groups,
-        window_groups=loop_settings.schedule.window_groups,
-        trigger_parameter_sync_step=loop_settings.schedule.window_steps,
-        max_staleness=loop_settings.schedule.max_staleness,
+        train_steps=schedule.train_steps,
+        step_groups=schedule.step_groups,
+        window_groups=schedule.window_groups,
+        trigger_parameter_sync_step=schedule.window_steps,
+        max_staleness=schedule.max_staleness,
     )
 
     async def main():
