@@ -37,32 +37,19 @@ def test_a_profile_named_twice_takes_part_once_and_not_against_itself() -> None:
 
 
 @pytest.mark.parametrize(
-    ("toml", "said"),
+    ("groups", "said"),
     [
-        ("[rollout]\nn = 4", "different work: rollout.n is 8 and 4"),
-        ("[model]\nwarm_start_steps = 7", "model.warm_start_steps"),
-        ("[placement]\ncpus_per_worker = 2", "uses 2 CPU cores and 'other' 4"),
-        ("[trainer]\nppo_mini_batch_size = 8", "trainer.ppo_mini_batch_size is 16 and 8"),
+        (1, "no multiple of R = 16"),
+        (100, "no multiple of R = 16"),
+        (64, "not 3 windows of '.*', which has W = 64"),
+        (176, "not 3 windows of '.*', which has W = 64"),
     ],
 )
-def test_other_work_or_other_resources_are_refused(toml: str, said: str, tmp_path) -> None:  # type: ignore[no-untyped-def]
-    (tmp_path / "other.toml").write_text(f'extends = "partial-rollout"\n{toml}\n', encoding="utf-8")
-    with pytest.raises(ConfigError, match=said):
-        contest(str(tmp_path / "other.toml"))
-
-
-@pytest.mark.parametrize(
-    ("groups", "said"), [(100, "no multiple of R = 16"), (64, "not 3 windows of 'stream-off-policy'")]
-)
-def test_groups_must_make_whole_steps_and_windows_to_measure(groups: int, said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
-        contest("stream-off-policy", groups=groups)
-
-
-@pytest.mark.parametrize("groups", [1, 16, 50, 64, 100])
 @pytest.mark.parametrize("profiles", [("stream-off-policy",), ("one-step-off", "partial-rollout")])
-def test_the_groups_of_a_hint_can_be_typed(groups: int, profiles: tuple[str, ...]) -> None:
-    with pytest.raises(ConfigError) as refused:
+def test_groups_make_whole_steps_and_three_windows_and_those_of_a_hint_do(
+    groups: int, said: str, profiles: tuple[str, ...]
+) -> None:
+    with pytest.raises(ConfigError, match=f"{groups} groups are {said}") as refused:
         contest(*profiles, groups=groups)
     flag, number = refused.value.hint.split()
     assert flag == "--groups"
@@ -70,13 +57,21 @@ def test_the_groups_of_a_hint_can_be_typed(groups: int, profiles: tuple[str, ...
 
 
 @pytest.mark.parametrize(
-    "toml", ["[rollout]\nn = 4", "[placement]\ncpus_per_worker = 2", '[model]\ncache_dir = "elsewhere"']
+    ("toml", "said"),
+    [
+        ("[rollout]\nn = 4", "different work: rollout.n is 8 and 4"),
+        ('[model]\ncache_dir = "elsewhere"', "model.cache_dir"),
+        ("[placement]\ncpus_per_worker = 2", "uses 2 CPU cores and 'other' 4"),
+        ("[trainer]\nppo_mini_batch_size = 8", "trainer.ppo_mini_batch_size is 16 and 8"),
+    ],
 )
 @pytest.mark.parametrize("baseline", ["colocate", "stale-samples"])
-def test_the_sets_of_a_hint_make_work_and_resources_the_same(toml: str, baseline: str, tmp_path) -> None:  # type: ignore[no-untyped-def]
+def test_other_work_or_resources_are_refused_and_the_sets_of_the_hint_make_them_the_same(
+    toml: str, said: str, baseline: str, tmp_path: Path
+) -> None:
     (tmp_path / "other.toml").write_text(f'extends = "partial-rollout"\n{toml}\n', encoding="utf-8")
     other = str(tmp_path / "other.toml")
-    with pytest.raises(ConfigError) as refused:
+    with pytest.raises(ConfigError, match=said) as refused:
         contest(other, baseline=baseline)
     words = shlex.split(refused.value.hint.removesuffix(" sets it for all of them"))
     assert set(words[::2]) == {"--set"}

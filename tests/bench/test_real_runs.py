@@ -36,12 +36,8 @@ def child(monkeypatch: pytest.MonkeyPatch, code: str) -> None:
 
 def test_repeats_are_interleaved_and_seeds_shared(tmp_path: Path) -> None:
     made = [(run.name, run.seed) for run in runs(tmp_path, (5, 6))]
-    assert made == [
-        ("colocate-r0", 5),
-        ("partial-rollout-r0", 5),
-        ("colocate-r1", 6),
-        ("partial-rollout-r1", 6),
-    ]
+    assert made[:2] == [("colocate-r0", 5), ("partial-rollout-r0", 5)]
+    assert made[2:] == [("colocate-r1", 6), ("partial-rollout-r1", 6)]
 
 
 def test_the_command_is_what_a_user_would_type(tmp_path: Path) -> None:
@@ -116,8 +112,8 @@ if "partial" in run.name and PARTIAL_FAILS:
 run.mkdir()
 with (run / "metrics.jsonl").open("w") as file:
     for step in range(1, 5):
-        line = {"step": step, "window": step - 1, "version": step, "time_s": 2.0 * step, "groups_trained": 96 * step,
-                "tokens_trained": 960 * step, "timing/step_s": 2.0, "response_tokens/mean": 10.0,
+        line = {"step": step, "window": step - 1, "version": step, "time_s": 2.0 * step, "timing/step_s": 2.0,
+                "groups_trained": 96 * step, "tokens_trained": 960 * step, "response_tokens/mean": 10.0,
                 "staleness/histogram": [96], "trainer/idle_ratio": 0.75, "rollouter/idle_ratio": 0.4}
         print(json.dumps(line), file=file)
 """

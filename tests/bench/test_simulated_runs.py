@@ -61,39 +61,27 @@ COLOCATE = {"profile": "colocate", "parts_s": {"train": 0.5}}
 
 
 @pytest.mark.slow
-def test_a_workload_is_held_against_its_references_in_their_order_beside_the_runs() -> None:
-    made = workload({"profile": "partial-rollout", "window_time_s": 2.0, "calibrated": False}, COLOCATE)
-    (run,), fit = simulate_all([job(made)], WINDOW_GROUPS, lambda name, groups: None)
-    assert run.lines[-1]["groups_trained"] == ENOUGH_GROUPS
+def test_runs_have_the_capacities_of_their_own_lengths_and_the_workload_is_held_against_its_references() -> (
+    None
+):
+    published = COLOCATE | {"source": "4 GPUs", "evidence": "published"}
+    made = workload({"profile": "partial-rollout", "window_time_s": 2.0, "calibrated": False}, published)
+    runs, fit = simulate_all([job(made), job(made, seed=1)], WINDOW_GROUPS, lambda name, groups: None)
+    assert [run.lines[-1]["groups_trained"] for run in runs] == [ENOUGH_GROUPS, ENOUGH_GROUPS]
+    assert len({run.capacities.trainer_tokens_per_s for run in runs if run.capacities}) == 2
     assert fit == residuals(made)
-    assert [(one.profile, one.part) for one in fit] == [
-        ("partial-rollout", "window"),
-        ("colocate", "window"),
-        ("colocate", "train"),
-    ]
-
-
-@pytest.mark.slow
-def test_a_remark_says_of_every_row_whether_it_was_published_or_measured() -> None:
-    made = workload(
-        COLOCATE | {"source": "4 GPUs", "evidence": "published"},
-        {"profile": "partial-rollout", "calibrated": False},
-    )
-    _, fit = simulate_all(
-        [job(made), job(made, "partial-rollout", groups=160)], 16, lambda name, groups: None
-    )
-    published, measured = remarks_of(made, fit)
-    assert published.startswith("colocate (calibrated on), seconds per window: window 1 published, ")
-    assert "train 0.5 published, " in published
-    assert measured.startswith("partial-rollout (predicted), seconds per window: window 1 measured, ")
+    rows = [("partial-rollout", "window"), ("colocate", "window"), ("colocate", "train")]
+    assert [(one.profile, one.part) for one in fit] == rows
+    predicted, fitted = remarks_of(made, fit)
+    assert predicted.startswith("partial-rollout (predicted), seconds per window: window 2 measured, ")
+    assert fitted.startswith("colocate (calibrated on), seconds per window: window 1 published, ")
+    assert "train 0.5 published, " in fitted
 
 
 @pytest.mark.slow
 def test_an_unknown_part_of_a_reference_is_an_error() -> None:
-    made, others = (
-        workload({"profile": "colocate", "parts_s": {"trains": 1.0}}),
-        multiprocessing.active_children(),
-    )
+    made = workload({"profile": "colocate", "parts_s": {"trains": 1.0}})
+    others = multiprocessing.active_children()
     with pytest.raises(ConfigError, match="no part trains"):
         simulate_all([job(made)], WINDOW_GROUPS, lambda name, groups: None)
     assert set(multiprocessing.active_children()) <= set(others)
@@ -115,24 +103,12 @@ def test_an_interrupt_ends_all_runs_in_their_middle() -> None:
 
 
 @pytest.mark.slow
-def test_every_simulated_run_has_its_own_capacities() -> None:
-    """Those of the lengths that its seed drew."""
-    made = workload()
-    jobs = [job(made, seed=seed) for seed in (0, 1)]
-    runs, _ = simulate_all(jobs, WINDOW_GROUPS, lambda name, groups: None)
-    known = [run.capacities.trainer_tokens_per_s for run in runs if run.capacities]
-    assert len(set(known)) == 2
-
-
-@pytest.mark.slow
 def test_the_first_run_of_each_profile_is_recorded(tmp_path: Path) -> None:
     made = workload()
     contest = contest_of("colocate", ["partial-rollout"], seeds=(0, 1), groups=64, workload=made)
     compare(contest, tmp_path, Quiet())
-    assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == [
-        "colocate-s0",
-        "partial-rollout-s0",
-    ]
+    recorded = sorted(path.name for path in (tmp_path / "runs").iterdir())
+    assert recorded == ["colocate-s0", "partial-rollout-s0"]
 
 
 PARENT = """

@@ -159,10 +159,12 @@ class Costs:
         step_groups = Schedule.of(self.profile).step_groups
         before, after = self.spent[begin_groups // step_groups], self.spent[end_groups // step_groups]
         done = Spent(*map(operator.sub, after, before))
+        # at least one: a stretch may hold empty responses alone
         tokens, trajectories = max(done.response_tokens, 1), max(done.trajectories, 1)
         result_tokens = done.prompt_tokens - trajectories * self._prompt_tokens
         decoding = self.workload.decoding
         token_s = decoding.step_s / self.profile.rollout.slots + decoding.step_s_per_sequence
+        # of a group's prompt, the full blocks are computed once and the rest by each response
         prefix = prefix_tokens(self._prompt_tokens, self._cache_size().block_tokens)
         prefilled = self._prompt_tokens - prefix + prefix / self.profile.rollout.n
         prefill_s = (trajectories * prefilled + max(result_tokens, 0)) * decoding.prefill_s_per_token
@@ -225,6 +227,7 @@ class Costs:
         shared_s = mini_batches * training.step_s + tokens * training.s_per_token
         seconds = mini_batches * training.fixed_step_s + shared_s * self._share(training.scaling_exponent)
         columns_s = {task: self._column_s(task, batch) for task in self._trainer_columns}
+        # in the trainer, the critic learns within the train step
         seconds += LEARNING * columns_s.get(CRITIC, 0.0)
         before = self.spent[-1]
         spent = Spent(

@@ -83,6 +83,7 @@ def fit_line(points: Sequence[Point]) -> Fit:
         work = alone(seconds, shares, interference)
         fits.append((*_least_squares(lines / work[:, None]), interference))
     _, coefficients, interference = min(fits, key=lambda fit: fit[0])
+    # relative errors make the line too low: it is scaled to the seconds that were spent
     predicted_s = lines @ coefficients / alone(np.ones_like(shares), shares, interference)
     constant, slope = (float(coefficient) for coefficient in coefficients * seconds.sum() / predicted_s.sum())
     return Fit(constant, slope, interference, tells)

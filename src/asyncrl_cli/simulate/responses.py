@@ -206,6 +206,7 @@ class Responses:
                 response.kept, response.kept_tokens = kept.version_tokens, kept.tokens
                 response.has_ended = kept.is_whole
             if response.has_ended:
+                # its reward is computed again; not at once, because its owner does not have `self` yet
                 self._loop.call_soon(self._ended, response)
         engine.submit([response for response in responses if not response.has_ended])
 
@@ -213,6 +214,7 @@ class Responses:
     def num_without_slot(self) -> int:
         if self._times.hold_slots:
             return self.num_ended
+        # a list is faster here than a generator, and every report of a worker comes by
         return self.num_ended + sum([response.is_at_tool for response in self._responses])
 
     def so_far(self) -> tuple[dict[int, PartialResponse], int]:
@@ -261,10 +263,21 @@ class Responses:
 
     def _outcome(self, response: SimulatedSequence) -> EvalOutcome:
         if response.rewarded_s > self._loop.time():
-            return ABORTED
+            return ABORTED  # also if it has not ended: then its reward is never known
         if response.failure is not None:
             return response.failure
-        return RAISED if response.luck < self._times.failure_ratio else self._meta(response)
+        if response.luck < self._times.failure_ratio:
+            return RAISED
+        last_tokens = response.calls[-1].turn_tokens if response.calls else response.tokens
+        return TrajectoryMeta(
+            prompt_tokens=response.prompt_tokens + response.result_tokens,
+            response_tokens=response.tokens,
+            reward=float(response.luck > 0.5),
+            finish_reason="length" if last_tokens == self._times.max_response_tokens else "stop",
+            version_tokens=self._engine.version_tokens(response),
+            num_turns=response.num_calls + 1,
+            tool_s=sum([call.seconds for call in response.calls]),
+        )
 
     def _call_tool(self, response: SimulatedSequence) -> None:
         self._on_waiting(response.name, "a tool")
@@ -274,7 +287,7 @@ class Responses:
 
     def _tool_ended(self, response: SimulatedSequence) -> None:
         if response.is_aborted:
-            return
+            return  # while it was at the tool
         self._on_waiting(response.name, "")
         if failure := response.calls[response.num_calls].failure:
             response.failure, response.reward_s = Failure(failure, f"{response.name}: the tool failed"), 0.0
@@ -290,6 +303,7 @@ class Responses:
         self.ended_tokens += response.tokens
         response.rewarded_s = self._loop.time() + response.reward_s
         self._on_slot()
+        # one timer for all rewards: nobody asks for one of them before the last
         if self.num_ended == len(self._responses):
             last_s = max(response.rewarded_s for response in self._responses)
             if last_s > self._loop.time():
@@ -301,15 +315,3 @@ class Responses:
         if not self.is_done:
             self.is_done = True
             self._on_done(self)
-
-    def _meta(self, response: SimulatedSequence) -> TrajectoryMeta:
-        last_tokens = response.calls[-1].turn_tokens if response.calls else response.tokens
-        return TrajectoryMeta(
-            prompt_tokens=response.prompt_tokens + response.result_tokens,
-            response_tokens=response.tokens,
-            reward=float(response.luck > 0.5),
-            finish_reason="length" if last_tokens == self._times.max_response_tokens else "stop",
-            version_tokens=self._engine.version_tokens(response),
-            num_turns=response.num_calls + 1,
-            tool_s=sum([call.seconds for call in response.calls]),
-        )

@@ -101,6 +101,7 @@ class SimulatedEngine:
         self._is_frozen = False
         self._drained: asyncio.Future[None] | None = None
         self._steps = 0.0
+        # of sequences that have tokens and do not run: the cache counts those of the running ones
         self._kept_tokens = 0
         self._sampled_tokens = 0.0
         self._prefill_s = 0.0
@@ -152,6 +153,7 @@ class SimulatedEngine:
                 sequence.tokens = sequence.whole_tokens(self._steps)
                 self._stop(sequence)
             else:
+                # it waits in a queue, which passes over it, or is at a tool
                 sequence.tokens = sequence.kept_tokens
                 self._kept_tokens -= sequence.kept_tokens
                 self._leave_tool(sequence)
@@ -192,6 +194,7 @@ class SimulatedEngine:
         self.version = version
         self._loads.append((self._steps, version))
         if recompute:
+            # what an unfinished prefill still lacks is in it, too
             self._prefill_s = self._cache.held_tokens(self._steps) * self._times.prefill_s_per_token
             self._cache.forget_parked()
         self._is_frozen = self._is_closed = False
@@ -210,6 +213,7 @@ class SimulatedEngine:
         elapsed_s, self._since_s = now_s - self._since_s, now_s
         if elapsed_s <= 0 or self.running == 0 or self._is_frozen:
             return
+        # prefills come first: no sequence decodes while one is left
         work_s = elapsed_s / (self._speed * self._slowdown)
         prefill_s = min(work_s, self._prefill_s)
         self._prefill_s -= prefill_s
@@ -239,9 +243,11 @@ class SimulatedEngine:
 
     def _begin(self, sequence: SimulatedSequence) -> None:
         """Begin the sequence, or continue it from its kept tokens."""
+        # a new order voids the end that an earlier stay has left in the heap
         self._num_begun += 1
         sequence.has_begun = True
         sequence.order = self._num_begun
+        # as if it had begun so much earlier: its end is then where it would be without the stop
         sequence.begin_steps = self._steps - sequence.kept_tokens
         sequence.first_load = len(self._loads) - 1
         heapq.heappush(self._ends, (sequence.begin_steps + sequence.tokens, sequence.order, sequence))
@@ -284,7 +290,7 @@ class SimulatedEngine:
         """Begin the next sequences after others ended, lost their blocks or arrived. `before`: how many were
         running until now."""
         if self.running == 0:
-            self._prefill_s = 0.0
+            self._prefill_s = 0.0  # that of sequences that are gone
         self._let_in()
         if self.running != before:
             self._on_running(self.running)
@@ -317,18 +323,19 @@ class SimulatedEngine:
     def _reach_target(self) -> None:
         """End the turns that are due, then preempt sequences without blocks. The step count is set to exactly
         the target, free of rounding errors."""
-        before, ends, told = self.running, self._ends, []
+        before, ends, callbacks = self.running, self._ends, []
         self._prefill_s = 0.0
         self._step_on(self._target_steps - self._steps)
         while ends and ends[0][0] <= self._steps + SAME_STEP:
             _, order, sequence = heapq.heappop(ends)
             if order == sequence.order:
-                told.append((self._end_turn(sequence), sequence))
+                callbacks.append((self._end_turn(sequence), sequence))
         while self._cache.is_over(self._steps):
             newest = self._cache.newest
             self._stop_with(newest, newest.whole_tokens(self._steps))
             self.preemptions += 1
             self._going_on.appendleft(newest)
         self._go_on(before)
-        for tell, sequence in told:
-            tell(sequence)
+        # last, because a callback may submit or abort: it finds the engine as it is after this step
+        for callback, sequence in callbacks:
+            callback(sequence)

@@ -87,7 +87,7 @@ def simulate(
             trainer=SimulatedTrainer(costs.trainer_times(), machine),
             workers=workers,
             scorers=[SimulatedScorer(task, costs.scorer_times(task), machine) for task in costs.scorers],
-            observers=(recorder, *observers),
+            observers=(recorder, *observers),  # the recorder first: others may raise
         )
         try:
             await Pipeline(settings, world).run()
