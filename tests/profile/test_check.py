@@ -48,7 +48,7 @@ TABLE = (
     ("partial-rollout", 'placement.tasks=[["train"]]', ["has no rollout"], '["rollout"]'),
     ("partial-rollout", "placement.ratios=[1,1]", ["placement.ratios = [1, 1]"], "placement.ratio"),
     ("partial-rollout", "rollout.workers=2 rollout.slots=6 rollout.min_workers=1",
-     ["so few workers have 6 slots, less than rollout.n = 8"], "rollout.min_workers=2, or rollout.slots=8"),
+     ["rollout.slots = 6", "fewer slots than a group needs"], "rollout.min_workers=2, or rollout.slots=8"),
     ("partial-rollout",
      'algorithm.use_kl_loss=true placement.tasks=[["train"],["ref"],["rollout"]] placement.ratios=[1,1]',
      ["placement.ratios = [1, 1]", "each list"], "each list"),

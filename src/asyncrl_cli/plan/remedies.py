@@ -6,8 +6,7 @@ keys can make it smaller, and change one of these keys. Then it takes back every
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
 
 from asyncrl_cli.base.errors import ConfigError, PreflightError
 from asyncrl_cli.plan import cluster, memory_fit
@@ -27,14 +26,12 @@ from asyncrl_cli.plan.memory_fit import NODE, STORE, DeviceNeed, device_needs, n
 from asyncrl_cli.profile.check import check
 from asyncrl_cli.profile.keys import with_values
 from asyncrl_cli.profile.loaded import Loaded
-from asyncrl_cli.profile.toml_files import toml_value
+from asyncrl_cli.profile.toml_files import Table, Values, toml_value
 
 GPUS_PER_NODE = 8
 """The most GPUs of a node that are proposed where there are fewer."""
 MORE_GPUS = (2, 4, 8, 16, 32, 64)
 """How many times as many GPUs are tried, if no settings fit those that there are."""
-Values = Mapping[str, Any]
-"""Changed keys of a profile."""
 
 
 def refuse_what_cannot_fit(loaded: Loaded) -> None:
@@ -69,7 +66,7 @@ def with_hint(refusal: PreflightError, estimate: MemoryEstimate, there: ClusterR
 
 def _fitting_sets(estimate: MemoryEstimate, there: ClusterResources) -> str | None:
     """The `--set`s with which the job fits the devices of the cluster `there`; None if none were found."""
-    changed: dict[str, Any] = {}
+    changed: Table = {}
     present = _estimated(estimate, changed, there)
     while present is not None and (need := _fullest(present, there)) is not None:
         present, changed = next(_smaller(estimate, changed, present, need, there), (None, changed))
@@ -85,7 +82,7 @@ def _fitting_sets(estimate: MemoryEstimate, there: ClusterResources) -> str | No
 
 def _smaller(
     given: MemoryEstimate, changed: Values, present: MemoryEstimate, need: DeviceNeed, there: ClusterResources
-) -> Iterator[tuple[MemoryEstimate, dict[str, Any]]]:
+) -> Iterator[tuple[MemoryEstimate, Table]]:
     """The estimates, with all changes so far, in which one more change makes the need smaller."""
     for item in sorted(need.items, key=lambda item: -item.total_bytes):
         for values in _changes(item, present):
@@ -140,7 +137,7 @@ def _changes(item: MemoryItem, estimate: MemoryEstimate) -> list[Values]:
         ]
     more_gpus: list[Values] = []
     if is_alone and workers > 1 and engine != "transformers":
-        wider: dict[str, Any] = {"placement.gpus_per_rollout_worker": 2 * each}
+        wider: Table = {"placement.gpus_per_rollout_worker": 2 * each}
         wider |= {"rollout.workers": workers // 2} if rollout.workers or workers % 2 else {}
         wider |= {"rollout.tensor_parallel_size": 2 * each} if rollout.tensor_parallel_size else {}
         more_gpus = [wider]

@@ -6,7 +6,7 @@ The schema checks the type and range of each single key.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from decimal import ROUND_CEILING, Decimal
 from typing import Any
 
@@ -46,9 +46,7 @@ def _engine_clashes(kind: Any) -> Iterator[Clash]:
         knows = next(name for name in ENGINES if key.removeprefix("rollout.") in engine_kind(name).keys)
         hint = f"--set rollout.engine={knows}, or leave {key} out"
         yield Clash({key: given, ENGINE: given}, "this engine does not support the key", hint)
-    for transport in (
-        transport for transport in DIRECT_TRANSPORTS if transport not in kind.direct_transports
-    ):
+    for transport in (one for one in DIRECT_TRANSPORTS if one not in kind.direct_transports):
         able = next(name for name in ENGINES if transport in engine_kind(name).direct_transports)
         yield Clash(
             {TRANSPORT: transport, ENGINE: given},
@@ -75,40 +73,25 @@ def check(profile: Profile) -> list[str]:
         conflicts += kind.conflicts(profile)
     except ConfigError as unknown:
         conflicts.append(unknown)
-    length = _raised(train_steps_of, profile)
-    name = [] if profile.run.name is None else _raised(check_name, profile.run.name)
-    wrong = [clash.error(values) for clash in clashes if clash.is_in(values)]
-    found = [
-        *(length or _head_start(profile)),
-        *name,
-        *_sizes(profile),
-        *_limits(profile),
-        *_rewards(profile.task),
-    ]
-    if problems := [*found, *wrong, *conflicts]:
-        raise combine(problems)
-    return list(_warnings(profile))
-
-
-def _raised(rule: Callable[[Any], object], value: Any) -> list[ConfigError]:
+    problems = list[ConfigError]()
     try:
-        rule(value)
-    except ConfigError as error:
-        return [error]
-    return []
-
-
-def _head_start(profile: Profile) -> Iterator[ConfigError]:
-    head_start, steps = (
-        profile.critic.head_start_steps,
-        train_steps_of(profile) * profile.async_training.require_batches,
-    )
-    if head_start >= steps:
-        yield ConfigError(
-            f"critic.head_start_steps = {head_start}: the run has {steps} optimizer steps, so the policy is "
-            "never trained",
-            hint="lower critic.head_start_steps, or raise run.train_steps",
-        )
+        steps = train_steps_of(profile) * profile.async_training.require_batches
+        head_start = profile.critic.head_start_steps
+        if head_start >= steps:
+            never = f"the run has {steps} optimizer steps, so the policy is never trained"
+            hint = "lower critic.head_start_steps, or raise run.train_steps"
+            problems.append(ConfigError(f"critic.head_start_steps = {head_start}: {never}", hint=hint))
+    except ConfigError as no_length:
+        problems.append(no_length)
+    try:
+        check_name(profile.run.name or "unnamed")
+    except ConfigError as wrong_name:
+        problems.append(wrong_name)
+    problems += [*_sizes(profile), *_rewards(profile.task)]
+    problems += [clash.error(values) for clash in clashes if clash.is_in(values)]
+    if problems or conflicts:
+        raise combine([*problems, *conflicts])
+    return list(_warnings(profile))
 
 
 def _sizes(profile: Profile) -> Iterator[ConfigError]:
@@ -117,11 +100,9 @@ def _sizes(profile: Profile) -> Iterator[ConfigError]:
     if training.max_staleness is not None and training.max_staleness < least:
         yield ConfigError(
             f"async_training.max_staleness = {training.max_staleness} is less than ceil(staleness_threshold) "
-            "= "
-            f"ceil({training.staleness_threshold}) = {least}: groups admitted that far ahead are this old "
+            f"= ceil({training.staleness_threshold}) = {least}: groups admitted that far ahead are this old "
             "when they are trained",
-            hint=f"--set async_training.max_staleness={least}, or a smaller "
-            "async_training.staleness_threshold",
+            hint=f"--set async_training.max_staleness={least}, or a smaller {ETA}",
         )
     if training.partial_rollout and (too_small := _too_small_eta(profile)):
         yield ConfigError(
@@ -136,42 +117,6 @@ def _sizes(profile: Profile) -> Iterator[ConfigError]:
             f"rollout.slots = {rollout.slots}{where} is less than rollout.n = {rollout.n}: no group ever "
             "fits",
             hint=f"--set rollout.slots={-(-rollout.n // spread)} or more",
-        )
-    elif rollout.min_workers is not None and rollout.min_workers * rollout.slots < rollout.n:
-        least = -(-rollout.n // rollout.slots)
-        yield ConfigError(
-            f"rollout.min_workers = {rollout.min_workers} with rollout.slots = {rollout.slots}: so few "
-            "workers have "
-            f"{rollout.min_workers * rollout.slots} slots, less than rollout.n = {rollout.n}, and no group "
-            "would fit any more",
-            hint=f"--set rollout.min_workers={least}, or "
-            f"rollout.slots={-(-rollout.n // rollout.min_workers)}",
-        )
-
-
-def _limits(profile: Profile) -> Iterator[ConfigError]:
-    rollout, env = profile.rollout, profile.env
-    prompt, context = rollout.max_prompt_tokens, env.max_context_tokens
-    if context is not None and context <= prompt:
-        yield ConfigError(
-            f"env.max_context_tokens = {context} is not more than rollout.max_prompt_tokens = {prompt}: the "
-            "longest prompt leaves "
-            "no room for a response",
-            hint=f"--set env.max_context_tokens={prompt + rollout.max_response_tokens}, or leave it out",
-        )
-    if env.tool_timeout_s > env.episode_timeout_s:
-        yield ConfigError(
-            f"env.tool_timeout_s = {env.tool_timeout_s:g} is more than env.episode_timeout_s = "
-            f"{env.episode_timeout_s:g}: an "
-            "episode would end before the tool's timeout could name the tool",
-            hint=f"--set env.episode_timeout_s={env.tool_timeout_s:g} or more",
-        )
-    buffer = profile.algorithm.overlong_buffer_tokens
-    if buffer is not None and buffer >= rollout.max_response_tokens:
-        yield ConfigError(
-            f"algorithm.overlong_buffer_tokens = {buffer} is not less than rollout.max_response_tokens = "
-            f"{rollout.max_response_tokens}: every response would be penalized for its length",
-            hint=f"--set algorithm.overlong_buffer_tokens={max(rollout.max_response_tokens // 4, 1)}",
         )
 
 
@@ -225,36 +170,30 @@ def _warnings(profile: Profile) -> Iterator[str]:
     ):
         yield (
             f'algorithm.rollout_is = "none": data up to {age} versions old is trained as if the current '
-            "weights had sampled it, "
-            "which biases the gradient and can end in a collapse"
+            "weights had sampled it, which biases the gradient and can end in a collapse"
         )
     lr = profile.trainer.lr
     if lr > HIGHEST_LR and not profile.lora.rank and not profile.model.path.startswith("builtin:"):
         yield (
             f"trainer.lr = {lr:g} suits the tiny builtin model, and can ruin a pretrained one within a few "
-            "steps: 1e-6 is usual "
-            "where all weights are trained"
+            "steps: 1e-6 is usual where all weights are trained"
         )
     if profile.task.answer_format == "anywhere":
         yield (
             'task.answer_format = "anywhere": any expression of a response counts as its answer, so a model '
-            "can learn to repeat "
-            "the prompt instead of answering it"
+            "can learn to repeat the prompt instead of answering it"
         )
     if too_small := _too_small_eta(profile):
-        yield (
-            f"{too_small}, as with {ETA.rpartition('.')[2]} = 0; {_least_eta(profile)} or more generates "
-            "ahead"
-        )
+        least = _least_eta(profile)
+        yield f"{too_small}, as with {ETA.rpartition('.')[2]} = 0; {least} or more generates ahead"
     stall_s, calls = profile.run.stall_timeout_s, {"rollout.call_timeout_s": rollout.call_timeout_s}
     calls["trainer.step_timeout_s"] = profile.trainer.step_timeout_s
     key = max(calls, key=calls.__getitem__)
     if stall_s is not None and stall_s <= calls[key]:
         yield (
             f"run.stall_timeout_s = {stall_s:g} is not longer than {key} = {calls[key]:g}: if everything "
-            "waits for a "
-            "hanging call, the run ends as a stall before the call's own timeout can name it or restart its "
-            "worker"
+            "waits for a hanging call, the run ends as a stall before the call's own timeout can name it or "
+            "restart its worker"
         )
     if profile.task.train_prompts is not None and profile.task.train_prompts < schedule.step_groups:
         yield (

@@ -9,24 +9,21 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 from asyncrl_cli.base.errors import ConfigError
 from asyncrl_cli.profile.keys import values_of
 from asyncrl_cli.profile.schema import DIRECT_TRANSPORTS, VERIFIERS, Profile
-from asyncrl_cli.profile.toml_files import shortened, toml_value
-
-Values = Mapping[str, Any]
+from asyncrl_cli.profile.toml_files import Value, Values, shortened, toml_value
 
 
 @dataclass(frozen=True, slots=True)
 class Clash:
     """A refused combination of keys. `values`: for each key the value, or a function that tests it.
-    `together` tests all values at once, if one alone says nothing."""
+    `together` tests all values at once, if one alone says nothing. A hint may depend on them, too."""
 
     values: Mapping[str, object]
     because: str
-    hint: str
+    hint: str | Callable[[Values], str]
     together: Callable[[Values], bool] = lambda values: True
 
     def is_in(self, values: Values) -> bool:
@@ -42,14 +39,15 @@ class Clash:
             for key in self.values
         )
         shown = f"{first} with {' and '.join(others)}" if others else first
-        return ConfigError(f"{shown}: {self.because}", hint=self.hint)
+        hint = self.hint if isinstance(self.hint, str) else self.hint(values)
+        return ConfigError(f"{shown}: {self.because}", hint=hint)
 
 
 def given(value: object) -> bool:
     return value not in (None, {})
 
 
-def _positive(value: Any) -> bool:
+def _positive(value: Value) -> bool:
     return value is not None and value > 0
 
 
@@ -57,24 +55,28 @@ def direct(transport: object) -> bool:
     return transport in DIRECT_TRANSPORTS
 
 
-def _of_verifiers(source: Any) -> bool:
+def _of_verifiers(source: Value) -> bool:
     return bool(source.startswith(VERIFIERS))
 
 
-def _lists(wrong: Callable[[frozenset[str]], bool]) -> Callable[[Any], bool]:
+def _any(value: object) -> bool:
+    return True
+
+
+def _lists(wrong: Callable[[frozenset[str]], bool]) -> Callable[[Value], bool]:
     """Tests whether one of the lists of `placement.tasks` is wrong."""
     return lambda tasks: tasks is not None and any(wrong(frozenset(sharing)) for sharing in tasks)
 
 
-def _apart(task: str) -> Callable[[Any], bool]:
+def _apart(task: str) -> Callable[[Value], bool]:
     return _lists(lambda sharing: sharing == {task})
 
 
-def _lacks(task: str) -> Callable[[Any], bool]:
+def _lacks(task: str) -> Callable[[Value], bool]:
     return lambda tasks: tasks is not None and not any(task in sharing for sharing in tasks)
 
 
-def _names_twice(tasks: Any) -> bool:
+def _names_twice(tasks: Value) -> bool:
     named = [task for sharing in tasks or () for task in sharing]
     return len(named) > len(set(named))
 
@@ -109,6 +111,10 @@ RS, RS_THRESHOLD = "algorithm.rollout_rs", "algorithm.rollout_rs_threshold"
 NORMALIZE, LORA_RANK, N = "algorithm.rollout_is_batch_normalize", "lora.rank", "rollout.n"
 AGENT, SOURCE, REWARD_MODEL = "task.agent", "task.source", "reward_model.path"
 TRANSPORT, DUAL_BUFFER = "weights.transport", "weights.dual_buffer"
+SLOTS, MIN_WORKERS, OVERLONG = "rollout.slots", "rollout.min_workers", "algorithm.overlong_buffer_tokens"
+CONTEXT, PROMPT = "env.max_context_tokens", "rollout.max_prompt_tokens"
+RESPONSE = "rollout.max_response_tokens"
+TOOL_TIMEOUT, EPISODE_TIMEOUT = "env.tool_timeout_s", "env.episode_timeout_s"
 TASKS, RATIOS, GPUS_PER_WORKER = "placement.tasks", "placement.ratios", "placement.gpus_per_rollout_worker"
 EACH = 'a list of its own for each: placement.tasks = [["train"], ["ref"], ["reward"], ["rollout"]]'
 # fmt: off
@@ -128,7 +134,7 @@ CLASHES = (
     Clash({COLOCATE: True, ETA: _positive},
         "trainer and rollout take turns on the same resources, so nothing can be generated ahead",
         "--set async_training.staleness_threshold=0, or placement.colocate=false"),
-    Clash({COLOCATE: True, "rollout.min_workers": given},
+    Clash({COLOCATE: True, MIN_WORKERS: given},
         "each worker shares its resources with a trainer rank, and the trainer needs all of its ranks",
         "leave rollout.min_workers out, or placement.colocate=false"),
     *(
@@ -274,6 +280,22 @@ CLASHES = (
     Clash({DUAL_BUFFER: False, TRANSPORT: "disk"},
         "weights read from files stay in memory until they are loaded, so there is always a second buffer",
         "--set weights.dual_buffer=true, or weights.transport=object-store"),
+    Clash({SLOTS: _any, N: _any, MIN_WORKERS: given},
+        "so few workers have fewer slots than a group needs, and no group would fit any more",
+        lambda v: f"--set {MIN_WORKERS}={-(-v[N] // v[SLOTS])}, or {SLOTS}={-(-v[N] // v[MIN_WORKERS])}",
+        lambda v: v[MIN_WORKERS] * v[SLOTS] < v[N]),
+    Clash({CONTEXT: given, PROMPT: _any},
+        "the longest prompt leaves no room for a response",
+        lambda v: f"--set {CONTEXT}={v[PROMPT] + v[RESPONSE]}, or leave it out",
+        lambda v: v[CONTEXT] <= v[PROMPT]),
+    Clash({TOOL_TIMEOUT: _any, EPISODE_TIMEOUT: _any},
+        "an episode would end before the tool's timeout could name the tool",
+        lambda v: f"--set {EPISODE_TIMEOUT}={v[TOOL_TIMEOUT]:g} or more",
+        lambda v: v[TOOL_TIMEOUT] > v[EPISODE_TIMEOUT]),
+    Clash({OVERLONG: given, RESPONSE: _any},
+        "every response would be penalized for its length",
+        lambda v: f"--set {OVERLONG}={max(v[RESPONSE] // 4, 1)}",
+        lambda v: v[OVERLONG] >= v[RESPONSE]),
     Clash({COLOCATE: True, REWARD_MODEL: given},
         "trainer and rollout workers take turns on all resources, but the reward model needs its own",
         "--set placement.colocate=false"),
@@ -332,7 +354,7 @@ CLASHES = (
         for role in ("trainer", "rollout")
     ),
     *(
-        Clash({f"{role}.nnodes": lambda nodes: True, f"{role}.n_gpus_per_node": given, key: given},
+        Clash({f"{role}.nnodes": _any, f"{role}.n_gpus_per_node": given, key: given},
             "nodes and GPUs per node mean another number of processes",
             f"leave out {key}, or the other two",
             partial(_differs_from_shape, role, key))

@@ -19,12 +19,12 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import cache
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from asyncrl_cli.base.errors import MOST_PROBLEMS, ConfigError, combine, did_you_mean, nearest
 from asyncrl_cli.profile.fields import Section
 from asyncrl_cli.profile.schema import Profile
-from asyncrl_cli.profile.toml_files import shipped_directory, shortened
+from asyncrl_cli.profile.toml_files import Table, Value, Values, shipped_directory, shortened
 
 PARAMS = "task.params"
 """The only table with free keys: each entry counts as a key, `task.params.<name>`."""
@@ -53,12 +53,12 @@ def keys() -> Mapping[str, str]:
     }
 
 
-def values_of(profile: Profile) -> dict[str, Any]:
+def values_of(profile: Profile) -> Table:
     """Every key with its value."""
     return {f"{section}.{name}": value for section in sections() for name, value in getattr(profile, section)}
 
 
-def with_values(profile: Profile, values: Mapping[str, Any]) -> Profile:
+def with_values(profile: Profile, values: Values) -> Profile:
     """The profile with other values, by dotted key. They are not validated."""
     for key, value in values.items():
         section, _, name = key.partition(".")
@@ -67,19 +67,19 @@ def with_values(profile: Profile, values: Mapping[str, Any]) -> Profile:
     return profile
 
 
-def entries_of(profile: Profile) -> dict[str, Any]:
+def entries_of(profile: Profile) -> Table:
     """Every key with its value. If `task.params` has entries, they replace that table."""
-    found: dict[str, Any] = {}
+    found: Table = {}
     for key, value in values_of(profile).items():
         is_params = key == PARAMS and value
         found |= {f"{PARAMS}.{name}": item for name, item in value.items()} if is_params else {key: value}
     return found
 
 
-def flatten(content: Mapping[str, Any], where: str) -> dict[str, Any]:
+def flatten(content: Values, where: str) -> Table:
     """Flatten nested tables to values by dotted key. Raises one ConfigError for all unknown keys; hints name
     the nearest keys."""
-    flat: dict[str, Any] = {}
+    flat: Table = {}
     problems: list[ConfigError] = []
     for section, table in content.items():
         if len(problems) > MOST_PROBLEMS:
@@ -110,7 +110,7 @@ def flatten(content: Mapping[str, Any], where: str) -> dict[str, Any]:
     return flat
 
 
-def _section(name: str, table: Any) -> str | None:
+def _section(name: str, table: Value) -> str | None:
     """The section that an unknown one probably means, if it has no keys of another trainer: the one with a
     similar name, whose name begins with this one, or the only one that has most of the table's keys."""
     if (
@@ -129,7 +129,7 @@ def _section(name: str, table: Any) -> str | None:
     )
 
 
-def _meant(key: str, value: Any) -> Iterator[str]:
+def _meant(key: str, value: Value) -> Iterator[str]:
     """The keys in an unknown key's table that belong to another trainer or have names of ours; the key itself
     if there are none."""
     leaves = islice(_leaves(key, value), MOST_PROBLEMS + 1)
@@ -153,7 +153,7 @@ def _joined(key: str) -> str | None:
     return own[found] if found else None
 
 
-def _leaves(key: str, value: Any) -> Iterator[str]:
+def _leaves(key: str, value: Value) -> Iterator[str]:
     if isinstance(value, Mapping) and value:
         for name, item in value.items():
             yield from _leaves(f"{key}.{name}", item)

@@ -22,7 +22,6 @@ from dataclasses import dataclass, field
 from decimal import Decimal
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 from pydantic import ValidationError, create_model
 
@@ -35,6 +34,9 @@ from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.profile.toml_files import (
     MAX_DEPTH,
     ProfileFile,
+    Table,
+    Value,
+    Values,
     chain,
     parse_value,
     shortened,
@@ -68,7 +70,7 @@ class Layer:
     """Values by dotted key. They come from `origin`, unless `origins` names another origin for a key."""
 
     origin: str
-    values: Mapping[str, Any]
+    values: Values
     origins: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -119,12 +121,12 @@ def load(
     return Loaded(profile=profile, origins=every, warnings=tuple(check(profile)))
 
 
-def merge(layers: Sequence[Layer]) -> tuple[dict[str, Any], dict[str, str]]:
+def merge(layers: Sequence[Layer]) -> tuple[Table, dict[str, str]]:
     """Merge layers, lowest first. Returns values and origins by dotted key.
 
     verl's use_rollout_log_probs sets algorithm.old_logprobs, unless a layer sets the latter directly.
     """
-    values: dict[str, Any] = {}
+    values: Table = {}
     origins: dict[str, str] = {}
     for layer in layers:
         cleared = [other for key in layer.values for other in CLEARS.get(key, ())]
@@ -145,7 +147,7 @@ def file_layer(file: ProfileFile) -> Layer:
     return Layer(origin=file.origin, values=_anchored(flatten(content, str(file.path)), file.path.parent))
 
 
-def _place_code(values: dict[str, Any], origins: dict[str, str], directories: Mapping[str, Path]) -> None:
+def _place_code(values: Table, origins: dict[str, str], directories: Mapping[str, Path]) -> None:
     """Set task.import_path, unless a layer did, to the directory of the profile file that names a module next
     to it.
 
@@ -173,13 +175,13 @@ def _place_code(values: dict[str, Any], origins: dict[str, str], directories: Ma
             )
 
 
-def _names_in(value: Any) -> list[str]:
+def _names_in(value: Value) -> list[str]:
     """What a key names: `task.reward` may be a list or a table."""
     return [str(name) for name in (value if isinstance(value, (list, tuple, Mapping)) else [value])]
 
 
 def environment_layer(environ: Mapping[str, str]) -> Layer:
-    """The layer of ASYNCRL_SECTION__KEY variables. Any other name with the prefix is an error, so that no
+    """The layer of ASYNCRL_SECTION__KEY variables. Value other name with the prefix is an error, so that no
     typo is ignored."""
     ours = (name for name in environ if name.upper().startswith(ENV_PREFIX))
     names = {name[len(ENV_PREFIX) :].lower().replace("__", "."): name for name in ours}
@@ -205,7 +207,7 @@ def environment_layer(environ: Mapping[str, str]) -> Layer:
         return Layer(origin="environment", values={})
     from pydantic_settings import BaseSettings, EnvSettingsSource  # a tenth of a second, for few
 
-    tables: dict[str, Any] = {section: (dict[str, Any], {}) for section in sections()}
+    tables: Table = {section: (Table, {}) for section in sections()}
     source = EnvSettingsSource(
         create_model("Environment", __base__=BaseSettings, **tables),
         env_prefix=ENV_PREFIX,
@@ -217,7 +219,7 @@ def environment_layer(environ: Mapping[str, str]) -> Layer:
     return Layer(origin="environment", values=_anchored(values, Path.cwd()), origins=origins)
 
 
-def _parsed(value: Any) -> Any:
+def _parsed(value: Value) -> Value:
     """Parse every string in nested tables as a TOML value."""
     if isinstance(value, dict):
         return {key: _parsed(item) for key, item in value.items()}
@@ -230,7 +232,7 @@ def _env_name(key: str) -> str:
 
 def set_layer(sets: Sequence[str]) -> Layer:
     """The layer of `--set a.b=c`. If a key is set several times, the last one wins."""
-    values: dict[str, Any] = {}
+    values: Table = {}
     problems: list[ConfigError] = []
     for text in sets:
         key, equals, value = text.partition("=")
@@ -241,7 +243,7 @@ def set_layer(sets: Sequence[str]) -> Layer:
             )
         if len(parts) == 1 and parts[0] not in sections():
             raise unknown_key(parts[0], "--set", keys())
-        nested: Any = parse_value(value.strip())
+        nested: Value = parse_value(value.strip())
         for part in reversed(parts):
             nested = {part: nested}
         try:
@@ -253,12 +255,12 @@ def set_layer(sets: Sequence[str]) -> Layer:
     return Layer(origin="--set", values=_anchored(values, Path.cwd()))
 
 
-def _anchored(values: Mapping[str, Any], directory: Path) -> dict[str, Any]:
+def _anchored(values: Values, directory: Path) -> Table:
     """Make paths absolute, so that they survive a resume. A relative path is relative to the file (or the
     shell) that gives it."""
     paths = ("task.source", "task.eval_path", IMPORT_PATH, "model.cache_dir", "model.chat_template", *MODELS)
     found = {key: values[key] for key in paths if isinstance(values.get(key), str) and values[key]}
-    anchored: dict[str, Any] = {key: _anchor(key, value, directory) for key, value in found.items()}
+    anchored: Table = {key: _anchor(key, value, directory) for key, value in found.items()}
     if isinstance(sets := values.get("eval.sets"), Mapping):
         sources = {name: source for name, source in sets.items() if isinstance(source, str)}
         anchored["eval.sets"] = {**sets} | {
@@ -283,7 +285,7 @@ def _anchor(key: str, value: str, directory: Path) -> str:
     return str(path)
 
 
-def to_document(profile: Profile, origins: Mapping[str, str]) -> dict[str, Any]:
+def to_document(profile: Profile, origins: Mapping[str, str]) -> Table:
     """The content of `config.resolved.json`, from which `from_document` restores the same profile and
     origins."""
     return {
@@ -296,10 +298,10 @@ def to_document(profile: Profile, origins: Mapping[str, str]) -> dict[str, Any]:
 def read_document(path: Path) -> Loaded:
     """Read `config.resolved.json`. Raises RefusedError if it has another schema version or does not describe
     a profile."""
-    return from_document(load_json(path, dict[str, Any], hint="take another checkpoint"), where=str(path))
+    return from_document(load_json(path, Table, hint="take another checkpoint"), where=str(path))
 
 
-def from_document(document: Mapping[str, Any], *, where: str = "config.resolved.json") -> Loaded:
+def from_document(document: Values, *, where: str = "config.resolved.json") -> Loaded:
     """Raises RefusedError if the document has another schema version or does not describe a profile."""
     version = document.get("schema_version")
     if version != SCHEMA_VERSION:
@@ -318,7 +320,7 @@ def from_document(document: Mapping[str, Any], *, where: str = "config.resolved.
     raise RefusedError(f"{where} does not describe a profile: {why}", hint="take another checkpoint")
 
 
-def _loaded(tables: Mapping[str, Any], origins: Mapping[str, str]) -> Loaded:
+def _loaded(tables: Values, origins: Mapping[str, str]) -> Loaded:
     training = tables["async_training"]
     exact = {**training, "staleness_threshold": Decimal(training["staleness_threshold"])}
     profile = Profile.model_validate({**tables, "async_training": exact})

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,12 +19,16 @@ from asyncrl_cli.base.errors import ConfigError, did_you_mean, nearest
 from asyncrl_cli.base.paths import expand, missing_hint
 from asyncrl_cli.base.safe_files import MIB, decapitalized, nesting, read_text, reason
 
+Value = Any
+"""A TOML value of any type. The schema checks it, not the type checker."""
+Table = dict[str, Value]
+Values = Mapping[str, Value]
 MAX_BYTES, MAX_DEPTH = MIB, 32
 """Limits for one file: its size, and the depth of its tables."""
 LONGEST_ECHO = 200
 
 
-def read(path: Path) -> dict[str, Any]:
+def read(path: Path) -> Table:
     """Read a TOML file. Raises ConfigError that names file and line."""
     try:
         return parse_toml(read_text(path, max_bytes=MAX_BYTES))
@@ -38,7 +43,7 @@ def read(path: Path) -> dict[str, Any]:
         ) from None
 
 
-def parse_toml(text: str) -> dict[str, Any]:
+def parse_toml(text: str) -> Table:
     """Parse TOML. Raises TOMLDecodeError, or ValueError for a number that Python cannot hold or for tables
     that are too deep."""
     try:
@@ -58,7 +63,7 @@ def _float(text: str) -> float:
     return value
 
 
-def parse_value(text: str) -> Any:
+def parse_value(text: str) -> Value:
     """Parse `text` as a TOML value. Text that is not TOML is returned unchanged. Raises ConfigError if it
     exceeds a limit."""
     try:
@@ -79,7 +84,7 @@ def toml_key(name: str) -> str:
     return name if bare else toml_value(name)
 
 
-def toml_value(value: Any) -> str:
+def toml_value(value: Value) -> str:
     """A value as TOML."""
     if isinstance(value, bool):
         return "true" if value else "false"
@@ -92,7 +97,7 @@ def toml_value(value: Any) -> str:
     return str(value)
 
 
-def shortened(value: Any) -> str:
+def shortened(value: Value) -> str:
     """A value as an error message shows it: a long one is cut."""
     if isinstance(value, int) and value.bit_length() > 256:
         return "a very long number"
@@ -118,7 +123,7 @@ class ProfileFile:
 
     name: str
     path: Path
-    content: dict[str, Any]
+    content: Table
 
     @property
     def origin(self) -> str:

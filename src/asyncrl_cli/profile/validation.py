@@ -1,5 +1,5 @@
-"""Validates a profile's values, and says what each key expects: in errors, in words, and as the JSON Schema of
-a profile's file, for editors and for taplo.
+"""Validates a profile's values, and says what each key expects: in errors, in words, and as the JSON Schema
+of a profile's file, for editors and for taplo.
 
 `asyncrl schema profile` prints the schema. Shipped profiles name it in their first line, `#:schema
 ./profile.schema.json`.
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cache
-from typing import Any
 
 from pydantic import ValidationError
 
@@ -17,7 +16,7 @@ from asyncrl_cli.base.errors import ConfigError, combine, did_you_mean
 from asyncrl_cli.base.paths import MAX_NAME_BYTES, MAX_PATH_BYTES
 from asyncrl_cli.profile.keys import PARAMS, keys, sections
 from asyncrl_cli.profile.schema import Profile
-from asyncrl_cli.profile.toml_files import LONGEST_ECHO, parse_value, shortened
+from asyncrl_cli.profile.toml_files import LONGEST_ECHO, Table, Value, Values, parse_value, shortened
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
 EXTENDS = {
@@ -28,11 +27,11 @@ SCHEMAS, DEFINITIONS = ("properties", "$defs"), "$defs"
 """Keywords whose values map names to schemas. These names are not keywords."""
 
 
-def validate(values: Mapping[str, Any], origins: Mapping[str, str]) -> Profile:
+def validate(values: Values, origins: Mapping[str, str]) -> Profile:
     """Make the profile from values by key, including name and purpose. Raises one ConfigError for all type
     and range errors."""
-    nested: dict[str, Any] = {}
-    params: dict[str, Any] = {}
+    nested: Table = {}
+    params: Table = {}
     for key, value in values.items():
         section, _, name = key.partition(".")
         if key.startswith(f"{PARAMS}."):
@@ -50,7 +49,7 @@ def validate(values: Mapping[str, Any], origins: Mapping[str, str]) -> Profile:
         raise combine([_wrong_value(key, values[key], origins[key]) for key in wrong]) from None
 
 
-def _wrong_value(key: str, value: Any, origin: str) -> ConfigError:
+def _wrong_value(key: str, value: Value, origin: str) -> ConfigError:
     text = shortened(value)
     shown = f'"{text}"' if isinstance(value, str) else text.lower() if isinstance(value, bool) else text
     return ConfigError(
@@ -58,7 +57,7 @@ def _wrong_value(key: str, value: Any, origin: str) -> ConfigError:
     )
 
 
-def _type_hint(key: str, value: Any, origin: str) -> str:
+def _type_hint(key: str, value: Value, origin: str) -> str:
     meaning = f"its meaning: {keys().get(key, 'one line of text')}"
     if len(shortened(value)) >= LONGEST_ECHO:
         return meaning
@@ -86,7 +85,7 @@ def choices(key: str) -> list[str]:
     return [choice for option in options for choice in _choices(option)] + ["true", "false"] * is_boolean
 
 
-def _options(key: str) -> list[dict[str, Any]]:
+def _options(key: str) -> list[Table]:
     """The kinds of value that `key` accepts, as JSON schemas."""
     section, _, name = key.partition(".")
     if not name:
@@ -96,15 +95,15 @@ def _options(key: str) -> list[dict[str, Any]]:
 
 
 @cache
-def _schema() -> dict[str, Any]:
+def _schema() -> Table:
     return Profile.model_json_schema()
 
 
-def _choices(option: Mapping[str, Any]) -> list[str]:
+def _choices(option: Values) -> list[str]:
     return option["enum"] if "enum" in option else [option["const"]] if "const" in option else []
 
 
-def _describe(option: Mapping[str, Any]) -> str:
+def _describe(option: Values) -> str:
     if choices := [f'"{choice}"' for choice in _choices(option)]:
         return choices[0] if len(choices) == 1 else f"one of {', '.join(choices)}"
     if items := option.get("prefixItems"):
@@ -137,16 +136,16 @@ _LIMITS = {
 }
 
 
-def profile_schema() -> dict[str, Any]:
+def profile_schema() -> Table:
     schema = tidied(Profile.model_json_schema())
     schema["properties"] = {"extends": EXTENDS, **schema["properties"]}
     return {"$schema": DIALECT, **schema, "title": "asyncrl profile"}
 
 
-def tidied(schema: Mapping[str, Any]) -> dict[str, Any]:
+def tidied(schema: Values) -> Table:
     """A pydantic schema without the parts that are useless in TOML or to an editor: null, titles, and
     defaults of whole tables."""
-    kept: dict[str, Any] = {}
+    kept: Table = {}
     for keyword, value in schema.items():
         if keyword in SCHEMAS:
             kept[keyword] = {name: tidied(inner) for name, inner in value.items()}
@@ -162,7 +161,7 @@ def tidied(schema: Mapping[str, Any]) -> dict[str, Any]:
     return kept
 
 
-def _number(value: Any) -> Any:
+def _number(value: Value) -> Value:
     """Pydantic's schema has a decimal's default as text: turn it into a number."""
     try:
         return float(value) if isinstance(value, str) else value
