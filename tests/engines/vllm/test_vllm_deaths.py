@@ -14,17 +14,12 @@ import pytest
 from transformers import Qwen3ForCausalLM
 
 from asyncrl_cli.base.errors import ExecutorFailed
-from tests.engines.needs import needs_vllm
+from tests.engines.needs import runs_vllm
 from tests.engines.vllm.vllm_kills import GONE_WITHIN_S, kill_and_expect
 from tests.engines.vllm.vllm_processes import engine_processes
 from tests.engines.vllm.vllm_world import sampling, world
 
-pytestmark = [
-    pytest.mark.slow,
-    needs_vllm,
-    pytest.mark.filterwarnings("default"),  # vLLM's imports warn
-    pytest.mark.timeout(600),
-]
+pytestmark = runs_vllm
 
 HOLD_AN_ENGINE = """
 import asyncio, sys

@@ -31,7 +31,7 @@ from asyncrl_cli.weights.senders import HeldVersions
 from asyncrl_cli.weights.versions import Manifest, Meeting, send
 from tests.engines import tiny
 from tests.engines.made import made_for
-from tests.engines.needs import needs_vllm
+from tests.engines.needs import runs_vllm
 from tests.engines.vllm.in_process_ends import (
     WAIT_S,
     Exchange,
@@ -45,12 +45,7 @@ from tests.engines.vllm.vllm_world import sampling, world
 from tests.packed import pack
 from tests.waiting import until
 
-pytestmark = [
-    pytest.mark.slow,
-    needs_vllm,
-    pytest.mark.filterwarnings("default"),  # vLLM's imports warn
-    pytest.mark.timeout(600),
-]
+pytestmark = runs_vllm
 MEETING = Meeting(host="10.0.0.7", port=29511, world_size=3, wire_bytes=2**27)
 
 

@@ -27,7 +27,7 @@ from asyncrl_cli.envs.group_runner import GroupRunner
 from asyncrl_cli.envs.slots import Slots
 from asyncrl_cli.profile.schema import Interrupt
 from tests.engines import tiny
-from tests.engines.needs import needs_vllm
+from tests.engines.needs import runs_vllm
 from tests.engines.vllm.vllm_kills import kill_and_expect
 from tests.engines.vllm.vllm_world import (
     MAX_PROMPT_TOKENS,
@@ -39,12 +39,7 @@ from tests.engines.vllm.vllm_world import (
 )
 from tests.envs.test_group_runner import KEY, TEMPLATE, Questions, Rewards, group
 
-pytestmark = [
-    pytest.mark.slow,
-    needs_vllm,
-    pytest.mark.filterwarnings("default"),  # vLLM's imports warn
-    pytest.mark.timeout(600),
-]
+pytestmark = runs_vllm
 
 
 PAGE_TOKENS = 32

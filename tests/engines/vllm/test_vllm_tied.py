@@ -15,7 +15,7 @@ from asyncrl_cli.base.errors import ExecutorFailed
 from asyncrl_cli.profile.arithmetic import MAX_LOGPROB_DIFF
 from asyncrl_cli.weights.versions import make_probes, mean_abs_diff
 from tests.engines import tiny
-from tests.engines.needs import needs_vllm
+from tests.engines.needs import runs_vllm
 from tests.engines.vllm.vllm_world import (
     FUNCTIONS_MAY_BE_SENT,
     MAX_RESPONSE_TOKENS,
@@ -26,12 +26,7 @@ from tests.engines.vllm.vllm_world import (
     world,
 )
 
-pytestmark = [
-    pytest.mark.slow,
-    needs_vllm,
-    pytest.mark.filterwarnings("default"),  # vLLM's imports warn
-    pytest.mark.timeout(600),
-]
+pytestmark = runs_vllm
 LOOKS = 1000
 """At what the engine process holds, some milliseconds each: together they take much longer than
 DROP_AFTER_S."""
