@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,8 +17,9 @@ from asyncrl_cli.base.errors import AsyncrlError
 from asyncrl_cli.job.driver_crew import clear
 from asyncrl_cli.job.weight_arrival import arriving
 from asyncrl_cli.weights.buckets import DamagedWeights, unpack
+from asyncrl_cli.weights.model_files import kept_versions
 from asyncrl_cli.weights.receivers import read_version
-from asyncrl_cli.weights.senders import DiskSender, write_manifest
+from asyncrl_cli.weights.senders import DiskSender, keep_version, write_manifest
 from asyncrl_cli.weights.versions import Manifest, send
 from tests.packed import pack
 from tests.train.train_samples import save_tiny_model
@@ -178,6 +180,16 @@ def test_versions_live_until_the_driver_wants_them_no_more(tmp_path, model_dir):
     assert list(tmp_path.iterdir()) == []
     clear(tmp_path)
     assert not tmp_path.exists()
+
+
+def test_of_kept_versions_the_newest_stay(tmp_path, model_dir):
+    root, (_, buckets, manifest) = tmp_path / "weights", published(model_dir, 0)
+    assert kept_versions(root) == []
+    for version in (0, 1, 2, 2, 3):
+        keep_version(root, replace(manifest, version=version), buckets, model_dir, 2)
+    assert sorted(path.name for path in root.iterdir()) == ["version-000002", "version-000003"]
+    keep_version(root, replace(manifest, version=4), buckets, model_dir, "all")
+    assert kept_versions(root) == [2, 3, 4]
 
 
 def test_a_disk_that_cannot_be_written_is_told_with_a_way_out(tmp_path, model_dir):

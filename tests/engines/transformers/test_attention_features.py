@@ -19,11 +19,9 @@ import transformers
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from asyncrl_cli.base.errors import PreflightError
-from asyncrl_cli.engines.port import Sampling
-from asyncrl_cli.engines.transformers.transformers_engine import TransformersEngine
 from asyncrl_cli.models.attention import choose_attention
 from tests.engines import tiny
-from tests.engines.made import made_for
+from tests.engines.made import sampling, transformers_engine
 from tests.train.conftest import make_trainer as make_trainer
 from tests.trainers import trainer_parts
 
@@ -39,6 +37,7 @@ SIZES: dict[str, Any] = {
     "eos_token_id": tiny.EOS,
     "pad_token_id": 0,
 }
+SMALL: dict[str, Any] = {"slots": 4, "max_response_tokens": 24}
 HEAD = {"head_dim": 16}
 WINDOW = {"sliding_window": 8}
 MIXED = {"layer_types": ["sliding_attention", "full_attention"]}
@@ -119,25 +118,13 @@ def test_the_trainers_logprobs_are_those_of_the_models_own_attention(
 
 
 @pytest.mark.slow
-def test_the_embedded_engine_samples_and_scores_by_the_models_own_attention(family, tmp_path):
+async def test_the_embedded_engine_samples_and_scores_by_the_models_own_attention(family, tmp_path):
     """Prompts and responses longer than the windows, several at once, in one packed batch."""
     model = make_model(family)
-    directory = tiny.save(model, tmp_path / "model")
-
-    async def sampled() -> tuple[list[Any], list[list[float]]]:
-        engine = TransformersEngine(
-            *made_for(directory, slots=4, max_prompt_tokens=64, max_response_tokens=24)
-        )
-        try:
-            await engine.start()
-            assert engine.sampled_tokens == 0
-            how = Sampling(temperature=1.0, max_response_tokens=24)
-            running = [engine.generate(f"r{i}", prompt, how, i) for i, prompt in enumerate(sequences())]
-            return list(await asyncio.gather(*running)), (await engine.score(sequences(), 1.0)).logprobs
-        finally:
-            await engine.close()
-
-    completions, scores = asyncio.run(sampled())
+    async with transformers_engine(tiny.save(model, tmp_path / "model"), **SMALL) as engine:
+        assert engine.sampled_tokens == 0
+        running = [engine.generate(f"r{i}", prompt, sampling(24), i) for i, prompt in enumerate(sequences())]
+        completions, scores = await asyncio.gather(*running), (await engine.score(sequences(), 1.0)).logprobs
     for prompt, completion, scored in zip(sequences(), completions, scores, strict=True):
         expected = own_logprobs(model, prompt + completion.tokens)
         assert mean_diff(completion.logprobs, expected[len(prompt) - 1 :]) < 1e-5
@@ -168,45 +155,25 @@ def test_what_sdpa_leaves_out_is_seen_in_fresh_weights_that_hardly_show_it(famil
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("family", ["llama", "soft-cap: gemma2", "experts: qwen3-moe"])
-def test_trainer_and_engine_score_alike_in_either_dtype(
+async def test_trainer_and_engine_score_alike_in_either_dtype(
     family, dtype, tmp_path, make_trainer: Callable[..., Any]
 ):
     directory = tiny.save(make_model(family), tmp_path / "model")
     trainer = make_trainer(trainer_parts(directory, dtype=dtype))
-
-    async def scored() -> list[list[float]]:
-        engine = TransformersEngine(
-            *made_for(directory, slots=4, max_prompt_tokens=64, max_response_tokens=24, dtype=dtype)
-        )
-        try:
-            await engine.start()
-            return (await engine.score(sequences(), 1.0)).logprobs
-        finally:
-            await engine.close()
-
-    for ours, theirs in zip(trainer.model.logprobs(sequences()), asyncio.run(scored()), strict=True):
-        # A mixture of experts rounds by how many tokens come to an expert: the trainer's batch is a token
-        # shorter.
-        assert mean_diff(ours, theirs) < (
-            2e-3 if family.startswith("experts") and dtype == "bfloat16" else 1e-6
-        )
+    async with transformers_engine(directory, dtype=dtype, **SMALL) as engine:
+        scored = (await engine.score(sequences(), 1.0)).logprobs
+    # A mixture of experts rounds by how many tokens come to an expert: the trainer's batch is a token shorter.
+    largest = 2e-3 if family.startswith("experts") and dtype == "bfloat16" else 1e-6
+    for ours, theirs in zip(trainer.model.logprobs(sequences()), scored, strict=True):
+        assert mean_diff(ours, theirs) < largest
 
 
-def test_a_model_with_attention_that_cannot_be_exchanged_is_refused_by_the_embedded_engine(tmp_path: Path):
+async def test_a_model_with_attention_that_cannot_be_exchanged_is_refused_by_the_engine(tmp_path: Path):
     config = transformers.BloomConfig(
         vocab_size=64, hidden_size=64, n_layer=2, n_head=4, bos_token_id=0, eos_token_id=tiny.EOS
     )
     directory = tiny.save(AutoModelForCausalLM.from_config(config), tmp_path / "model")
-
-    async def start() -> None:
-        engine = TransformersEngine(
-            *made_for(directory, slots=4, max_prompt_tokens=64, max_response_tokens=24)
-        )
-        try:
-            await engine.start()
-        finally:
-            await engine.close()
-
     with pytest.raises(PreflightError, match="cannot batch a bloom model") as told:
-        asyncio.run(start())
+        async with transformers_engine(directory, **SMALL):
+            pass
     assert told.value.hint == "--set rollout.engine=vllm"

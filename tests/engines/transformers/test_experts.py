@@ -7,7 +7,6 @@ import asyncio
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -15,16 +14,14 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from asyncrl_cli.base.errors import ExecutorFailed
-from asyncrl_cli.engines.port import Sampling
-from asyncrl_cli.engines.transformers.transformers_engine import TransformersEngine
 from asyncrl_cli.weights.buckets import Bucket
 from asyncrl_cli.weights.senders import DiskSender, keep_version
 from asyncrl_cli.weights.versions import Manifest, send
 from tests.engines import tiny
-from tests.engines.made import made_for
+from tests.engines.made import sampling, transformers_engine
 from tests.engines.needs import needs_vllm
 from tests.engines.transformers.test_attention_features import make_model, mean_diff, own_logprobs, sequences
-from tests.engines.vllm.vllm_world import MAX_RESPONSE_TOKENS, World, sampling, world
+from tests.engines.vllm.vllm_world import MAX_RESPONSE_TOKENS, World, world
 from tests.train.train_samples import make_step
 from tests.trainers import planned, trainer_parts
 
@@ -92,26 +89,15 @@ def test_published_versions_on_disk_are_files_as_save_pretrained_writes_them(pub
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dual_buffer", [True, False])
-def test_the_embedded_engine_loads_a_published_version(published, dual_buffer):
-    async def loaded() -> tuple[list[list[float]], Any]:
-        engine = TransformersEngine(
-            *made_for(published.model_dir, slots=4, max_prompt_tokens=64, max_response_tokens=24)
-        )
-        try:
-            await engine.start()
-            if dual_buffer:
-                await engine.load(engine.receive(published.buckets), 1, "drain")
-            else:
-                await engine.load_in_place(lambda: published.buckets, 1, "drain")
-            completion = await engine.generate(
-                "r", sequences()[0], Sampling(temperature=1.0, max_response_tokens=24), 0
-            )
-            return (await engine.score(sequences(), 1.0)).logprobs, completion
-        finally:
-            await engine.close()
-
-    scores, completion = asyncio.run(loaded())
-    for ours, trainers in zip(scores, published.logprobs, strict=True):
+async def test_the_embedded_engine_loads_a_published_version(published, dual_buffer):
+    async with transformers_engine(published.model_dir, slots=4, max_response_tokens=24) as engine:
+        if dual_buffer:
+            await engine.load(engine.receive(published.buckets), 1, "drain")
+        else:
+            await engine.load_in_place(lambda: published.buckets, 1, "drain")
+        completion = await engine.generate("r", sequences()[0], sampling(24), 0)
+        scores = await engine.score(sequences(), 1.0)
+    for ours, trainers in zip(scores.logprobs, published.logprobs, strict=True):
         assert mean_diff(ours, trainers) < 1e-5
     expected = own_logprobs(published.trained, sequences()[0] + completion.tokens)[len(sequences()[0]) - 1 :]
     assert mean_diff(completion.logprobs, expected) < 1e-5

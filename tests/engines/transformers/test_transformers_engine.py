@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import random
 import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -22,35 +21,11 @@ from asyncrl_cli.engines.transformers.transformers_engine import TransformersEng
 from asyncrl_cli.weights.buckets import Bucket
 from tests.engines import tiny
 from tests.engines.brake import DEADLINE_S, Brake
-from tests.engines.made import made_for
+from tests.engines.made import made_for, prompts, sampling, transformers_engine
 from tests.packed import pack
 from tests.products import counted_products
 
 pytestmark = pytest.mark.slow
-
-
-@asynccontextmanager
-async def engine_of(
-    model_dir: Path, *, slots: int = 8, max_response_tokens: int = 128
-) -> AsyncIterator[TransformersEngine]:
-    engine = TransformersEngine(
-        *made_for(model_dir, slots=slots, max_prompt_tokens=64, max_response_tokens=max_response_tokens)
-    )
-    try:
-        async with asyncio.timeout(DEADLINE_S):
-            await engine.start()
-            yield engine
-    finally:
-        await engine.close()
-
-
-def prompts(count: int) -> list[list[int]]:
-    generator = random.Random(3)
-    return [[generator.randrange(2, 64) for _ in range(generator.randrange(5, 40))] for _ in range(count)]
-
-
-def sampling(max_response_tokens: int = 64, **changes: object) -> Sampling:
-    return Sampling(**{"temperature": 1.0, "max_response_tokens": max_response_tokens, **changes})  # type: ignore[arg-type]
 
 
 async def all_of(
@@ -77,7 +52,7 @@ async def begun_together(engine: TransformersEngine, requests: int) -> AsyncIter
 async def test_every_matrix_product_of_generating_and_scoring_is_in_float32(
     model_dir: Path, tmp_path: Path
 ) -> None:
-    async with engine_of(model_dir) as engine:
+    async with transformers_engine(model_dir) as engine:
         with counted_products(tmp_path) as products:
             await all_of(engine, prompts(4), sampling(8))
             await engine.score(prompts(2), 1.0)
@@ -92,7 +67,7 @@ async def test_every_matrix_product_of_generating_and_scoring_is_in_float32(
 async def test_logprobs_are_of_the_scaled_untruncated_distribution(
     model: Qwen3ForCausalLM, model_dir: Path, temperature: float, top_p: float, top_k: int
 ) -> None:
-    async with engine_of(model_dir) as engine:
+    async with transformers_engine(model_dir) as engine:
         requests = prompts(12)
         how = sampling(temperature=temperature, top_p=top_p, top_k=top_k)
         for prompt, completion in zip(requests, await all_of(engine, requests, how), strict=True):
@@ -119,13 +94,16 @@ async def test_logprobs_are_the_same_when(
 ) -> None:
     monkeypatch.setattr(f"asyncrl_cli.engines.transformers.{setting}", value)
 
-    async with engine_of(model_dir, slots=16) as engine:
+    async with transformers_engine(model_dir, slots=16) as engine:
         requests = prompts(16)
         completions = await all_of(engine, requests, sampling(100, temperature=0.5))
         for prompt, completion in zip(requests, completions, strict=True):
             expected = tiny.plain_logprobs(model, model.state_dict(), prompt + completion.tokens, 0.5)
             assert completion.logprobs == pytest.approx(expected[len(prompt) - 1 :], abs=1e-5)
+            # an end of sequence token ends the response and stays in it
             assert completion.finish_reason == ("stop" if completion.tokens[-1] == tiny.EOS else "length")
+            assert tiny.EOS not in completion.tokens[:-1]
+        assert {completion.finish_reason for completion in completions} == {"stop", "length"}
 
 
 async def test_the_prompts_of_a_group_are_prefilled_together(
@@ -145,7 +123,7 @@ async def test_the_prompts_of_a_group_are_prefilled_together(
         paged_attention, "attend", lambda *given: counted(*given[:3], block=given[3], scaling=given[4])
     )
 
-    async with engine_of(model_dir, slots=16) as engine:
+    async with transformers_engine(model_dir, slots=16) as engine:
         requests = [prompt for prompt in [[7], *prompts(6), [9], [8]] for _ in range(4)]
         async with begun_together(engine, 16):
             generating = asyncio.create_task(all_of(engine, requests, sampling(30)))
@@ -159,7 +137,7 @@ async def test_the_prompts_of_a_group_are_prefilled_together(
 async def test_requests_with_different_sampling_share_a_batch(
     model: Qwen3ForCausalLM, model_dir: Path
 ) -> None:
-    async with engine_of(model_dir) as engine:
+    async with transformers_engine(model_dir) as engine:
         prompt = prompts(1)[0]
         greedy, hot = await asyncio.gather(
             engine.generate("eval", prompt, sampling(temperature=0.0), 1),
@@ -171,7 +149,7 @@ async def test_requests_with_different_sampling_share_a_batch(
 
 
 async def test_greedy_equals_the_argmax_of_plain_forwards(model: Qwen3ForCausalLM, model_dir: Path) -> None:
-    async with engine_of(model_dir) as engine:
+    async with transformers_engine(model_dir) as engine:
         requests = prompts(4)
         first = await all_of(engine, requests, sampling(16, temperature=0.0))
         again = await all_of(engine, requests, sampling(16, temperature=0.0), first_seed=50)
@@ -186,7 +164,7 @@ async def test_greedy_equals_the_argmax_of_plain_forwards(model: Qwen3ForCausalL
 
 
 async def test_a_seed_fixes_the_response_whoever_else_is_in_the_batch(model_dir: Path) -> None:
-    async with engine_of(model_dir) as engine:
+    async with transformers_engine(model_dir) as engine:
         requests = prompts(8)
         alone = await engine.generate("alone", requests[0], sampling(), 0)
         together = await all_of(engine, requests, sampling())
@@ -196,7 +174,7 @@ async def test_a_seed_fixes_the_response_whoever_else_is_in_the_batch(model_dir:
 
 
 async def test_a_response_ends_at_its_stop_string_or_its_length(model_dir: Path) -> None:
-    async with engine_of(model_dir) as engine:
+    async with transformers_engine(model_dir) as engine:
         prompt = prompts(1)[0]
         free = await engine.generate("free", prompt, sampling(40), 4)
         text = [tiny.VOCABULARY_INVERSE[token] for token in free.tokens]
@@ -210,19 +188,8 @@ async def test_a_response_ends_at_its_stop_string_or_its_length(model_dir: Path)
         assert engine.running == 0
 
 
-async def test_an_end_of_sequence_token_ends_the_response_and_stays_in_it(
-    model: Qwen3ForCausalLM, model_dir: Path
-) -> None:
-    async with engine_of(model_dir, slots=64) as engine:
-        completions = await all_of(engine, prompts(64), sampling(128, temperature=2.0))
-        ended = [c for c in completions if c.finish_reason == "stop"]
-        assert ended
-        assert all(c.tokens.index(tiny.EOS) == len(c.tokens) - 1 for c in ended)
-        assert all(len(c.tokens) == 128 for c in completions if c.finish_reason == "length")
-
-
 async def test_all_slots_run_in_every_forward(model_dir: Path) -> None:
-    async with engine_of(model_dir, slots=32) as engine:
+    async with transformers_engine(model_dir, slots=32) as engine:
         how = sampling(100, temperature=0.2)
         async with begun_together(engine, 32):
             generating = asyncio.create_task(all_of(engine, [[2 + i, 3, 4, 5] * 8 for i in range(32)], how))
@@ -250,7 +217,7 @@ async def _in_flight_load(
 ) -> tuple[list[list[int]], list[Completion], dict[int, dict[str, object]]]:
     """24 requests on 8 slots; versions 5 and 6 are loaded after some tokens."""
     weights = {0: model.state_dict(), 5: tiny.weights_after(model, 1), 6: tiny.weights_after(model, 2)}
-    async with engine_of(model_dir) as engine:
+    async with transformers_engine(model_dir) as engine:
         requests, brake = prompts(24), Brake(engine, {0: 60, 5: 160})
         generating = asyncio.create_task(all_of(engine, requests, sampling(100, temperature=0.8)))
         for version in (5, 6):
@@ -323,7 +290,7 @@ async def engine_with_hits(
         return found[-1]
 
     monkeypatch.setattr(PagedAttentionCache, "search_prefix_match", noted)
-    async with engine_of(model_dir) as engine:
+    async with transformers_engine(model_dir) as engine:
         found.clear()
         yield engine, found
 
@@ -382,7 +349,7 @@ async def test_drain_lets_running_responses_end_on_their_version(
 async def test_a_failed_load_leaves_the_old_version_serving(
     model: Qwen3ForCausalLM, model_dir: Path, interrupt: str
 ) -> None:
-    async with engine_of(model_dir) as engine:
+    async with transformers_engine(model_dir) as engine:
         bad = tiny.weights_after(model, 1)
         bad["model.norm.weight"] = bad["model.norm.weight"][:-1]
         del bad["lm_head.weight"]
@@ -413,7 +380,7 @@ async def test_aborts_that_come_while_recompute_kv_interrupts_harm_nobody(
     """The load's thread has interrupted the first response when the event loop is asked to abort the
     others."""
 
-    async with engine_of(model_dir, slots=4) as engine:
+    async with transformers_engine(model_dir, slots=4) as engine:
         loop, gone, asked, brake = (
             asyncio.get_running_loop(),
             threading.Event(),
@@ -454,7 +421,7 @@ async def test_aborts_that_come_while_recompute_kv_interrupts_harm_nobody(
 async def test_a_load_that_fails_half_way_ends_the_engine(
     model: Qwen3ForCausalLM, model_dir: Path, interrupt: str
 ) -> None:
-    async with engine_of(model_dir, slots=2) as engine:
+    async with transformers_engine(model_dir, slots=2) as engine:
         endless, brake = sampling(128, temperature=0.1), Brake(engine, {0: 20})
         async with asyncio.timeout(DEADLINE_S):
             generating = [
@@ -492,7 +459,7 @@ async def test_without_a_second_buffer_too_only_a_started_copy_ends_the_engine(
     def lost() -> list[Bucket]:
         raise OSError("the bucket is lost")
 
-    async with engine_of(model_dir) as engine:
+    async with transformers_engine(model_dir) as engine:
         with pytest.raises(OSError, match="the bucket is lost"):
             await engine.load_in_place(lost, 9, "keep-kv")
         with pytest.raises(ValueError, match="do not fit"):
@@ -510,7 +477,7 @@ async def test_without_a_second_buffer_too_only_a_started_copy_ends_the_engine(
 
 
 async def test_abort_returns_what_there_is_and_frees_the_slot(model_dir: Path) -> None:
-    async with engine_of(model_dir, slots=1) as engine:
+    async with transformers_engine(model_dir, slots=1) as engine:
         brake = Brake(engine, {0: 6})
         first = asyncio.create_task(engine.generate("first", [5, 6, 7], sampling(128, temperature=0.1), 0))
         queued = asyncio.create_task(engine.generate("queued", [5, 6, 7], sampling(), 0))
@@ -527,7 +494,7 @@ async def test_abort_returns_what_there_is_and_frees_the_slot(model_dir: Path) -
 
 
 async def test_a_cancelled_generate_gives_its_slot_back(model_dir: Path) -> None:
-    async with engine_of(model_dir, slots=1) as engine:
+    async with transformers_engine(model_dir, slots=1) as engine:
         brake = Brake(engine, {0: 6})
         running = asyncio.create_task(
             engine.generate("running", [5, 6, 7], sampling(128, temperature=0.1), 0)
@@ -545,7 +512,7 @@ async def test_a_cancelled_generate_gives_its_slot_back(model_dir: Path) -> None
 async def test_score_equals_plain_forwards_of_the_loaded_weights(
     model: Qwen3ForCausalLM, model_dir: Path
 ) -> None:
-    async with engine_of(model_dir) as engine:
+    async with transformers_engine(model_dir) as engine:
         generating = asyncio.create_task(all_of(engine, prompts(4), sampling()))
         sequences = prompts(6)
         weights = tiny.weights_after(model, 3)
@@ -558,7 +525,7 @@ async def test_score_equals_plain_forwards_of_the_loaded_weights(
 
 
 async def test_closing_fails_what_still_runs_or_waits(model_dir: Path) -> None:
-    async with engine_of(model_dir, slots=1) as engine:
+    async with transformers_engine(model_dir, slots=1) as engine:
         brake = Brake(engine, {0: 6})
         running = asyncio.create_task(
             engine.generate("running", [5, 6, 7], sampling(128, temperature=0.1), 0)
@@ -574,7 +541,7 @@ async def test_closing_fails_what_still_runs_or_waits(model_dir: Path) -> None:
 
 
 async def test_a_request_that_cannot_be_served_is_refused(model_dir: Path) -> None:
-    async with engine_of(model_dir) as engine:
+    async with transformers_engine(model_dir) as engine:
         with pytest.raises(ValueError, match="prompt of long has 65 tokens and asks for 128 more"):
             await engine.generate("long", [5] * 65, sampling(128), 0)
         with pytest.raises(ValueError, match="prompt of none has 0 tokens"):

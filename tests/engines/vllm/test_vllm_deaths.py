@@ -14,10 +14,11 @@ import pytest
 from transformers import Qwen3ForCausalLM
 
 from asyncrl_cli.base.errors import ExecutorFailed
+from tests.engines.made import sampling
 from tests.engines.needs import runs_vllm
 from tests.engines.vllm.vllm_kills import GONE_WITHIN_S, kill_and_expect
 from tests.engines.vllm.vllm_processes import engine_processes
-from tests.engines.vllm.vllm_world import sampling, world
+from tests.engines.vllm.vllm_world import world
 
 pytestmark = runs_vllm
 

@@ -27,16 +27,10 @@ from asyncrl_cli.envs.group_runner import GroupRunner
 from asyncrl_cli.envs.slots import Slots
 from asyncrl_cli.profile.schema import Interrupt
 from tests.engines import tiny
+from tests.engines.made import prompts, sampling
 from tests.engines.needs import runs_vllm
 from tests.engines.vllm.vllm_kills import kill_and_expect
-from tests.engines.vllm.vllm_world import (
-    MAX_PROMPT_TOKENS,
-    MAX_RESPONSE_TOKENS,
-    World,
-    prompts,
-    sampling,
-    world,
-)
+from tests.engines.vllm.vllm_world import MAX_PROMPT_TOKENS, MAX_RESPONSE_TOKENS, World, world
 from tests.envs.test_group_runner import KEY, TEMPLATE, Questions, Rewards, group
 
 pytestmark = runs_vllm

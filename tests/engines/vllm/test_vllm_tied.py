@@ -15,16 +15,9 @@ from asyncrl_cli.base.errors import ExecutorFailed
 from asyncrl_cli.profile.arithmetic import MAX_LOGPROB_DIFF
 from asyncrl_cli.weights.versions import make_probes, mean_abs_diff
 from tests.engines import tiny
+from tests.engines.made import prompts, sampling
 from tests.engines.needs import runs_vllm
-from tests.engines.vllm.vllm_world import (
-    FUNCTIONS_MAY_BE_SENT,
-    MAX_RESPONSE_TOKENS,
-    World,
-    prompts,
-    replace,
-    sampling,
-    world,
-)
+from tests.engines.vllm.vllm_world import FUNCTIONS_MAY_BE_SENT, MAX_RESPONSE_TOKENS, World, replace, world
 
 pytestmark = runs_vllm
 LOOKS = 1000

@@ -11,8 +11,9 @@ import psutil
 import pytest
 
 from asyncrl_cli.base.errors import ExecutorFailed
+from tests.engines.made import sampling
 from tests.engines.vllm.vllm_processes import engine_processes
-from tests.engines.vllm.vllm_world import MAX_RESPONSE_TOKENS, World, sampling
+from tests.engines.vllm.vllm_world import MAX_RESPONSE_TOKENS, World
 
 FAILS_WITHIN_S = 90.0
 """Where two share a model, vLLM gives the survivor 5 s to end by itself and 4 s to heed a SIGTERM; and the

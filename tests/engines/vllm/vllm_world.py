@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import random
 import tempfile
 import threading
 import warnings
@@ -161,12 +160,3 @@ def world(model: Qwen3ForCausalLM, directory: Path, **changes: Any) -> Iterator[
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", ResourceWarning)
                 gc.collect()
-
-
-def prompts(count: int) -> list[list[int]]:
-    generator = random.Random(3)
-    return [[generator.randrange(2, 64) for _ in range(generator.randrange(5, 40))] for _ in range(count)]
-
-
-def sampling(max_response_tokens: int = 64, **changes: object) -> Sampling:
-    return Sampling(**{"temperature": 1.0, "max_response_tokens": max_response_tokens, **changes})  # type: ignore[arg-type]
