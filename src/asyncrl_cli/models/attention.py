@@ -145,7 +145,11 @@ class _Comparison:
         self.num_calls += 1
         self.dtype = query.dtype
         exact = {name: _float32(value) for name, value in kwargs.items()}
-        for asked in (query, _sharpened(query.float(), key.float(), kwargs.get("scaling")).to(query.dtype)):
+        # as it is, and scaled so that the bound on its attention logits is LARGEST_LOGIT
+        scaling = kwargs.get("scaling") or query.shape[-1] ** -0.5
+        bound = query.float().norm(dim=-1).max() * key.float().norm(dim=-1).max() * abs(scaling)
+        sharpened = (query.float() * (LARGEST_LOGIT / bound.clamp(min=1e-30))).to(query.dtype)
+        for asked in (query, sharpened):
             theirs = own(
                 module, asked.float(), key.float(), value.float(), _float32(attention_mask), **exact
             )[0]
@@ -156,10 +160,3 @@ class _Comparison:
 
 def _float32(value: Any) -> Any:
     return value.float() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
-
-
-def _sharpened(query: torch.Tensor, key: torch.Tensor, scaling: float | None) -> torch.Tensor:
-    """The query scaled so that the bound on its attention logits is LARGEST_LOGIT."""
-    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    bound = query.norm(dim=-1).max() * key.norm(dim=-1).max() * abs(scaling)
-    return query * (LARGEST_LOGIT / bound.clamp(min=1e-30))

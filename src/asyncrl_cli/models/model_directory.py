@@ -215,10 +215,28 @@ def with_template(directory: Path, chosen: str | None, cache: Path) -> Path:
     if (directory / SETTINGS).exists():
         settings = load_json(directory / SETTINGS, dict[str, Any], error=PreflightError)
     if chosen == TOOLS:
+        own = settings.get("chat_template")
+        if (directory / TEMPLATE).exists():
+            own = read_text(directory / TEMPLATE, max_bytes=MIB)
+        elif isinstance(own, list):  # several with names
+            named = (one for one in own if isinstance(one, dict) and one.get("name") == "default")
+            own = next((one.get("template") for one in named), None)
         tools = (Path(__file__).parent / "tools.jinja").read_text(encoding="utf-8")
-        template = tools + _template_of(directory, settings.get("chat_template"))
+        template = tools + (own if isinstance(own, str) else CHATML)
+    elif chosen.startswith(BUILTIN):
+        hint = f'"{TOOLS}", or the path of a Jinja file'
+        raise ConfigError(f'model.chat_template: there is no "{chosen:.80}"', hint=hint)
     else:
-        template = _read_template(chosen)
+        path = expand(chosen)
+        try:
+            template = read_text(path, max_bytes=MIB)
+        except FileNotFoundError:
+            raise ConfigError(
+                f"model.chat_template: {path} does not exist", hint=missing_hint(path)
+            ) from None
+        except (OSError, ValueError) as error:
+            why = f"model.chat_template: {path!s:.300} cannot be read: {reason(error)}"
+            raise ConfigError(why, hint=f'name a Jinja file, or "{TOOLS}"') from None
     # The template that reads answers belongs to the replaced one.
     rest = {key: settings[key] for key in settings if key not in ("chat_template", "response_template")}
     files = sorted(
@@ -240,27 +258,3 @@ def with_template(directory: Path, chosen: str | None, cache: Path) -> Path:
             hint = "set model.cache_dir to a directory that you can write to"
             raise PreflightError(why, hint=hint) from error
     return made
-
-
-def _template_of(directory: Path, setting: object) -> str:
-    """The model's own template, from its file or its tokenizer's settings; ChatML if it has none."""
-    if (directory / TEMPLATE).exists():
-        return read_text(directory / TEMPLATE, max_bytes=MIB)
-    if isinstance(setting, list):  # several with names
-        named = (one for one in setting if isinstance(one, dict) and one.get("name") == "default")
-        setting = next((one.get("template") for one in named), None)
-    return setting if isinstance(setting, str) else CHATML
-
-
-def _read_template(chosen: str) -> str:
-    path = expand(chosen)
-    if chosen.startswith(BUILTIN):
-        hint = f'"{TOOLS}", or the path of a Jinja file'
-        raise ConfigError(f'model.chat_template: there is no "{chosen:.80}"', hint=hint)
-    try:
-        return read_text(path, max_bytes=MIB)
-    except FileNotFoundError:
-        raise ConfigError(f"model.chat_template: {path} does not exist", hint=missing_hint(path)) from None
-    except (OSError, ValueError) as error:
-        why = f"model.chat_template: {path!s:.300} cannot be read: {reason(error)}"
-        raise ConfigError(why, hint=f'name a Jinja file, or "{TOOLS}"') from None

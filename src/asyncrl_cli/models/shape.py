@@ -77,9 +77,19 @@ def shape_of(path: str) -> ModelShape:
             {"model_type": "qwen3", "vocab_size": TINY_VOCABULARY, **TINY}, remarks=(remark,)
         )
     directory = expand(path)
-    if not directory.is_dir():
-        directory = _cached_on_disk(path)
-    return shape_of_directory(directory)
+    if directory.is_dir():
+        return shape_of_directory(directory)
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    needs = "and the estimate needs its config.json"
+    try:
+        cached = try_to_load_from_cache(path, "config.json")
+    except HFValidationError:  # not a valid hub name
+        raise ShapeUnknown(f"directory {path} does not exist, {needs}") from None
+    if not isinstance(cached, str):
+        raise ShapeUnknown(f"{path} is not on this machine, {needs}; `asyncrl plan --ask-hub` downloads it")
+    return shape_of_directory(Path(cached).parent)
 
 
 def shape_of_directory(directory: Path) -> ModelShape:
@@ -182,28 +192,9 @@ def tensor_shapes(path: Path) -> dict[str, tuple[int, ...]]:
     try:
         open_regular(path).close()
         with safe_open(path, framework="numpy") as weights:
-            return {name: tuple(weights.get_slice(name).get_shape()) for name in weights.keys()}  # noqa: SIM118 - no mapping
+            names: list[str] = weights.keys()
+            return {name: tuple(weights.get_slice(name).get_shape()) for name in names}
     except (SafetensorError, OSError, UnsafeFile) as error:
         raise PreflightError(
             f"model.path: {path} is damaged: {error}", hint="copy or download it again"
         ) from error
-
-
-def _cached_on_disk(name: str) -> Path:
-    """The directory of a hub model whose config.json is in the local cache."""
-    from huggingface_hub import try_to_load_from_cache
-    from huggingface_hub.errors import HFValidationError
-
-    try:
-        cached = try_to_load_from_cache(name, "config.json")
-    except HFValidationError:  # not a valid hub name
-        raise ShapeUnknown(
-            f"directory {name} does not exist, and the estimate needs its config.json"
-        ) from None
-    if not isinstance(cached, str):
-        why = (
-            f"{name} is not on this machine, and the estimate needs its config.json; `asyncrl plan "
-            "--ask-hub` downloads it"
-        )
-        raise ShapeUnknown(why)
-    return Path(cached).parent

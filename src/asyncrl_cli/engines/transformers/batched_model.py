@@ -79,7 +79,10 @@ def open_model(
     if not takes_attention(model):
         raise unbatchable(model, "it does not take its attention from transformers' AttentionInterface")
     prefill_tokens = PREFILL_TOKENS_MASKED
-    if attention == "sdpa" and paged_attention.applies_to(model.config, model.device):
+    on_gpu = model.device.type == "cuda"
+    is_plain = set(getattr(model.config, "layer_types", None) or ["full_attention"]) == {"full_attention"}
+    is_plain = is_plain and model.config.model_type in paged_attention.MODEL_TYPES
+    if attention == "sdpa" and is_plain and model.device.type == "cpu":
         prefill_tokens = PREFILL_TOKENS_PACKED
         # The public setter would look for a library behind any name that contains "flash".
         model.config._attn_implementation = paged_attention.NAME
@@ -88,7 +91,6 @@ def open_model(
     kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     bytes_per_block = 2 * config.num_hidden_layers * kv_heads * head_dim * model.dtype.itemsize * PAGE_TOKENS
-    on_gpu = model.device.type == "cuda"
     free_bytes = torch.cuda.mem_get_info(model.device)[0] if on_gpu else psutil.virtual_memory().available
     affordable = int(free_bytes * CACHE_SHARE_OF_MEMORY) // bytes_per_block
     # With fewer blocks than all slots need at full length, sequences may be evicted and prefilled again. That

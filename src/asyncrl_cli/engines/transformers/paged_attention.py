@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.nn import functional
-from transformers import AttentionInterface, AttentionMaskInterface, PretrainedConfig
+from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.generation.continuous_batching import PagedAttentionCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import eager_mask
@@ -43,11 +43,6 @@ MAX_PADDING = 1.3
 this factor."""
 MIN_BLOCK = 8
 """Blocks with fewer sequences are not split: another call would cost more than the padding it saves."""
-
-
-def applies_to(config: PretrainedConfig, device: torch.device) -> bool:
-    layer_types = set(getattr(config, "layer_types", None) or ["full_attention"])
-    return device.type == "cpu" and config.model_type in MODEL_TYPES and layer_types == {"full_attention"}
 
 
 class _Sequence(NamedTuple):
