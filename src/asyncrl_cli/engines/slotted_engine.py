@@ -185,11 +185,9 @@ class SlottedEngine(Engine, Generic[AnyTrack]):
             first_version=first_version,
         )
         if so_far is not None:
-            track.tokens, track.logprobs, track.versions = (
-                [*so_far.tokens],
-                [*so_far.logprobs],
-                [*so_far.versions],
-            )
+            track.tokens += so_far.tokens
+            track.logprobs += so_far.logprobs
+            track.versions += so_far.versions
             track.num_kept = len(track.tokens)
         self._tracks[request_id] = track
         reason: FinishReason = "abort"
