@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Generic, TypeVar, cast
 
 from asyncrl_cli.base.child_process import ChildFailed, ChildTimedOut, call_once
 from asyncrl_cli.base.errors import ConfigError, RefusedError, did_you_mean
@@ -29,6 +29,8 @@ from asyncrl_cli.tasks.players import load_agent
 from asyncrl_cli.tasks.reward_functions import load_function
 from asyncrl_cli.tasks.tool_class import ToolClass, check_reward, inspect_class
 
+T = TypeVar("T")
+Notes = tuple[str, ...]
 BUILT_IN = ("auto", "dataset", "exact-match", "math-verify", "none")
 EXPECTED = (
     "the function must take (item, response), or have the parameters of TRL's rewards or of verl's "
@@ -53,8 +55,8 @@ def resolve_reward(profile: Profile, spec: RewardSpec, run_dir: Path | None) -> 
                 hint='for example "my_agent:episode"',
             )
         expects = "the agent must be an async function of (client, item)"
-        code, _, notes = try_out(profile, run_dir, "agent", agent, load_agent, expects)
-        return replace(spec, kind="agent", function=code), notes
+        tried = try_out(profile, run_dir, "agent", agent, load_agent, expects)
+        return replace(spec, kind="agent", function=tried.code), tried.notes
     spec = replace(spec, answer_key=profile.task.answer_key)
     if has_tool_class(profile):  # it calls the user's functions itself, in TRL's signature
         rewards = {
@@ -96,7 +98,7 @@ def _resolved(
             hint="leave it out",
         )
     if reward in BUILT_IN:
-        return replace(spec, kind=cast(Any, reward), answer_format=profile.task.answer_format), ()
+        return replace(spec, kind=cast("Any", reward), answer_format=profile.task.answer_format), ()
     if not is_user_code(reward):
         raise ConfigError(
             f'task.reward = "{reward}" is not one of {", ".join(BUILT_IN)}, and not of the form '
@@ -104,10 +106,10 @@ def _resolved(
             hint=did_you_mean(reward, BUILT_IN, 'for example task.reward = "my_rewards:score"'),
         )
     limit_key, record = "task.reward_timeout_s", reward_record(profile, reward)
-    code, _, notes = try_out(
+    tried = try_out(
         profile, run_dir, "reward", reward, load_function, EXPECTED, limit_key=limit_key, record=record
     )
-    return replace(spec, kind="function", function=code), notes
+    return replace(spec, kind="function", function=tried.code), tried.notes
 
 
 def reward_record(profile: Profile, name: str) -> str:
@@ -135,30 +137,30 @@ def resolve_tool_class(profile: Profile, run_dir: Path | None) -> tuple[ToolClas
             "it takes no arguments and has `reset`; its public methods are tools, with type hints and "
             "docstrings"
         )
-        code, found, notes = try_out(
+        tried = try_out(
             profile, run_dir, "environment", name, inspect_class, expects, at_least_s=IMPORT_LIMIT_S
         )
+        code, (tools, has_reward), notes = tried.code, tried.found, tried.notes
     else:  # a builtin task's own class
         code = UserCode(name=name)
-        found = inspect_class(code)
-    tools, has_reward = found
-    for named, weight in profile.task.rewards.items():
-        if is_user_code(named):
-            expects, record = "the function must take TRL's arguments by name", reward_record(profile, named)
-            reward, _, more = try_out(
+        tools, has_reward = inspect_class(code)
+    expects = "the function must take TRL's arguments by name"
+    for reward, weight in profile.task.rewards.items():
+        if is_user_code(reward):
+            record = reward_record(profile, reward)
+            checked = try_out(
                 profile,
                 run_dir,
                 "reward",
-                named,
+                reward,
                 check_reward,
                 expects,
                 at_least_s=IMPORT_LIMIT_S,
                 record=record,
             )
-            rewards.append(
-                RewardPart(name=named, weight=weight, spec=RewardSpec(kind="function", function=reward))
-            )
-            notes = (*notes, *more)
+            spec = RewardSpec(kind="function", function=checked.code)
+            rewards.append(RewardPart(name=reward, weight=weight, spec=spec))
+            notes = (*notes, *checked.notes)
     if profile.task.reward == "auto" and not has_reward:
         raise ConfigError(
             f'task.environment = "{name}" has no method get_reward, and task.reward = "auto": nothing gives '
@@ -171,7 +173,15 @@ def resolve_tool_class(profile: Profile, run_dir: Path | None) -> tuple[ToolClas
 
 START_LIMIT_S = 10.0
 SCHEMA_VERSION = 1
-Notes = tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tried(Generic[T]):
+    """Code with its file, what its check found (None if that is a function), and notes for the user."""
+
+    code: UserCode
+    found: T
+    notes: Notes
 
 
 def try_out(
@@ -179,15 +189,14 @@ def try_out(
     run_dir: Path | None,
     what: str,
     name: str,
-    check: Callable[[UserCode], Any],
+    check: Callable[[UserCode], T],
     expects: str,
     *,
     limit_key: str = "env.tool_timeout_s",
     at_least_s: float = 0.0,
     record: str = "",
-) -> tuple[UserCode, Any, Notes]:
-    """Load the code that `task.<what> = name` names, with `check`, in a child process. Returns the code with
-    its file, the result of `check` (None if that is a function), and notes for the user.
+) -> Tried[T]:
+    """Load the code that `task.<what> = name` names, with `check`, in a child process.
 
     `run_dir`: set for a resumed run, whose code is imported from the recorded files; raises RefusedError if
     that is impossible. `record`: the name of the code's record, if it is not `what`. `expects`: what the code
@@ -199,16 +208,13 @@ def try_out(
     limit_s = max(START_LIMIT_S, at_least_s, attrgetter(limit_key)(profile))
     try:
         file, found = call_once(_checked, code, check, timeout_s=limit_s)
-        return replace(code, file=file), found, notes
+        return Tried(code=replace(code, file=file), found=cast(T, found), notes=notes)
     except ChildTimedOut:
         why = f"its module was not imported within {limit_s:g} s"
         hint = f"move slow work into the first call, or raise {limit_key}, which limits the import too"
     except ChildFailed as failure:
-        where = (
-            (f"only from {code.file or 'Python'}, as the record says")
-            if code.only_there
-            else f"in {code.import_path} first"
-        )
+        only = f"only from {code.file or 'Python'}, as the record says"
+        where = only if code.only_there else f"in {code.import_path} first"
         why, hint = str(failure), f"the module is imported {where}; {expects}"
     raise ConfigError(f'task.{what} = "{name}" cannot be used: {why}', hint=hint)
 
@@ -226,7 +232,7 @@ def _user_code(name: str, only_file: str | None, directory: str | None) -> UserC
     return UserCode(name=name, import_path=root, file=only_file, only_there=True)
 
 
-def _checked(code: UserCode, check: Callable[[UserCode], Any]) -> tuple[str, Any]:
+def _checked(code: UserCode, check: Callable[[UserCode], object]) -> tuple[str, object]:
     """Runs in the child. If `check` returns a function, the parent gets None instead."""
     try:
         found = check(code)

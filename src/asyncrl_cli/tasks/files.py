@@ -45,14 +45,19 @@ def read_items(
 
     `key`: the profile's key that names the file, for errors. Raises ConfigError.
     """
-    read_rows, count = (
-        (parquet_rows, num_parquet_rows) if path.suffix == ".parquet" else (_jsonl_rows, _num_jsonl_rows)
-    )
+    is_parquet = path.suffix == ".parquet"
+
+    def count(file: Path) -> int:
+        if not is_parquet:
+            return sum(1 for line in read_lines(file) if line.strip())
+        with _opened(file) as parquet:
+            return int(parquet.metadata.num_rows)
+
     items: dict[str, Item] = {}
     num_rows = num_behind = 0
     with _readable(path, key):
         files = sorted(path.parent.glob(path.name)) if "*" in path.name else [path]
-        for place, row in chain.from_iterable(map(read_rows, files)):
+        for place, row in chain.from_iterable(map(_parquet_rows if is_parquet else _jsonl_rows, files)):
             num_rows += 1
             asked, expected = prompt_and_answer(row, prompt, answer, place, needs_answer=needs_answer)
             if (name := prompt_key(asked)) in items:
@@ -105,15 +110,15 @@ def _jsonl_rows(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
         yield place, _json_object(line, place)
 
 
-def _num_jsonl_rows(path: Path) -> int:
-    return sum(1 for line in read_lines(path) if line.strip())
-
-
 def _json_object(line: bytes, place: str) -> Mapping[str, Any]:
     """Strict JSON: no NaN and no duplicate keys (readers disagree on both), and no nesting that is too deep
     to be pickled."""
+
+    def refuse(name: str) -> NoReturn:
+        raise ValueError(f"{name} is not a JSON number, write null")
+
     try:
-        row = json.loads(line.decode("utf-8"), parse_constant=_refuse_constant, object_pairs_hook=_distinct)
+        row = json.loads(line.decode("utf-8"), parse_constant=refuse, object_pairs_hook=_distinct)
     except json.JSONDecodeError as error:
         why = f"{error.msg.removesuffix(' at')} at column {error.colno}"
         raise ConfigError(f"{place}: not JSON: {why}", hint=ONE_OBJECT) from error
@@ -132,10 +137,6 @@ def _json_object(line: bytes, place: str) -> Mapping[str, Any]:
     return row
 
 
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not a JSON number, write null")
-
-
 def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
@@ -148,7 +149,7 @@ def _too_deep(place: str) -> ConfigError:
     return ConfigError(f"{place}: nested more than {MAX_NESTING} deep", hint="write the inner value as text")
 
 
-def parquet_rows(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def _parquet_rows(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """(`path:row`, columns) of each row. Times are cut to Python's microseconds. Raises ConfigError for
     unreadable values."""
     with _opened(path) as parquet:
@@ -159,11 +160,6 @@ def parquet_rows(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
             for row in zip(*columns.values(), strict=True):
                 number += 1
                 yield f"{path}:{number}", dict(zip(columns, row, strict=True))
-
-
-def num_parquet_rows(path: Path) -> int:
-    with _opened(path) as parquet:
-        return int(parquet.metadata.num_rows)
 
 
 @contextmanager

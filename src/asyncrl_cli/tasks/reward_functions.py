@@ -15,9 +15,9 @@ from __future__ import annotations
 
 import inspect
 import numbers
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from asyncrl_cli.builtin.number_sorting import WORKED
 from asyncrl_cli.contracts.item import Item, messages_of
@@ -34,18 +34,9 @@ from asyncrl_cli.tasks.final_answer import after_prompt, final_answer, names_ans
 from asyncrl_cli.tasks.players import agent_player, verifiers_player
 from asyncrl_cli.tasks.rows import DEFAULT_ANSWER, GROUND_TRUTHS, find
 
-RewardFunction = Callable[[Item, Any], Any]
+RewardFunction = Callable[..., Any]
 """Takes an item and the response to it; for what plays items, the access to the model. Returns a number or an
 awaitable, which `checked_reward` checks."""
-Figures = dict[str, float]
-
-
-class Signature(NamedTuple):
-    """How a function of another trainer is called. `arguments` returns them by name, and `reward` reads what
-    the function returned. Both may add to the figures."""
-
-    arguments: Callable[[Item, str, Figures], dict[str, Any]]
-    reward: Callable[[Any, Figures], object]
 
 
 def is_async(function: Callable[..., Any]) -> bool:
@@ -72,9 +63,9 @@ def load_function(code: UserCode, answer_key: str = DEFAULT_ANSWER) -> RewardFun
         return found
     if "completions" in signature.parameters:
         check_trl(name, signature)
-        return _adapted(found, signature, Signature(partial(_trl_arguments, answer_key), _trl_reward))
+        return _adapted(found, signature, answer_key, is_trl=True)
     if {"solution_str", "ground_truth"} <= signature.parameters.keys():
-        return _adapted(found, signature, Signature(partial(_verl_arguments, answer_key), _verl_reward))
+        return _adapted(found, signature, answer_key, is_trl=False)
     try:
         signature.bind({}, "")
     except TypeError as error:
@@ -89,85 +80,69 @@ def check_trl(name: str, signature: inspect.Signature) -> None:
         raise TypeError(f"{name} asks for completion_ids, which are not available where rewards are computed")
 
 
-def _adapted(function: Callable[..., Any], signature: inspect.Signature, call: Signature) -> RewardFunction:
-    """Calls a function of another trainer. Without `**kwargs`, the function gets what it has
-    parameters for."""
+def _adapted(
+    function: RewardFunction, signature: inspect.Signature, answer_key: str, *, is_trl: bool
+) -> RewardFunction:
+    """Calls a function of another trainer as that does: TRL, or else verl. Without `**kwargs`, the function gets
+    what it has parameters for."""
     takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in signature.parameters.values())
 
-    def asked(item: Item, response: str, figures: Figures) -> dict[str, Any]:
-        given = call.arguments(item, response, figures)
-        return (
-            given
-            if takes_all
-            else {name: value for name, value in given.items() if name in signature.parameters}
-        )
+    def note(figures: dict[str, float], name: object, value: Any) -> None:
+        if len(figures) < MAX_PARTS:
+            figures[str(name)[:80]] = float(value)
+
+    def arguments(item: Item, response: str, figures: dict[str, float]) -> dict[str, object]:
+        prompt, answer, columns = item["prompt"], item["answer"], item["metadata"]
+        if (
+            is_trl
+        ):  # text for a prompt that is text, messages for one of messages, and every column of the data
+            is_text = isinstance(prompt, str)
+            data = {answer_key: answer, "answer": answer, **columns}
+            given: dict[str, object] = {
+                **{name: [value] for name, value in data.items()},
+                "prompts": [prompt if is_text else [dict(message) for message in prompt]],
+                "completions": [response if is_text else [{"role": "assistant", "content": response}]],
+                "trainer_state": None,
+                "log_extra": lambda *_: None,
+                "log_metric": partial(note, figures),
+            }
+        else:
+            places = GROUND_TRUTHS if answer_key == DEFAULT_ANSWER else (answer_key,)
+            truths = (find(columns, name) for name in places)
+            given = {
+                "data_source": columns.get("data_source"),
+                "solution_str": response,
+                # the item's answer is always text
+                "ground_truth": next((truth for truth in truths if truth is not None), answer),
+                "extra_info": columns.get("extra_info") or {},
+            }
+        return {name: value for name, value in given.items() if takes_all or name in signature.parameters}
+
+    def reward(returned: Any, figures: dict[str, float]) -> object:
+        if is_trl:
+            rewards = list(returned)
+            if len(rewards) != 1:
+                raise ValueError(f"{len(rewards)} rewards for one completion")
+            returned = rewards[0]
+            if returned is None:
+                return NoReward()
+        elif isinstance(returned, Mapping):
+            for name, value in returned.items():
+                if name != "score" and isinstance(value, numbers.Real):
+                    note(figures, name, value)
+            returned = returned["score"]
+        number = returned.item() if hasattr(returned, "item") else returned  # of NumPy or torch
+        return Reward(float(number), figures) if figures and isinstance(number, numbers.Real) else number
 
     def score(item: Item, response: str) -> object:
-        figures = Figures()
-        return call.reward(function(**asked(item, response, figures)), figures)
+        figures = dict[str, float]()
+        return reward(function(**arguments(item, response, figures)), figures)
 
     async def score_awaiting(item: Item, response: str) -> object:
-        figures = Figures()
-        return call.reward(await function(**asked(item, response, figures)), figures)
+        figures = dict[str, float]()
+        return reward(await function(**arguments(item, response, figures)), figures)
 
     return score_awaiting if is_async(function) else score
-
-
-def _trl_arguments(answer_key: str, item: Item, response: str, figures: Figures) -> dict[str, Any]:
-    """As TRL gives them: text for a prompt that is text, messages for one of messages, and every column of
-    the data."""
-    prompt, answer = item["prompt"], item["answer"]
-    is_text = isinstance(prompt, str)
-    columns = {answer_key: answer, "answer": answer, **item["metadata"]}
-    return {
-        **{name: [value] for name, value in columns.items()},
-        "prompts": [prompt if is_text else [dict(message) for message in prompt]],
-        "completions": [response if is_text else [{"role": "assistant", "content": response}]],
-        "trainer_state": None,
-        "log_extra": lambda *_: None,
-        "log_metric": partial(_note, figures),
-    }
-
-
-def _trl_reward(returned: Iterable[Any], figures: Figures) -> object:
-    rewards = list(returned)
-    if len(rewards) != 1:
-        raise ValueError(f"{len(rewards)} rewards for one completion")
-    return NoReward() if rewards[0] is None else _with(rewards[0], figures)
-
-
-def _verl_arguments(answer_key: str, item: Item, response: str, figures: Figures) -> dict[str, Any]:
-    columns = item["metadata"]
-    truths = (
-        find(columns, name) for name in (GROUND_TRUTHS if answer_key == DEFAULT_ANSWER else (answer_key,))
-    )
-    return {
-        "data_source": columns.get("data_source"),
-        "solution_str": response,
-        # the item's answer is always text
-        "ground_truth": next((truth for truth in truths if truth is not None), item["answer"]),
-        "extra_info": columns.get("extra_info") or {},
-    }
-
-
-def _verl_reward(returned: Any, figures: Figures) -> object:
-    if not isinstance(returned, Mapping):
-        return _with(returned, figures)
-    for name, value in returned.items():
-        if name != "score" and isinstance(value, numbers.Real):
-            _note(figures, name, value)
-    return _with(returned["score"], figures)
-
-
-def _with(reward: Any, figures: Figures) -> object:
-    """The reward with its figures. A number of NumPy or torch becomes Python's."""
-    number = reward.item() if hasattr(reward, "item") else reward
-    return Reward(float(number), figures) if figures and isinstance(number, numbers.Real) else number
-
-
-def _note(figures: Figures, name: object, value: Any) -> None:
-    if len(figures) < MAX_PARTS:
-        figures[str(name)[:80]] = float(value)
 
 
 def checked_reward(value: object) -> Reward:

@@ -29,15 +29,9 @@ def prompt_and_answer(
 ) -> tuple[ChatPrompt, str | None]:
     """`prompt` and `answer` name a column, or a field in one (`column.field`). Raises a ConfigError that
     begins with `place`."""
-    return _prompt(row, prompt, place), _answer(row, answer_column(row, answer), place, needs_answer)
-
-
-def answer_column(row: Mapping[str, Any], named: str) -> str:
-    """The name of the answer's column: `named`, or verl's or SkyRL's if `named` is the default and the row
-    lacks it."""
-    if named != DEFAULT_ANSWER or named in row:
-        return named
-    return next((name for name in GROUND_TRUTHS if find(row, name) is not None), named)
+    if answer == DEFAULT_ANSWER and answer not in row:  # verl's or SkyRL's column, if there is one
+        answer = next((name for name in GROUND_TRUTHS if find(row, name) is not None), answer)
+    return _prompt(row, prompt, place), _answer(row, answer, place, needs_answer)
 
 
 def _prompt(row: Mapping[str, Any], column: str, place: str) -> ChatPrompt:
@@ -55,7 +49,7 @@ def _prompt(row: Mapping[str, Any], column: str, place: str) -> ChatPrompt:
     return messages
 
 
-def _message(value: Any, where: str, place: str) -> Mapping[str, str]:
+def _message(value: object, where: str, place: str) -> Mapping[str, str]:
     """Fields that are null or empty count as absent: in Parquet every message of a column has the same
     fields."""
     given = {name: field for name, field in value.items() if field} if isinstance(value, Mapping) else {}
@@ -96,13 +90,13 @@ def _number(value: int | float | Decimal, column: str, place: str) -> str:
     return str(int(value)) if is_whole else str(value)
 
 
-def _unfit(value: Any, expected: str, column: str, place: str, key: str) -> ConfigError:
+def _unfit(value: object, expected: str, column: str, place: str, key: str) -> ConfigError:
     return ConfigError(
         f'{place}: column "{column}" is neither {expected} but {_kind(value)}', hint=f"{key} names the column"
     )
 
 
-def _kind(value: Any) -> str:
+def _kind(value: object) -> str:
     return "null" if value is None else type(value).__name__
 
 

@@ -80,37 +80,29 @@ def splits_of(profile: Profile, path: Path, read_file: ReadFile) -> Splits:
     """The items of a file; eval items are held out from it, or read from `task.eval_path`. Raises
     ConfigError."""
     num_eval, wanted = profile.eval.prompts, profile.task.train_prompts
-    if profile.task.eval_path is not None:
-        return _two_files(profile, path, expand(profile.task.eval_path), read_file)
-    read = read_file(path, key="task.source", limit=None if wanted is None else wanted + num_eval)
-    hint = "lower eval.prompts, or name a file of eval prompts in task.eval_path"
-    train, held_out = hold_out(read.items, num_eval, f"{path} has {len(read.items)} distinct prompts", hint)
-    return (
-        train,
-        held_out,
-        _left_out(path, read, f"task.train_prompts = {wanted}, and eval.prompts = {num_eval}"),
-    )
-
-
-def _two_files(profile: Profile, path: Path, eval_path: Path, read_file: ReadFile) -> Splits:
-    num_eval, wanted = profile.eval.prompts, profile.task.train_prompts
-    notes: list[str] = []
-    held_out: list[Item] = []
+    if profile.task.eval_path is None:
+        read = read_file(path, key="task.source", limit=None if wanted is None else wanted + num_eval)
+        hint = "lower eval.prompts, or name a file of eval prompts in task.eval_path"
+        described = f"{path} has {len(read.items)} distinct prompts"
+        train, held_out = hold_out(read.items, num_eval, described, hint)
+        limited_by = f"task.train_prompts = {wanted}, and eval.prompts = {num_eval}"
+        return train, held_out, _left_out(path, read, limited_by)
+    eval_path, notes, held_out = expand(profile.task.eval_path), list[str](), list[Item]()
     if num_eval:
         read = read_file(eval_path, key="task.eval_path", limit=num_eval)
         held_out = read.items
         notes += _left_out(eval_path, read, f"eval.prompts = {num_eval}")
     if len(held_out) < num_eval:
-        notes.append(
-            f"{eval_path}: has {len(held_out)} distinct prompts, fewer than eval.prompts = {num_eval}"
-        )
+        found = f"has {len(held_out)} distinct prompts, fewer than eval.prompts = {num_eval}"
+        notes.append(f"{eval_path}: {found}")
+    # So many more than wanted as may be among the eval prompts.
     read = read_file(path, key="task.source", limit=None if wanted is None else wanted + len(held_out))
-    train, said = _without(read.items, held_out, str(path), "among the eval prompts")
+    train, repeated = _without(read.items, held_out, str(path), "among the eval prompts")
     if not train:
         what = f"task.source: every prompt of {path} is among the eval prompts of {eval_path}"
         raise ConfigError(what, hint="name another file in task.source or in task.eval_path")
     num_unused = 0 if wanted is None else max(0, len(train) - wanted)
-    notes += [*said, *_left_out(path, read, f"task.train_prompts = {wanted}", num_unused)]
+    notes += [*repeated, *_left_out(path, read, f"task.train_prompts = {wanted}", num_unused)]
     return train[:wanted], held_out, notes
 
 

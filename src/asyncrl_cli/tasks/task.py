@@ -39,6 +39,10 @@ HELD_OUT_AT_LEAST = 512
 builtin:tiny learns from the training prompts, which exclude these, so it is the same model for every smaller
 `eval.prompts`."""
 
+HUB_HINT = (
+    'a dataset of the hub is written to a file first: datasets.load_dataset(...)["train"].to_parquet('
+    '"train.parquet"), and task.source = "parquet:train.parquet"'
+)
 DATA_SOURCE = "data_source"
 """verl's column that chooses a row's reward."""
 EXACT = (
@@ -79,14 +83,10 @@ class Task:
         if self.reward.kind == "agent" and self.reward.function:
             return {"agent": self.reward.function}
         tools = self.tool_class
-        functions = [
-            *self.reward.functions,
-            *(code for part in (tools.rewards if tools else ()) for code in part.spec.functions),
-        ]
-        rewards = {
-            f"reward-{number}" if number > 1 else "reward": code
-            for number, code in enumerate(functions, start=1)
-        }
+        parts = tools.rewards if tools else ()
+        functions = [*self.reward.functions, *(code for part in parts for code in part.spec.functions)]
+        names = ("reward", *(f"reward-{number}" for number in range(2, len(functions) + 1)))
+        rewards = dict(zip(names, functions, strict=False))
         return {**rewards, **({"environment": tools.code} if tools else {})}
 
     def expected(self, item: Item) -> str | None:
@@ -104,39 +104,28 @@ def load_task(profile: Profile, run_dir: Path | None = None) -> Task:
     `run_dir`: set for a resumed run, whose user code is imported from the recorded files; RefusedError if
     that is impossible.
     """
-    task = _load_items(profile, run_dir)
+    source = profile.task.source
+    kind, colon, name = source.partition(":")
+    if kind not in SOURCES or not (colon and name):
+        by_suffix = {".jsonl": "jsonl", ".json": "jsonl", ".parquet": "parquet"}.get(Path(source).suffix)
+        of_a_file = f'task.source = "{by_suffix}:{source:.200}"'
+        known = ", ".join(map(":".join, SOURCES.items()))
+        hint = of_a_file if by_suffix and ":" not in source else HUB_HINT
+        raise ConfigError(f'task.source = "{source}" is none of {known}', hint=hint)
+    if kind in KINDS:
+        task = _file_task(profile, file_of(source, "task.source"), run_dir)
+    else:
+        check_no_files(profile)
+        if kind == "verifiers":
+            spec = verifiers_spec(profile, name)
+            train, held_out, left_out = verifiers_items(profile, spec)
+            task = Task(name=source, train=train, eval=held_out, reward=spec, notes=tuple(left_out))
+        else:
+            task = (_builtin_task if kind == "builtin" else _gym_task)(profile, name, run_dir)
     if not has_tool_class(profile):
         return task
     tool_class, notes = resolve_tool_class(profile, run_dir)
     return replace(task, tool_class=tool_class, notes=(*task.notes, *notes))
-
-
-def _load_items(profile: Profile, run_dir: Path | None) -> Task:
-    kind, colon, name = profile.task.source.partition(":")
-    if kind not in SOURCES or not (colon and name):
-        raise ConfigError(
-            f'task.source = "{profile.task.source}" is none of {", ".join(map(":".join, SOURCES.items()))}',
-            hint=_source_hint(profile.task.source),
-        )
-    if kind in KINDS:
-        return _file_task(profile, file_of(profile.task.source, "task.source"), run_dir)
-    check_no_files(profile)
-    if kind == "builtin":
-        return _builtin_task(profile, name, run_dir)
-    if kind == "verifiers":
-        return _verifiers_task(profile, name)
-    return _gym_task(profile, name, run_dir)
-
-
-def _source_hint(source: str) -> str:
-    kind = {".jsonl": "jsonl", ".json": "jsonl", ".parquet": "parquet"}.get(Path(source).suffix)
-    if kind and ":" not in source:
-        return f'task.source = "{kind}:{source:.200}"'
-    return (
-        "a dataset of the hub is written to a file first: "
-        'datasets.load_dataset(...)["train"].to_parquet("train.parquet"), and '
-        'task.source = "parquet:train.parquet"'
-    )
 
 
 def _builtin_task(profile: Profile, name: str, run_dir: Path | None) -> Task:
@@ -175,7 +164,12 @@ def _gym_task(profile: Profile, dataset: str, run_dir: Path | None) -> Task:
     spec = RewardSpec(kind="none", dataset=dataset, params=params, adapter=adapter)
     reward, notes = resolve_reward(profile, spec, run_dir)
     train = f"train/{profile.run.seed}"
-    made = _made(reward, {"eval": profile.eval.prompts, train: profile.task.train_prompts or MADE_PROMPTS})
+    wanted = {"eval": profile.eval.prompts, train: profile.task.train_prompts or MADE_PROMPTS}
+    made: dict[str, list[Item]] = {}
+    if worked is not None and profile.eval.prompts < HELD_OUT_AT_LEAST:
+        with suppress(ConfigError):  # the dataset does not have that many
+            made = make_entries(reward, {**wanted, "eval": HELD_OUT_AT_LEAST})
+    made = made or make_entries(reward, wanted)
     return Task(
         name=profile.task.source,
         train=tuple(made[train]),
@@ -185,15 +179,6 @@ def _gym_task(profile: Profile, dataset: str, run_dir: Path | None) -> Task:
         flawed_demonstration=worked.flawed_demonstration if worked else None,
         notes=notes,
     )
-
-
-def _made(reward: RewardSpec, num_prompts: Mapping[str, int]) -> dict[str, list[Item]]:
-    """The items by stream; in the worked form with HELD_OUT_AT_LEAST eval prompts, if the dataset has that
-    many."""
-    if reward.adapter == "worked" and num_prompts["eval"] < HELD_OUT_AT_LEAST:
-        with suppress(ConfigError):
-            return make_entries(reward, {**num_prompts, "eval": HELD_OUT_AT_LEAST})
-    return make_entries(reward, num_prompts)
 
 
 def _adapter(profile: Profile, dataset: str | None) -> Adapter:
@@ -217,23 +202,14 @@ def _file_task(profile: Profile, path: Path, run_dir: Path | None) -> Task:
             f"task.params is for reasoning-gym and builtin tasks, not for {profile.task.source}",
             hint="leave it out",
         )
-    reward, said = resolve_reward(profile, RewardSpec(kind="none", adapter=_adapter(profile, "")), run_dir)
-    read = partial(
-        read_items,
-        prompt=profile.task.prompt_key,
-        answer=profile.task.answer_key,
-        needs_answer=reward.needs_answer,
-    )
+    spec = RewardSpec(kind="none", adapter=_adapter(profile, ""))
+    reward, notes_of_reward = resolve_reward(profile, spec, run_dir)
+    prompt, answer = profile.task.prompt_key, profile.task.answer_key
+    read = partial(read_items, prompt=prompt, answer=answer, needs_answer=reward.needs_answer)
     train, held_out, notes = splits_of(profile, path, read)
     if reward.kind == "exact-match" and DATA_SOURCE in train[0]["metadata"]:
         notes.append(f"{path}: its column {DATA_SOURCE} does not choose the reward here: {EXACT}")
     train, sets, left_out = read_sets(profile, train, read)
-    notes = [*said, *notes, *left_out]
-    return Task(
-        name=profile.task.source,
-        train=train,
-        eval=held_out,
-        reward=reward,
-        notes=tuple(notes),
-        eval_sets=sets,
-    )
+    notes = [*notes_of_reward, *notes, *left_out]
+    name = profile.task.source
+    return Task(name=name, train=train, eval=held_out, reward=reward, notes=tuple(notes), eval_sets=sets)
