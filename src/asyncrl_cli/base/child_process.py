@@ -91,14 +91,14 @@ def call_once(
     Raises ChildFailed, or the AsyncrlError that the function raised. The child's stdin and stdout are files:
     a pipe would stay open as long as any process that the function started holds it.
     """
-    with TemporaryFile() as asked, TemporaryFile() as answered, TemporaryFile() as said:
+    with TemporaryFile() as asked, TemporaryFile() as answered, TemporaryFile() as printed:
         pickle.dump((_answer_once, (function, arguments)), asked)
         asked.seek(0)
         child = subprocess.Popen(
             command(function, python),
             stdin=asked,
             stdout=answered,
-            stderr=said,
+            stderr=printed,
             env=environment(python, **variables),
             start_new_session=True,
         )
@@ -110,7 +110,12 @@ def call_once(
             kill_group(child.pid)
             child.wait()
         answered.seek(0)
-        content, words = answered.read(), _last_words(said)
+        content = answered.read()
+        num_bytes = printed.seek(0, os.SEEK_END)
+        left_out = printed.seek(max(0, num_bytes - MAX_SHOWN_BYTES))
+        words = printed.read(MAX_SHOWN_BYTES).decode(errors="replace").strip()
+        if left_out:
+            words = f"(left out the first {left_out:,} bytes that it printed)\n{words}"
     if returncode != 0 or not content:
         last_words = words.rpartition("\n")[2][:MAX_REASON_CHARS] or "it printed nothing"
         raise ChildFailed(f"its process ended with {how_it_ended(returncode)}: {last_words}")
@@ -120,14 +125,6 @@ def call_once(
     if isinstance(answer, Exception):
         raise answer
     return answer
-
-
-def _last_words(said: BinaryIO) -> str:
-    """The end of what a child has printed, and how much is left out."""
-    num_bytes = said.seek(0, os.SEEK_END)
-    left_out = said.seek(max(0, num_bytes - MAX_SHOWN_BYTES))
-    words = said.read(MAX_SHOWN_BYTES).decode(errors="replace").strip()
-    return f"(left out the first {left_out:,} bytes that it printed)\n{words}" if left_out else words
 
 
 def _answer_once(

@@ -38,6 +38,9 @@ HINTS = {
 }
 """What the user can do, by errno."""
 
+WRITTEN = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
+"""These come from writing only."""
+
 _unfinished: set[Path] = set()
 
 
@@ -78,8 +81,13 @@ def storage_error(error: OSError) -> StorageError:
     path = error.filename2 or error.filename
     if not isinstance(path, str):  # not every OSError is about a file
         return StorageError(f"the operating system returned an error: {why}", hint=hint)
-    space = _space(Path(path)) if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
-    return StorageError(f"{path} cannot be {_verb(error)}: {why}{space}", hint=hint)
+    verb = "written" if error.errno in WRITTEN else "written or read"
+    verb, space = "opened" if isinstance(error, FileNotFoundError) else verb, ""
+    existing = next((parent for parent in (Path(path), *Path(path).parents) if parent.exists()), None)
+    if error.errno in (errno.ENOSPC, errno.EDQUOT) and existing is not None:
+        usage = shutil.disk_usage(existing)
+        space = f" ({usage.free / MIB:,.1f} of {usage.total / MIB:,.0f} MiB are free)"
+    return StorageError(f"{path} cannot be {verb}: {why}{space}", hint=hint)
 
 
 @contextlib.contextmanager
@@ -230,23 +238,3 @@ def repair_lines(path: Path) -> None:
             with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
                 whole_bytes = content.rfind(b"\n") + 1
             file.truncate(whole_bytes)
-
-
-def _verb(error: OSError) -> str:
-    written = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS}
-    return (
-        "written"
-        if error.errno in written
-        else "opened"
-        if isinstance(error, FileNotFoundError)
-        else "written or read"
-    )
-
-
-def _space(path: Path) -> str:
-    """Free and total space, in words, of the file system that would hold `path`."""
-    existing = next((parent for parent in (path, *path.parents) if parent.exists()), None)
-    if existing is None:
-        return ""
-    usage = shutil.disk_usage(existing)
-    return f" ({usage.free / MIB:,.1f} of {usage.total / MIB:,.0f} MiB are free)"

@@ -18,7 +18,6 @@ import time
 import types
 from collections.abc import Coroutine, Generator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -27,7 +26,6 @@ from asyncrl_cli.contracts.item import Item
 from asyncrl_cli.contracts.reward_spec import RewardSpec
 from asyncrl_cli.contracts.user_code import report
 from asyncrl_cli.tasks.reward_functions import (
-    RewardFunction,
     build_reward,
     checked_reward,
     is_async,
@@ -63,11 +61,12 @@ class RunningMark:
         return request_id, time.monotonic() - since_s
 
 
-@dataclass(slots=True)
 class RewardServer:
-    spec: RewardSpec
-    function: RewardFunction
-    timeout_s: float
+    def __init__(self, spec: RewardSpec, timeout_s: float) -> None:
+        """Raises any error of importing the reward."""
+        self.spec = spec
+        self.function = build_reward(spec)
+        self.timeout_s = timeout_s
 
     @property
     def places(self) -> int:
@@ -108,8 +107,19 @@ class RewardServer:
         loop.set_default_executor(ThreadPoolExecutor(MAX_AWAITING))
         running: dict[int, asyncio.Task[None]] = {}
 
+        async def call(item: Item, response: object) -> object:  # a coroutine, whatever the function returns
+            return await self.function(item, response)
+
         async def score(number: int, item: Item, response: object) -> None:
-            await self._score_awaiting(number, item, response, results, mark)
+            try:
+                async with asyncio.timeout(self.timeout_s) as limit:
+                    answer = self._judged(item, response, await marked(call(item, response), number, mark))
+            except (Exception, SystemExit, asyncio.CancelledError) as error:
+                if limit.expired():
+                    answer = {"failed": f"took longer than {self.timeout_s:g} s", "kind": "timed-out"}
+                else:
+                    answer = {"failed": report(error), "kind": "raised"}
+            write_line(results, {"id": number, **answer})
             del running[number]
 
         while (request := await arrived.get()) is not None:
@@ -120,32 +130,9 @@ class RewardServer:
             elif number in running:
                 running[number].cancel()
 
-    async def _score_awaiting(
-        self, number: int, item: Item, response: object, results: BinaryIO, mark: RunningMark
-    ) -> None:
-        import asyncio
-
-        async def call() -> Any:  # a coroutine, whatever awaitable the function returns
-            return await self.function(item, response)
-
-        try:
-            async with asyncio.timeout(self.timeout_s) as limit:
-                answer = self._judged(item, response, await marked(call(), number, mark))
-        except (Exception, SystemExit, asyncio.CancelledError) as error:
-            if limit.expired():
-                answer = {"failed": f"took longer than {self.timeout_s:g} s", "kind": "timed-out"}
-            else:
-                answer = {"failed": report(error), "kind": "raised"}
-        write_line(results, {"id": number, **answer})
-
     def _judged(self, item: Item, response: object, value: object) -> dict[str, object]:
         reward = with_reference(self.spec, item, response, checked_reward(value))
         return {"reward": reward, "parts": reward.parts}
-
-
-def load_rewards(spec: RewardSpec, timeout_s: float) -> RewardServer:
-    """Raises any error of importing the reward."""
-    return RewardServer(spec, build_reward(spec), timeout_s)
 
 
 @types.coroutine

@@ -25,7 +25,7 @@ from typing import Any
 from asyncrl_cli.base.child_process import command, environment, how_it_ended, kill_group, send
 from asyncrl_cli.base.errors import timeout
 from asyncrl_cli.sandbox import child_host
-from asyncrl_cli.tasks.tool_class import ToolClass, load_player
+from asyncrl_cli.tasks.tool_class import Player, ToolClass
 
 MOST_IDLE = 64
 LINE_LIMIT_BYTES = 16 * 2**20
@@ -284,7 +284,7 @@ def environment_processes(tool_class: ToolClass, import_limit_s: float) -> Proce
     """Of a user's environment class: it is imported once, for episodes start all the time."""
     return Processes(
         name="environment",
-        load=load_player,
+        load=Player,
         arguments=(tool_class,),
         start_limit_s=import_limit_s,
         is_loaded_once=True,

@@ -28,7 +28,7 @@ from asyncrl_cli.base.child_process import send
 from asyncrl_cli.base.errors import ExecutorFailed
 from asyncrl_cli.contracts.item import Item
 from asyncrl_cli.contracts.reward_spec import Reward, RewardSpec
-from asyncrl_cli.sandbox.child_rewards import IDLE, RunningMark, load_rewards
+from asyncrl_cli.sandbox.child_rewards import IDLE, RewardServer, RunningMark
 from asyncrl_cli.sandbox.parent_processes import Process, ProcessEnded, Processes, UnreadableAnswer
 
 START_TIMEOUT_S = 60.0
@@ -93,7 +93,7 @@ class RewardPool:
         self.backlog = asyncio.PriorityQueue[PendingReward]()
         self.processes = Processes(
             name="reward",
-            load=load_rewards,
+            load=RewardServer,
             arguments=(spec, timeout_s),
             start_limit_s=max(START_TIMEOUT_S, timeout_s),  # an import may take as long as a reward
             python=spec.python,
@@ -282,23 +282,17 @@ class RewardProcess:
                 if not how:
                     self.pool.processes.kill(self.process)
                     how = await self.process.how_it_ended(END_TIMEOUT_S) or "it does not end"
-            finally:
-                self._return_unanswered(culprit, how)
+            finally:  # what hung or killed too many processes fails; the rest may be computed in another one
+                for wanted in self._asked.values():
+                    wanted.num_deaths += wanted.number == culprit
+                    most_deaths = MAX_DEATHS_OF_REWARD if self.pool.scores_again else 1
+                    if self._killed_for and culprit in (wanted.number, IDLE):
+                        wanted.end(self._killed_for)
+                    elif wanted.num_deaths >= most_deaths:
+                        wanted.end(RewardFailed(f"the reward process died ({how}) while scoring", "died"))
+                    elif self.pool.scores_again:
+                        self.pool.backlog.put_nowait(wanted)
+                    else:
+                        why = f"the process that it shared with other rewards ended ({how})"
+                        wanted.end(RewardFailed(why, "lost"))
         return how if culprit == IDLE and not (self._killed_for or self._num_results) else ""
-
-    def _return_unanswered(self, culprit: int, how: str) -> None:
-        """Rewards that hung or killed too many processes fail; the others go back to the backlog, if they may
-        be computed again."""
-        for wanted in self._asked.values():
-            wanted.num_deaths += wanted.number == culprit
-            if self._killed_for and culprit in (wanted.number, IDLE):
-                wanted.end(self._killed_for)
-            elif wanted.num_deaths == MAX_DEATHS_OF_REWARD or (
-                wanted.num_deaths and not self.pool.scores_again
-            ):
-                wanted.end(RewardFailed(f"the reward process died ({how}) while scoring", "died"))
-            elif not self.pool.scores_again:
-                why = f"the process that it shared with other rewards ended ({how})"
-                wanted.end(RewardFailed(why, "lost"))
-            else:
-                self.pool.backlog.put_nowait(wanted)

@@ -16,12 +16,13 @@ model is told.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import os
 import random
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
@@ -77,22 +78,14 @@ class TooLong(Exception):
     pass
 
 
-def load_player(tool_class: ToolClass) -> Player:
-    """Import the class and its reward functions. Raises any error of that."""
-    codes = {part.name: (part.weight, code) for part in tool_class.rewards for code in part.spec.functions}
-    rewards = {name: (weight, code.load()) for name, (weight, code) in codes.items()}
-    return Player(tool_class.code.load(), rewards)
-
-
 class Player:
     places = 1
 
-    def __init__(
-        self, make: Callable[[], Any], rewards: Mapping[str, tuple[float, Callable[..., Any]]]
-    ) -> None:
-        """`rewards`: functions in TRL's signature by name, each with its weight."""
-        self._make = make
-        self._rewards = rewards
+    def __init__(self, tool_class: ToolClass) -> None:
+        """Imports the class and its reward functions. Raises any error of that."""
+        parts = [(part, code) for part in tool_class.rewards for code in part.spec.functions]
+        self._rewards = {part.name: (part.weight, code.load()) for part, code in parts}
+        self._make = tool_class.code.load()
         self._environment: Any = None
         self._runner: Any = None
 
@@ -118,8 +111,8 @@ class Player:
 
     def calls(self, calls: Sequence[tuple[str, Any]]) -> Any:
         for name, arguments in calls:
-            told = self._call(name, arguments)
-            yield {**told, "done": bool(getattr(self._environment, "done", False))}
+            result = self._call(name, arguments)
+            yield {**result, "done": bool(getattr(self._environment, "done", False))}
 
     def _call(self, name: str, arguments: Any) -> Line:
         """The text for the model, and whether the call failed: the tool's result, or the error that it
@@ -166,14 +159,16 @@ class Player:
         """Drop the environment. `clean`: nothing that it started still runs, so the process can serve another
         one."""
         self._environment = None
-        return [{"clean": threading.active_count() == 1 and not self._has_tasks() and not _has_children()}]
+        has_tasks = has_children = False
+        if self._runner is not None:
+            import asyncio
 
-    def _has_tasks(self) -> bool:
-        if self._runner is None:
-            return False
-        import asyncio
-
-        return bool(asyncio.all_tasks(self._runner.get_loop()))
+            has_tasks = bool(asyncio.all_tasks(self._runner.get_loop()))
+        with contextlib.suppress(ChildProcessError):  # there are none
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+            has_children = True
+        return [{"clean": threading.active_count() == 1 and not has_tasks and not has_children}]
 
     def _value(self, result: Any) -> Any:
         """The result, awaited if it is awaitable, on an event loop that lasts as long as the process."""
@@ -187,15 +182,6 @@ class Player:
             return await result
 
         return self._runner.run(awaited())
-
-
-def _has_children() -> bool:
-    try:
-        while os.waitpid(-1, os.WNOHANG)[0]:
-            pass
-    except ChildProcessError:
-        return False
-    return True
 
 
 def _bounded(text: str) -> str:
