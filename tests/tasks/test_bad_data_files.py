@@ -58,14 +58,9 @@ def row(**columns: Any) -> bytes:
 
 JSONL = {
     "empty file": (b"", "holds no rows"),
-    "only newlines": (b"\n\n\n", "holds no rows"),
     "half of a surrogate pair in the prompt": (
         GOOD + b'{"prompt": "a\\ud800", "answer": "1"}',
         ":2: .*the lone surrogate U\\+D800 at 1",
-    ),
-    "half of a surrogate pair in the answer": (
-        GOOD + b'{"prompt": "a", "answer": "\\udfff"}',
-        ":2: .*the lone surrogate U\\+DFFF",
     ),
     "a surrogate written as bytes": (
         GOOD + b'{"prompt": "\xed\xa0\x80", "answer": "1"}',
@@ -83,17 +78,9 @@ JSONL = {
         GOOD + b'{"prompt": "a", "answer": NaN}',
         ":2: not JSON: NaN is not a JSON number, write null",
     ),
-    "-Infinity in another column": (
-        GOOD + b'{"prompt": "a", "answer": "1", "x": -Infinity}',
-        ":2: not JSON: -Infinity",
-    ),
     "lists nested 100,000 deep": (
         GOOD + row(x=0).replace(b"0", b"[" * 100_000 + b"]" * 100_000),
         ":2: nested more than 64 deep.*as text",
-    ),
-    "lists nested 100 deep": (
-        GOOD + row(x=0).replace(b"0", b"[" * 100 + b"]" * 100),
-        ":2: nested more than 64 deep",
     ),
     "objects nested 100 deep": (
         GOOD + row(x=0).replace(b"0", b'{"a":' * 100 + b"0" + b"}" * 100),
@@ -104,7 +91,6 @@ JSONL = {
         GOOD + b'{"prompt": "' + b"x" * 20_000_000 + b'"}\n',
         "line 2 has more than 16,777,216 bytes",
     ),
-    "20 MB without a newline": (b"x" * 20_000_000, "line 1 has more than"),
     "a key that is there twice": (
         GOOD + b'{"prompt": "a", "answer": "1", "prompt": "b"}',
         ':2: not JSON: the key "prompt" appears twice',
@@ -119,8 +105,6 @@ JSONL = {
         ":2: not JSON: Invalid control character at column 14",
     ),
     "UTF-16 with its mark": ('{"prompt": "a"}'.encode("utf-16"), ":1: not UTF-8 text \\(byte 0\\)"),
-    "UTF-16 without": ('{"prompt": "a"}'.encode("utf-16-le"), ":1: not JSON"),
-    "UTF-32": ('{"prompt": "a"}'.encode("utf-32"), ":1: not UTF-8 text"),
     "Latin-1": (
         GOOD + '{"prompt": "é", "answer": "1"}'.encode("latin-1"),
         ":2: not UTF-8 text \\(byte 12\\)",
@@ -133,15 +117,12 @@ JSONL = {
         b"[" + GOOD.strip() + b"," + GOOD.strip() + b"]",
         ":1: not a JSON object but list",
     ),
-    "two objects in a line": (GOOD.strip() + GOOD, ":1: not JSON: Extra data"),
     "a pretty-printed object": (
         json.dumps({"prompt": "a", "answer": "1"}, indent=2).encode(),
         ":1: not JSON",
     ),
     "a bare null": (GOOD + b"null\n", ":2: not a JSON object but NoneType"),
-    "a bare number": (b"1\n", ":1: not a JSON object but int"),
     "CSV": (b"prompt,answer\n1+1=,2\n", ":1: not JSON"),
-    "gzip": (b"\x1f\x8b\x08\x00\x00\x00\x00\x00\x00\x03", ":1: not UTF-8 text"),
     "an empty object": (b"{}\n", ':1: no column "prompt"; it has: none'),
     "10,000 other columns": (
         json.dumps({f"c{i}": i for i in range(10_000)}).encode(),
@@ -157,7 +138,6 @@ JSONL = {
         "neither text nor a list of messages but dict",
     ),
     "no messages": (row(prompt=[]), ':1: column "prompt" holds no messages'),
-    "texts as messages": (row(prompt=["x"]), r":1: prompt\[0\] is not a message \(.*; it has: str"),
     "messages by other names": (
         row(prompt=[{"from": "user", "value": "x"}]),
         r":1: prompt\[0\] is not a message .*: from, value",

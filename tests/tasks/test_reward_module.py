@@ -27,7 +27,6 @@ GOOD = "def score(item, response):\n    return 1.0\n"
 LIMIT_S = 60.0
 """The modules that hang would take ten minutes."""
 MODULES = {
-    "hangs": ("import time; time.sleep(600)", "its module was not imported within 1 s"),
     "hangs beside a process of its own": (
         "import os, time\nos.fork()\ntime.sleep(600)",
         "not imported within 1 s",
@@ -39,38 +38,29 @@ MODULES = {
     ),
     "reads stdin": ("input()", "EOFError"),
     "raises": ("1 / 0", r"ZeroDivisionError: division by zero \(bad.py:1\)"),
-    "raises a group": ("raise ExceptionGroup('several', [ValueError('x')])", "ExceptionGroup: several"),
     "raises what no except catches": ("raise KeyboardInterrupt", "ended with .*KeyboardInterrupt|SIGINT"),
     "raises without end": ("def f(): f()\nf()", "RecursionError"),
     "raises with 1 MB of words": ("raise ValueError('x' * 1_000_000)", "ValueError: xxx"),
     "raises with half a surrogate pair": ("raise ValueError('\\ud800')", "ValueError"),
     "exits": ("import sys; sys.exit(3)", "SystemExit: 3"),
-    "exits well": ("import sys; sys.exit(0)", "SystemExit: 0"),
     "exits at once": ("import os; os._exit(0)", "its process ended with exit code 0"),
     "is killed": ("import os; os.kill(os.getpid(), 9)", "its process ended with SIGKILL"),
     "crashes": ("import ctypes; ctypes.string_at(0)", "its process ended with SIGSEGV"),
     "closes all files": ("import os; os.closerange(0, 64)", "its process ended with exit code"),
     "is no Python": ("def score(:", "SyntaxError"),
     "is not UTF-8": ("x = '\udcff'", "SyntaxError"),
-    "holds a NUL": ("x = 1\0", "SyntaxError|ValueError"),
     "imports what is not there": (
         "import nothing_of_this_name",
         "ModuleNotFoundError: No module named 'nothing_of_this_name'",
     ),
     "is empty": ("", "AttributeError: module 'bad' has no attribute 'score'"),
     "has a number": ("score = 3", "score is not a function but int"),
-    "has None": ("score = None", "score is not a function but NoneType"),
-    "has a module": ("import json as score", "score is not a function but module"),
     "has a coroutine": ("async def f(): ...\nscore = f()", "score is not a function but coroutine"),
     "has a class": (
         "class score:\n    def __init__(self, item, response): ...",
         "score is a class; name a function, or an instance",
     ),
     "has an instance that cannot be called": ("class C: ...\nscore = C()", "score is not a function but C"),
-    "has an async generator": (
-        "async def score(item, response):\n    yield 1.0",
-        "score yields values; a reward returns one number",
-    ),
     "has a generator": ("def score(item, response):\n    yield 1.0", "score yields values"),
     "has an instance that yields": (
         "class C:\n    async def __call__(self, item, response):\n        yield 1.0\nscore = C()",
@@ -78,8 +68,6 @@ MODULES = {
     ),
     "takes nothing": ("def score(): return 1.0", r"score\(\) cannot be called with \(item, response\)"),
     "takes one": ("def score(item): return 1.0", "cannot be called with"),
-    "takes three": ("def score(item, response, more): return 1.0", "cannot be called with"),
-    "takes only names": ("def score(*, item, response): return 1.0", "cannot be called with"),
     "asks for ids of TRL": ("def score(completions, completion_ids, **kw): ...", "asks for completion_ids"),
     "asks for a name": ("def score(item, response, *, key): return 1.0", "cannot be called with"),
 }
@@ -151,12 +139,10 @@ GOOD_MODULES = {
     "an instance": "class C:\n    def __call__(self, item, response): return 1.0\nscore = C()",
     "a method": "class C:\n    def f(self, item, response): return 1.0\nscore = C().f",
     "a partial": "import functools\ndef f(x, item, response): return 1.0\nscore = functools.partial(f, 1)",
-    "a lambda": "score = lambda *args: 1.0",
     "further arguments": "def score(item, response, scale=1.0, **others): return scale",
     "a thread that never ends": "import threading, time\nthreading.Thread(target=time.sleep, "
     "args=(600,)).start()\n" + GOOD,
     "a process that never ends": "import os, time\nif os.fork() == 0:\n    time.sleep(600)\n" + GOOD,
-    "a program that never ends": "import subprocess\nsubprocess.Popen(['sleep', '600'])\n" + GOOD,
     "2 MB of words": "print('x' * 2_000_000)\n" + GOOD,
 }
 
@@ -281,22 +267,13 @@ def test_each_of_several_rewards_is_resumed_from_where_the_run_began(began, monk
         task_of(began, rewards, resumed=True)
 
 
-@pytest.mark.parametrize(
-    ("reward", "file"),
-    [
-        ("mine:score", "mine.py"),
-        ("package:score", "package/__init__.py"),
-        ("package.inner:score", "package/inner.py"),
-    ],
-)
-def test_a_module_that_is_gone_is_refused_and_no_other_is_imported(began, monkeypatch, reward, file):
-    task_of(began, reward, resumed=False)
-    (began.parent / "home" / file).unlink()
+def test_a_module_that_is_gone_is_refused_and_no_other_is_imported(began, monkeypatch):
+    task_of(began, "package.inner:score", resumed=False)
+    (began.parent / "home" / "package" / "inner.py").unlink()
     monkeypatch.chdir(began.parent / "elsewhere")
-    with pytest.raises(
-        RefusedError, match=f"the run's reward module .*{file} cannot be read: no such file"
-    ) as refused:
-        task_of(began, reward, resumed=True)
+    gone = "the run's reward module .*package/inner.py cannot be read: no such file"
+    with pytest.raises(RefusedError, match=gone) as refused:
+        task_of(began, "package.inner:score", resumed=True)
     assert "imported only from there" in refused.value.hint
     assert not (began.parent / "executed").exists()
 
