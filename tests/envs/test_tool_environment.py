@@ -99,6 +99,23 @@ def playing(
         assert not left_of(started)
 
 
+def given_processes(test: Callable[[Processes], Awaitable[None]]) -> Callable[[], None]:
+    """Runs the test on an event loop, with processes of the faulty environment."""
+
+    async def main() -> None:
+        processes = environment_processes(FAULTY, import_limit_s=IMPORT_LIMIT_S)
+        try:
+            await test(processes)
+        finally:
+            await processes.close()
+
+    return lambda: asyncio.run(main())
+
+
+def environment_of(processes: Processes) -> ToolEnvironment:
+    return ToolEnvironment(processes, FAULTY, None, CallLog(None), LIMIT_S)
+
+
 def started_by(processes: Processes) -> set[psutil.Process]:
     """The host and its descendants, as far as they have not ended."""
     return families([] if processes.host is None else [processes.host.pid])
@@ -277,102 +294,78 @@ def test_tools_that_print_wait_for_nobody_when_standard_error_is_gone(
     assert turn.messages[0]["content"] == "printed"
 
 
-def test_an_abort_in_the_middle_of_a_call_kills_the_process() -> None:
-    async def main() -> None:
-        processes = environment_processes(FAULTY, import_limit_s=IMPORT_LIMIT_S)
-        environment = ToolEnvironment(processes, FAULTY, None, CallLog(None), 60.0)
-        await environment.start(make_item("hello", None, {}))
-        (process,) = psutil.Process(processes.host.pid).children()
-        step = asyncio.ensure_future(environment.step(misbehaving("hang")))
-        await asyncio.sleep(0.1)
-        step.cancel()
-        await asyncio.wait({step})
-        await environment.close()
-        assert not await asyncio.to_thread(left_of, [process])
-        await processes.close()
-
-    asyncio.run(main())
+@given_processes
+async def test_an_abort_in_the_middle_of_a_call_kills_the_process(processes: Processes) -> None:
+    environment = environment_of(processes)
+    await environment.start(make_item("hello", None, {}))
+    (process,) = psutil.Process(processes.host.pid).children()
+    step = asyncio.ensure_future(environment.step(misbehaving("hang")))
+    await asyncio.sleep(0.1)
+    step.cancel()
+    await asyncio.wait({step})
+    await environment.close()
+    assert not await asyncio.to_thread(left_of, [process])
 
 
-def test_processes_come_and_go_also_while_the_hosts_socket_is_full() -> None:
-    async def main() -> None:
-        processes = environment_processes(FAULTY, import_limit_s=IMPORT_LIMIT_S)
-        await processes.start()
-        assert processes.control is not None
-        processes.control.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)  # room for a few commands
-        taken = await asyncio.gather(*(processes.take() for _ in range(12)))
-        alive = [psutil.Process(process.pid) for process in taken]
-        for process in taken:
-            processes.kill(process)
-        assert not await asyncio.to_thread(left_of, alive)
-        await processes.close()
-
-    asyncio.run(main())
+@given_processes
+async def test_processes_come_and_go_also_while_the_hosts_socket_is_full(processes: Processes) -> None:
+    await processes.start()
+    assert processes.control is not None
+    processes.control.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)  # room for a few commands
+    taken = await asyncio.gather(*(processes.take() for _ in range(12)))
+    alive = [psutil.Process(process.pid) for process in taken]
+    for process in taken:
+        processes.kill(process)
+    assert not await asyncio.to_thread(left_of, alive)
 
 
-def test_an_abort_while_a_process_starts_leaves_none() -> None:
-    async def main() -> None:
-        processes = environment_processes(FAULTY, import_limit_s=IMPORT_LIMIT_S)
-        await processes.start()
-        take = asyncio.ensure_future(processes.take())
-        while not (started := psutil.Process(processes.host.pid).children()):  # noqa: ASYNC110
-            await asyncio.sleep(0)
-        take.cancel()
-        await asyncio.wait({take})
-        assert take.cancelled()
-        assert not await asyncio.to_thread(left_of, started)
-        await processes.close()
-
-    asyncio.run(main())
+@given_processes
+async def test_an_abort_while_a_process_starts_leaves_none(processes: Processes) -> None:
+    await processes.start()
+    take = asyncio.ensure_future(processes.take())
+    while not (started := psutil.Process(processes.host.pid).children()):  # noqa: ASYNC110
+        await asyncio.sleep(0)
+    take.cancel()
+    await asyncio.wait({take})
+    assert take.cancelled()
+    assert not await asyncio.to_thread(left_of, started)
 
 
-def test_an_abort_while_the_class_is_imported_leaves_nothing_to_wait_for() -> None:
-    async def main() -> None:
-        processes = environment_processes(FAULTY, import_limit_s=IMPORT_LIMIT_S)
-        start = asyncio.ensure_future(processes.start())
-        while processes.host is None:  # noqa: ASYNC110
-            await asyncio.sleep(0)
-        start.cancel()
-        await asyncio.wait({start})
-        async with asyncio.timeout(30):
-            assert await processes.host.wait() == -signal.SIGKILL, "before anybody closes"
-        await processes.close()
-
-    asyncio.run(main())
+@given_processes
+async def test_an_abort_while_the_class_is_imported_leaves_nothing_to_wait_for(processes: Processes) -> None:
+    start = asyncio.ensure_future(processes.start())
+    while processes.host is None:  # noqa: ASYNC110
+        await asyncio.sleep(0)
+    start.cancel()
+    await asyncio.wait({start})
+    async with asyncio.timeout(30):
+        assert await processes.host.wait() == -signal.SIGKILL, "before anybody closes"
 
 
-def test_what_a_process_that_died_had_started_ends_with_it() -> None:
-    async def main() -> None:
-        processes = environment_processes(FAULTY, import_limit_s=IMPORT_LIMIT_S)
-        environment = ToolEnvironment(processes, FAULTY, None, CallLog(None), LIMIT_S)
-        await environment.start(make_item("hello", None, {}))
-        with pytest.raises(EpisodeFailed, match="exit code 4"):
-            await environment.step(misbehaving("fork_and_exit"))
-        started = started_by(processes) - {psutil.Process(processes.host.pid)}
-        assert not await asyncio.to_thread(left_of, started)
-        await environment.close()
-        await processes.close()
-
-    asyncio.run(main())
+@given_processes
+async def test_what_a_process_that_died_had_started_ends_with_it(processes: Processes) -> None:
+    environment = environment_of(processes)
+    await environment.start(make_item("hello", None, {}))
+    with pytest.raises(EpisodeFailed, match="exit code 4"):
+        await environment.step(misbehaving("fork_and_exit"))
+    started = started_by(processes) - {psutil.Process(processes.host.pid)}
+    assert not await asyncio.to_thread(left_of, started)
+    await environment.close()
 
 
-def test_a_host_that_dies_fails_what_runs_and_another_takes_its_place() -> None:
-    async def main() -> None:
-        processes = environment_processes(FAULTY, import_limit_s=IMPORT_LIMIT_S)
-        environment = ToolEnvironment(processes, FAULTY, None, CallLog(None), LIMIT_S)
-        await environment.start(make_item("hello", None, {}))
-        assert processes.host is not None
-        processes.host.send_signal(signal.SIGKILL)
-        with pytest.raises(EpisodeFailed, match="SIGKILL") as failed:
-            await environment.step(misbehaving("hang"))
-        assert failed.value.kind == "tool-died"
-        await environment.close()
-        again = ToolEnvironment(processes, FAULTY, None, CallLog(None), LIMIT_S)
-        await again.start(make_item("hello", None, {}))
-        await again.close()
-        await processes.close()
-
-    asyncio.run(main())
+@given_processes
+async def test_a_host_that_dies_fails_what_runs_and_another_takes_its_place(processes: Processes) -> None:
+    environment = environment_of(processes)
+    await environment.start(make_item("hello", None, {}))
+    assert processes.host is not None
+    processes.host.send_signal(signal.SIGKILL)
+    with pytest.raises(EpisodeFailed, match="SIGKILL") as failed:
+        await environment.step(misbehaving("hang"))
+    assert failed.value.kind == "tool-died"
+    await environment.close()
+    again = environment_of(processes)
+    await again.start(make_item("hello", None, {}))
+    await again.close()
 
 
 def test_a_class_that_cannot_be_imported_is_told() -> None:
