@@ -52,7 +52,7 @@ class ChildTimedOut(ChildFailed):
     pass
 
 
-def command(function: Callable[..., Any], python: str = "", name: str = "") -> list[str]:
+def command(function: Callable[..., object], python: str = "", name: str = "") -> list[str]:
     """The command line of a child. It ends with the function's module, and a name, only to show them in `ps`.
 
     `python`: another Python, 3.11 or newer, that needs neither our package nor its dependencies. Only our
@@ -128,7 +128,7 @@ def call_once(
 
 
 def _answer_once(
-    requests: BinaryIO, results: BinaryIO, function: Callable[..., Any], arguments: tuple[Any, ...]
+    requests: BinaryIO, results: BinaryIO, function: Callable[..., object], arguments: tuple[object, ...]
 ) -> None:
     try:
         answer = function(*arguments)
@@ -148,7 +148,7 @@ def pickles(requests: BinaryIO) -> Iterator[Any]:
             return
 
 
-def write_line(results: BinaryIO, answer: Any) -> None:
+def write_line(results: BinaryIO, answer: object) -> None:
     """Send the parent a line of JSON."""
     results.write(json.dumps(answer).encode() + b"\n")
     results.flush()

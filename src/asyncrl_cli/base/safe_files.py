@@ -98,7 +98,7 @@ def parse_json(content: bytes | str, kind: type[T]) -> T:
     return value
 
 
-def nesting(value: Any) -> int:
+def nesting(value: object) -> int:
     """The nesting depth of a JSON value. A number or text has depth 1."""
     depth, level = 0, [value]
     while level:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from random import Random
-from typing import Any
 
 from pydantic import ValidationError
 
@@ -37,7 +36,7 @@ def environment_of(task: TaskSection) -> str:
     return BUILTIN[name].environment if kind == "builtin" and name in BUILTIN else "one-turn"
 
 
-def builtin_task(name: str, params: Mapping[str, Any]) -> Builtin:
+def builtin_task(name: str, params: Mapping[str, object]) -> Builtin:
     """The builtin task of this name. Raises ConfigError if there is none, or if `params` are wrong."""
     if name not in BUILTIN:
         known = did_you_mean(name, BUILTIN, f"builtin tasks: {', '.join(BUILTIN)}")

@@ -13,15 +13,15 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from random import Random
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, ClassVar
 
 from pydantic import Field, model_validator
 
+from asyncrl_cli.contracts.environment import Message
 from asyncrl_cli.contracts.item import Item, make_item
 from asyncrl_cli.contracts.reward_spec import Adapter
 from asyncrl_cli.profile.fields import Section
 
-Message = Mapping[str, Any]
 Step = tuple[str, int]
 """One operation, such as `83*65`, and its value."""
 SIGNS: Mapping[str, Callable[[int, int], int]] = {"+": int.__add__, "-": int.__sub__, "*": int.__mul__}

@@ -33,7 +33,7 @@ class NumberSortingFormat:
     lists.
     """
 
-    default_params: Mapping[str, Any] = {
+    default_params: Mapping[str, int] = {
         "min_numbers": 2,
         "max_numbers": 5,
         "min_decimals": 0,

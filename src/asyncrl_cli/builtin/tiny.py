@@ -18,12 +18,14 @@ tokens of a conversation only grow.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from random import Random
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from asyncrl_cli.base.errors import ConfigError
+from asyncrl_cli.contracts.environment import Message
+from asyncrl_cli.contracts.item import Item
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
@@ -38,12 +40,12 @@ SPECIAL_TOKENS = (PAD, EOS, UNKNOWN)
 MAX_POSITIONS = 2048
 IGNORED = -100
 """Label of a token that is not part of the loss."""
-Response = str | Sequence[Mapping[str, Any]]
+Response = str | Sequence[Message]
 """The response to a prompt as text, or a whole conversation, including the prompt, as chat messages."""
-Demonstrate = Callable[[Mapping[str, Any], Random], Response]
+Demonstrate = Callable[[Item, Random], Response]
 Demonstration = Demonstrate | None
 
-TINY: dict[str, Any] = {
+TINY: dict[str, object] = {
     "hidden_size": 128,
     "intermediate_size": 384,
     "num_hidden_layers": 3,
@@ -82,7 +84,7 @@ def tiny_tokenizer(
     )
 
 
-def tiny_sizes(vocab_size: int) -> dict[str, Any]:
+def tiny_sizes(vocab_size: int) -> dict[str, object]:
     """Arguments of builtin:tiny's Qwen3Config; `vocab_size` is rounded up to a multiple of 64."""
     return {
         "vocab_size": -(-vocab_size // 64) * 64,
@@ -120,9 +122,9 @@ class Course(Protocol):
     @property
     def name(self) -> str: ...
     @property
-    def train(self) -> Sequence[Mapping[str, Any]]: ...
+    def train(self) -> Sequence[Item]: ...
     @property
-    def eval(self) -> Sequence[Mapping[str, Any]]: ...
+    def eval(self) -> Sequence[Item]: ...
     @property
     def demonstration(self) -> Demonstration: ...
     @property
@@ -202,10 +204,6 @@ def characters_of(task: Course, lessons: Sequence[Lesson]) -> list[str]:
     return sorted(set().union(*texts))
 
 
-Message = Mapping[str, Any]
-"""A chat message in the form that templates expect: `role`, `content`, and `tool_calls` with arguments by
-name."""
-
 USER, MODEL, CALL, RESULT = "<user>", "<model>", "<call>", "<result>"
 CHAT_TOKENS = (*SPECIAL_TOKENS, USER, MODEL, CALL, RESULT)
 CHARACTERS = "\n" + "".join(map(chr, range(32, 127)))
@@ -234,7 +232,7 @@ CHAT_TEMPLATE = """
 {%- endif -%}
 """
 
-RESPONSE_TEMPLATE: dict[str, Any] = {
+RESPONSE_TEMPLATE: dict[str, object] = {
     "start_anchor": MODEL,
     "defaults": {"role": "assistant"},
     "fields": {

@@ -23,7 +23,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import BinaryIO, Protocol
 
 from asyncrl_cli.base.child_process import PR_SET_PDEATHSIG, kill_group, write_line
 from asyncrl_cli.contracts.user_code import describe
@@ -47,7 +47,7 @@ def run(
     requests: BinaryIO,
     results: BinaryIO,
     load: Callable[..., Server],
-    arguments: tuple[Any, ...],
+    arguments: tuple[object, ...],
     is_loaded_once: bool,
 ) -> None:
     """The host's role, and after a fork that of the new process. Standard input is the parent's socket."""
@@ -170,7 +170,7 @@ def _descendants(pid: int) -> Iterator[int]:
                 yield from _descendants(child)
 
 
-def _tell(control: socket.socket, line: dict[str, Any]) -> None:
+def _tell(control: socket.socket, line: dict[str, object]) -> None:
     # the parent is gone: the next read finds out
     with contextlib.suppress(BrokenPipeError, ConnectionResetError):
         control.sendall(json.dumps(line).encode() + b"\n")

@@ -96,7 +96,7 @@ class RewardServer:
         """Run all async rewards concurrently. The pool never has more than MAX_AWAITING running."""
         import asyncio
 
-        loop, arrived = asyncio.get_running_loop(), asyncio.Queue[tuple[int, Item | None, Any] | None]()
+        loop, arrived = asyncio.get_running_loop(), asyncio.Queue[tuple[int, Item | None, object] | None]()
 
         def read() -> None:
             for request in chain(pickles(requests), [None]):

@@ -22,7 +22,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import Any
 
 from asyncrl_cli.base.child_process import send
 from asyncrl_cli.base.errors import ExecutorFailed
@@ -119,12 +118,12 @@ class RewardPool:
         if self._broken:
             raise ExecutorFailed(f"rewards cannot start: {self._broken}")
 
-    async def score(self, item: Item, response_text: Any) -> Reward:
+    async def score(self, item: Item, response: object) -> Reward:
         """The reward of a response. Raises RewardFailed if there is none."""
         self._begin()
         number = next(self._numbers)
         try:
-            request = pickle.dumps((number, item, response_text), protocol=5)
+            request = pickle.dumps((number, item, response), protocol=5)
         except (pickle.PicklingError, TypeError, AttributeError) as error:
             raise RewardFailed(f"the item cannot be sent to the reward process: {error}") from error
         wanted = PendingReward(number, request, asyncio.get_running_loop().create_future())

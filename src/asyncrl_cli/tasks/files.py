@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 import shlex
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
@@ -18,7 +18,7 @@ from asyncrl_cli.base.errors import ConfigError, first_line
 from asyncrl_cli.base.paths import missing_hint
 from asyncrl_cli.base.safe_files import MAX_NESTING, UnsafeFile, nesting, open_regular, read_lines, reason
 from asyncrl_cli.contracts.item import Item, make_item, prompt_key
-from asyncrl_cli.tasks.rows import prompt_and_answer
+from asyncrl_cli.tasks.rows import Row, prompt_and_answer
 
 UTF8_SIGNATURE = b"\xef\xbb\xbf"
 ROWS_PER_BATCH = 1024
@@ -96,7 +96,7 @@ def _readable(path: Path, key: str) -> Iterator[None]:
         raise ConfigError(f"{key}: {path!s:.300} cannot be read: {reason(error)}", hint=hint) from error
 
 
-def _jsonl_rows(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def _jsonl_rows(path: Path) -> Iterator[tuple[str, Row]]:
     """(`path:line`, columns) of each row."""
     empty_at = ""
     for number, line in enumerate(read_lines(path), start=1):
@@ -110,7 +110,7 @@ def _jsonl_rows(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
         yield place, _json_object(line, place)
 
 
-def _json_object(line: bytes, place: str) -> Mapping[str, Any]:
+def _json_object(line: bytes, place: str) -> Row:
     """Strict JSON: no NaN and no duplicate keys (readers disagree on both), and no nesting that is too deep
     to be pickled."""
 
@@ -137,7 +137,7 @@ def _json_object(line: bytes, place: str) -> Mapping[str, Any]:
     return row
 
 
-def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _distinct(pairs: list[tuple[str, object]]) -> dict[str, object]:
     found = dict(pairs)
     if len(found) < len(pairs):
         (twice, _), *_ = Counter(key for key, _ in pairs).most_common(1)
@@ -149,7 +149,7 @@ def _too_deep(place: str) -> ConfigError:
     return ConfigError(f"{place}: nested more than {MAX_NESTING} deep", hint="write the inner value as text")
 
 
-def _parquet_rows(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def _parquet_rows(path: Path) -> Iterator[tuple[str, Row]]:
     """(`path:row`, columns) of each row. Times are cut to Python's microseconds. Raises ConfigError for
     unreadable values."""
     with _opened(path) as parquet:

@@ -15,7 +15,7 @@ import json
 import random
 from collections.abc import Iterator, Mapping
 from itertools import count
-from typing import Any, Protocol, get_type_hints
+from typing import Protocol, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -59,7 +59,7 @@ def make_dataset(name: str, params: Mapping[str, object], *, seed: int, size: in
         raise _refused_params(name, params, error) from error
 
 
-def _checked_param(name: str, kinds: Mapping[str, Any], key: str, value: object) -> object:
+def _checked_param(name: str, kinds: Mapping[str, type], key: str, value: object) -> object:
     if key in SET_ELSEWHERE:
         raise ConfigError(f"task.params.{key} cannot be set", hint=f"{SET_ELSEWHERE[key]} sets it")
     if key not in kinds:

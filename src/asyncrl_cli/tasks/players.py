@@ -16,7 +16,7 @@ import importlib.util
 import inspect
 import json
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from itertools import islice
@@ -26,6 +26,7 @@ from asyncrl_cli.base.child_process import ChildFailed
 from asyncrl_cli.base.errors import ConfigError
 from asyncrl_cli.contracts.item import Item
 from asyncrl_cli.contracts.user_code import UserCode, describe
+from asyncrl_cli.tasks.rows import Row
 
 REWARD_TIMEOUT_S = 5.0
 
@@ -92,7 +93,6 @@ async def opened(access: Access) -> AsyncIterator[Any]:
         yield client
 
 
-Row = Mapping[str, Any]
 INSTALL = (
     "pip install 'asyncrl-cli[verifiers]' and the environment's package; or, as verifiers pins many "
     "packages, into a virtual "
@@ -100,7 +100,7 @@ INSTALL = (
 )
 
 
-def load_environment(name: str, params: Mapping[str, Any]) -> Any:
+def load_environment(name: str, params: Mapping[str, object]) -> Any:
     """Load the environment. Raises ConfigError if this Python cannot load it, and any error of the
     environment's own package."""
     source = f'task.source = "verifiers:{name}"'
@@ -124,7 +124,7 @@ def load_environment(name: str, params: Mapping[str, Any]) -> Any:
 
 
 def read_rows(
-    name: str, params: Mapping[str, Any], most_train: int | None, most_eval: int
+    name: str, params: Mapping[str, object], most_train: int | None, most_eval: int
 ) -> tuple[list[Row], list[Row] | None]:
     """The first rows of the environment's datasets for training and eval, as JSON values; None if it has none
     for eval. Raises ConfigError, or ChildFailed with the error of its package."""
@@ -140,11 +140,11 @@ def read_rows(
         raise ChildFailed(describe(error)) from None
 
 
-def _plain(dataset: Any, most: int | None) -> list[Row]:
+def _plain(dataset: Iterable[object], most: int | None) -> list[Row]:
     return [json.loads(json.dumps(row, default=str)) for row in islice(dataset, most)]
 
 
-def verifiers_player(name: str, params: Mapping[str, Any]) -> Callable[[Item, Access], Awaitable[float]]:
+def verifiers_player(name: str, params: Mapping[str, object]) -> Callable[[Item, Access], Awaitable[float]]:
     """Return a function that plays an item in the environment, over an OpenAI client, and returns the
     rubric's reward."""
     environment = load_environment(name, params)

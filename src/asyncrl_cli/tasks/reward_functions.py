@@ -39,7 +39,7 @@ RewardFunction = Callable[..., Any]
 awaitable, which `checked_reward` checks."""
 
 
-def is_async(function: Callable[..., Any]) -> bool:
+def is_async(function: RewardFunction) -> bool:
     call = getattr(function, "__call__", None)  # noqa: B004
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call)
 
@@ -171,7 +171,7 @@ def _weighted_sum(spec: RewardSpec) -> RewardFunction:
     """The weighted sum. Functions that are coroutine functions are awaited one after the other."""
     functions = {part.name: (part.weight, build_reward(part.spec)) for part in spec.parts}
 
-    def summed(values: Mapping[str, Any]) -> Reward:
+    def summed(values: Mapping[str, object]) -> Reward:
         given = {
             name: checked_reward(value) for name, value in values.items() if not isinstance(value, NoReward)
         }
@@ -184,7 +184,7 @@ def _weighted_sum(spec: RewardSpec) -> RewardFunction:
         return summed({name: function(item, response) for name, (_, function) in functions.items()})
 
     async def score_awaiting(item: Item, response: str) -> Reward:
-        values = dict[str, Any]()
+        values = dict[str, object]()
         for name, (_, function) in functions.items():
             value = function(item, response)
             values[name] = await value if inspect.isawaitable(value) else value

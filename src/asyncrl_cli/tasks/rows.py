@@ -9,11 +9,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from decimal import Decimal
-from typing import Any
 
 from asyncrl_cli.base.errors import ConfigError, first_names, nearest
 from asyncrl_cli.contracts.item import ChatPrompt
 
+Row = Mapping[str, object]
 PROMPT_KEY, ANSWER_KEY = "task.prompt_key", "task.answer_key"
 KEYS = f"{PROMPT_KEY} or {ANSWER_KEY}"
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -25,7 +25,7 @@ MAX_COLUMNS_NAMED = 20
 
 
 def prompt_and_answer(
-    row: Mapping[str, Any], prompt: str, answer: str, place: str, *, needs_answer: bool
+    row: Row, prompt: str, answer: str, place: str, *, needs_answer: bool
 ) -> tuple[ChatPrompt, str | None]:
     """`prompt` and `answer` name a column, or a field in one (`column.field`). Raises a ConfigError that
     begins with `place`."""
@@ -34,7 +34,7 @@ def prompt_and_answer(
     return _prompt(row, prompt, place), _answer(row, answer, place, needs_answer)
 
 
-def _prompt(row: Mapping[str, Any], column: str, place: str) -> ChatPrompt:
+def _prompt(row: Row, column: str, place: str) -> ChatPrompt:
     value = _column(row, column, place, PROMPT_KEY)
     if isinstance(value, str):
         return _whole_text(value, column, place)
@@ -65,7 +65,7 @@ def _message(value: object, where: str, place: str) -> Mapping[str, str]:
     return {"role": role, "content": _whole_text(content, f"{where}.content", place)}
 
 
-def _answer(row: Mapping[str, Any], column: str, place: str, needs_answer: bool) -> str | None:
+def _answer(row: Row, column: str, place: str, needs_answer: bool) -> str | None:
     if not needs_answer and find(row, column) is None:
         return None
     value = _column(row, column, place, ANSWER_KEY)
@@ -116,7 +116,7 @@ def _whole_text(value: str, column: str, place: str) -> str:
     return value
 
 
-def _column(row: Mapping[str, Any], name: str, place: str, key: str) -> Any:
+def _column(row: Row, name: str, place: str, key: str) -> object:
     """The value that `find` finds. Raises a ConfigError with a suggestion if the row has no such column or
     field."""
     value = find(row, name)
@@ -129,14 +129,14 @@ def _column(row: Mapping[str, Any], name: str, place: str, key: str) -> Any:
     raise ConfigError(f'{place}: no column "{name}"; it has: {listed}', hint=hint)
 
 
-def find(row: Mapping[str, Any], name: str) -> Any:
+def find(row: Row, name: str) -> object:
     """The value of a column, or of a field at any depth in it: `column.field`. None if there is none."""
     column, _, rest = name.partition(".")
     inner = row.get(column)
     return find(inner, rest) if rest and name not in row and isinstance(inner, Mapping) else row.get(name)
 
 
-def _names(row: Mapping[str, Any]) -> Iterator[str]:
+def _names(row: Row) -> Iterator[str]:
     """Every name that `find` finds."""
     for column, value in row.items():
         yield column

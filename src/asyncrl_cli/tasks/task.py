@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from random import Random
-from typing import Any
 
 from asyncrl_cli.base.errors import ConfigError
 from asyncrl_cli.builtin.builtin_tasks import builtin_task, drawn
 from asyncrl_cli.builtin.number_sorting import WORKED
+from asyncrl_cli.builtin.tiny import Demonstration
 from asyncrl_cli.contracts.item import Item
 from asyncrl_cli.contracts.reward_spec import Adapter, RewardSpec
 from asyncrl_cli.contracts.user_code import UserCode
@@ -49,8 +49,6 @@ EXACT = (
     'task.reward = "exact-match" compares the whole response with the answer ("math-verify" judges '
     "mathematics)"
 )
-
-Demonstration = Callable[[Item, Random], str | Sequence[Mapping[str, Any]]] | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,11 +22,12 @@ import os
 import random
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
 from asyncrl_cli.base.child_process import pickles, write_line
+from asyncrl_cli.contracts.environment import Message, ToolSchema
 from asyncrl_cli.contracts.reward_spec import Reward, RewardPart, figures_of
 from asyncrl_cli.contracts.user_code import UserCode, report
 from asyncrl_cli.tasks.reward_functions import check_trl, checked_reward
@@ -46,11 +47,11 @@ class ToolClass:
     and TRL's other arguments."""
 
     code: UserCode
-    tools: tuple[Mapping[str, Any], ...] = ()
+    tools: tuple[ToolSchema, ...] = ()
     rewards: tuple[RewardPart, ...] = ()
 
 
-def inspect_class(code: UserCode) -> tuple[list[dict[str, Any]], bool]:
+def inspect_class(code: UserCode) -> tuple[list[ToolSchema], bool]:
     """The tools' schemas, and whether the class has `get_reward`. Runs in a child; raises an error if the
     class cannot be used."""
     from transformers.utils import get_json_schema
@@ -98,7 +99,7 @@ class Player:
             except (Exception, SystemExit) as error:
                 write_line(results, {"failed": report(error)})
 
-    def reset(self, seed: int, prompt: list[Any], columns: Mapping[str, Any]) -> Sequence[Line]:
+    def reset(self, seed: int, prompt: list[Message], columns: Mapping[str, object]) -> Sequence[Line]:
         random.seed(seed)
         if "numpy" in sys.modules:
             sys.modules["numpy"].random.seed(seed % 2**32)
@@ -109,7 +110,7 @@ class Player:
             raise TypeError(f"reset returned {type(observation).__name__}, not text or None")
         return [{"text": _bounded(observation or "")}]
 
-    def calls(self, calls: Sequence[tuple[str, Any]]) -> Any:
+    def calls(self, calls: Sequence[tuple[str, object]]) -> Iterator[Line]:
         for name, arguments in calls:
             result = self._call(name, arguments)
             yield {**result, "done": bool(getattr(self._environment, "done", False))}
@@ -129,8 +130,8 @@ class Player:
         except (Exception, SystemExit) as error:
             return {"text": str({"error": _bounded(str(error))}), "raised": True}
 
-    def reward(self, completion: list[Any]) -> Sequence[Line]:
-        given, facts = dict[str, Any](), dict[str, float]()
+    def reward(self, completion: list[Message]) -> Sequence[Line]:
+        given, facts = dict[str, object](), dict[str, float]()
         if hasattr(self._environment, "get_reward"):
             given[GET_REWARD] = self._value(self._environment.get_reward())
         for name, (_, function) in self._rewards.items():

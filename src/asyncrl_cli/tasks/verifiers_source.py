@@ -7,6 +7,7 @@ workers to play it.
 
 from __future__ import annotations
 
+import json
 import shutil
 import sys
 from collections.abc import Sequence
@@ -14,11 +15,11 @@ from collections.abc import Sequence
 from asyncrl_cli.base.child_process import ChildFailed, call_once
 from asyncrl_cli.base.errors import ConfigError
 from asyncrl_cli.base.paths import expand
-from asyncrl_cli.contracts.item import Item, content_text, content_uid, make_item
+from asyncrl_cli.contracts.item import Item, content_uid, make_item
 from asyncrl_cli.contracts.reward_spec import RewardSpec
 from asyncrl_cli.profile.schema import Profile
-from asyncrl_cli.tasks.players import Row, read_rows
-from asyncrl_cli.tasks.rows import prompt_and_answer
+from asyncrl_cli.tasks.players import read_rows
+from asyncrl_cli.tasks.rows import Row, prompt_and_answer
 from asyncrl_cli.tasks.splits import Splits, hold_out
 
 LOAD_LIMIT_S = 600.0
@@ -95,6 +96,6 @@ def _distinct(rows: Sequence[Row], source: str) -> list[Item]:
         prompt, answer = prompt_and_answer(row, "prompt", "answer", f"{source}:{number}", needs_answer=False)
         content = {name: value for name, value in row.items() if name != "example_id"}
         item = make_item(prompt, answer, {"row": row})
-        uid = content_uid(prompt, content_text([content]))
+        uid = content_uid(prompt, json.dumps([content]))
         items.setdefault(uid, {**item, "uid": uid})
     return list(items.values())
