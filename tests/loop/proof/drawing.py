@@ -66,11 +66,8 @@ class Scenario:
     @property
     def least_workers(self) -> int:
         """How many workers have room for a group."""
-        return (
-            -(-self.settings.profile.rollout.n // self.slots)
-            if self.settings.profile.rollout.placement == "response"
-            else 1
-        )
+        rollout = self.settings.profile.rollout
+        return -(-rollout.n // self.slots) if rollout.placement == "response" else 1
 
     def workers_of(self, leg: int) -> int:
         """A resumed run may have more workers or fewer, as long as a group finds room."""
@@ -80,9 +77,8 @@ class Scenario:
     def __str__(self) -> str:
         shown = [name for name in (field.name for field in fields(self)) if name != "settings"]
         drawn = [f"  {name} = {getattr(self, name)}" for name in shown]
-        return "\n".join(
-            [*drawn, f"  profile = {self.settings.profile.model_dump(mode='json', exclude_unset=True)}"]
-        )
+        profile = self.settings.profile.model_dump(mode="json", exclude_unset=True)
+        return "\n".join([*drawn, f"  profile = {profile}"])
 
 
 LENGTHS: Mapping[str, Callable[[random.Random], int]] = {
@@ -129,9 +125,8 @@ def draw(seed: int, *, with_turns: bool = False, with_scorer: bool = False) -> S
         resume_at=rng.random() if rng.random() < 0.3 else None,
         shuffle_seed=rng.choice((None, rng.randrange(2**31))),
     )
-    scenario = _with_filter(
-        _with_turns(_with_restarts(_with_placement(scenario), expected_s), is_certain=with_turns)
-    )
+    scenario = _with_restarts(_with_placement(scenario), expected_s)
+    scenario = _with_filter(_with_turns(scenario, is_certain=with_turns))
     return _with_limits(_with_eval_deaths(_with_scorer(scenario, expected_s, is_certain=with_scorer)))
 
 
@@ -142,23 +137,17 @@ def _with_limits(scenario: Scenario) -> Scenario:
         return scenario
     ratio, batches = rng.choice((0.02, 0.05, 0.1, 0.2, 0.4)), rng.choice((1, 1, 2, 3))
     failed = rng.choice((scenario.failed_rewards, 0.1, 0.4))
-    return replace(
-        scenario,
-        settings=changed(scenario.settings, max_failed_ratio=ratio, max_num_gen_batches=batches),
-        failed_rewards=failed,
-    )
+    settings = changed(scenario.settings, max_failed_ratio=ratio, max_num_gen_batches=batches)
+    return replace(scenario, settings=settings, failed_rewards=failed)
 
 
 def _with_eval_deaths(scenario: Scenario) -> Scenario:
     """In a quarter of the scenarios some workers die in an eval, mostly in the last one. The run may go on
     without them."""
-    rng, settings, names = (
-        random.Random(f"eval deaths {scenario.seed}"),
-        scenario.settings,
-        worker_names(scenario.num_workers),
-    )
+    rng = random.Random(f"eval deaths {scenario.seed}")
     if rng.random() < 3 / 4:
         return scenario
+    settings, names = scenario.settings, worker_names(scenario.num_workers)
     syncs, least = settings.schedule.syncs, scenario.least_workers
     if not settings.profile.placement.colocate and rng.random() < 0.8 and least < scenario.num_workers:
         settings = changed(settings, min_workers=rng.randint(least, scenario.num_workers - 1))
@@ -179,9 +168,8 @@ def _with_filter(scenario: Scenario) -> Scenario:
     """Dynamic sampling in a third of the scenarios: a half of the groups of two have equal rewards."""
     if random.Random(f"filter {scenario.seed}").random() < 2 / 3:
         return scenario
-    return replace(
-        scenario, settings=changed(scenario.settings, filter_groups=True, max_num_gen_batches=1000)
-    )
+    settings = changed(scenario.settings, filter_groups=True, max_num_gen_batches=1000)
+    return replace(scenario, settings=settings)
 
 
 def _with_turns(scenario: Scenario, *, is_certain: bool) -> Scenario:
@@ -209,26 +197,20 @@ def _with_scorer(scenario: Scenario, expected_s: float, *, is_certain: bool) -> 
     step_groups = scenario.settings.schedule.step_groups
     scorers = tuple(rng.sample((REF, PROX, REWARD), rng.choice((1, 1, 2, 3))))
     mortal = rng.choice(scorers)
-    num_faults = (
-        rng.randint(1, max(1, scenario.settings.profile.rollout.max_restarts)) if rng.random() < 0.5 else 0
-    )
+    most = max(1, scenario.settings.profile.rollout.max_restarts)
+    num_faults = rng.randint(1, most) if rng.random() < 0.5 else 0
     kinds = (FaultKind.WORKER_DIES, FaultKind.WORKER_DIES, FaultKind.WORKER_HANGS)
     faults = [
         Fault(kind=rng.choice(kinds), executor=mortal, at_s=rng.random() * expected_s)
         for _ in range(num_faults)
     ]
-    group_score_s = (
-        rng.choice((0.0, 0.5 * scenario.train_s, scenario.train_s, 2 * scenario.train_s + 0.5)) / step_groups
-    )
-    judge_s = random.Random(f"judge {scenario.seed}").choice((0.0, 0.05, 0.5))
-    with_scorers = replace(
-        scenario,
-        scorers=scorers,
-        group_score_s=group_score_s,
-        judge_s=judge_s,
-        faults=(*scenario.faults, *faults),
-    )
-    return _with_critic(with_scorers, expected_s)
+    train_s = scenario.train_s
+    costs = {
+        "group_score_s": rng.choice((0.0, 0.5 * train_s, train_s, 2 * train_s + 0.5)) / step_groups,
+        "judge_s": random.Random(f"judge {scenario.seed}").choice((0.0, 0.05, 0.5)),
+    }
+    faults = [*scenario.faults, *faults]
+    return _with_critic(replace(scenario, scorers=scorers, faults=tuple(faults), **costs), expected_s)
 
 
 def _with_critic(scenario: Scenario, expected_s: float) -> Scenario:
@@ -248,11 +230,8 @@ def _with_placement(scenario: Scenario) -> Scenario:
     """Response by response in two thirds of the scenarios; in some of these a group is larger than what one
     worker holds."""
     rng = random.Random(f"placement {scenario.seed}")
-    placement, n, slots = (
-        rng.choice(("response", "response", "group")),
-        scenario.settings.profile.rollout.n,
-        scenario.slots,
-    )
+    placement = rng.choice(("response", "response", "group"))
+    n, slots = scenario.settings.profile.rollout.n, scenario.slots
     if placement == "response" and rng.random() < 0.5:
         n = rng.randint(2, 8)
         slots = rng.randint(-(-n // scenario.num_workers), n + 2)
@@ -273,10 +252,8 @@ def _with_restarts(scenario: Scenario, expected_s: float) -> Scenario:
         loads=settings.schedule.train_steps // settings.schedule.window_steps,
     )
     restart_s = rng.choice((0.0, 1.0, 20.0))
-    if (
-        not settings.profile.placement.colocate
-        and (few := random.Random(f"away {scenario.seed}")).random() < 0.5
-    ):
+    few = random.Random(f"away {scenario.seed}")
+    if not settings.profile.placement.colocate and few.random() < 0.5:
         names = worker_names(scenario.num_workers)
         least = max(few.randint(1, scenario.num_workers), scenario.least_workers)
         settings = changed(settings, min_workers=least)
@@ -285,12 +262,9 @@ def _with_restarts(scenario: Scenario, expected_s: float) -> Scenario:
 
 
 def _draw_settings(rng: random.Random, mode: str) -> LoopSettings:
-    is_ahead = mode in ("stale-samples", "partial-rollout")
-    eta = (
-        rng.choice([Fraction(text) for text in ("1/4", "1/2", "1", "2", "3")])
-        if is_ahead
-        else Fraction(mode == "one-step-off")
-    )
+    eta = Fraction(mode == "one-step-off")
+    if mode in ("stale-samples", "partial-rollout"):
+        eta = Fraction(rng.choice(("1/4", "1/2", "1", "2", "3")))
     step_groups = rng.randint(1, 3) * rng.choice((1, 1, 2))
     has_steps = {"on-policy-pipeline": 1, "one-step-off": 1, "stream-off-policy": rng.randint(2, 4)}
     policies = ("wait", "wait", "wait", "accept", "drop", "requeue")
