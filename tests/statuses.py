@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl_cli.contracts.status import RunFacts, Status, parse_status
-from asyncrl_cli.observe.file_sinks import to_json
 from asyncrl_cli.observe.observers import Observers
+from asyncrl_cli.observe.sinks import to_json
 
 FACTS = RunFacts(
     name="brave-otter",

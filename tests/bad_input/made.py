@@ -23,9 +23,9 @@ from asyncrl_cli.contracts.trajectories import GroupPayload, Segment, Trajectory
 from asyncrl_cli.job.driver_prompts import PromptFeed
 from asyncrl_cli.loop.pipeline import Pipeline
 from asyncrl_cli.loop.run_state import World
-from asyncrl_cli.observe.file_sinks import EventsFile, MetricsFile, StatusFile, TimelineFile
 from asyncrl_cli.observe.live_status import facts_of
 from asyncrl_cli.observe.observers import Observers
+from asyncrl_cli.observe.sinks import EventsFile, MetricsFile, StatusFile, TimelineFile
 from asyncrl_cli.profile.arithmetic import LoopSettings
 from asyncrl_cli.profile.loaded import Loaded, load, to_document, to_toml
 from asyncrl_cli.simulate.simulated_trainer import SimulatedTrainer, TrainerTimes

@@ -20,7 +20,7 @@ from asyncrl_cli.checkpoint.reader import load_checkpoint
 from asyncrl_cli.checkpoint.writer import CheckpointStore
 from asyncrl_cli.cli.app import run
 from asyncrl_cli.contracts.ports import Cut
-from asyncrl_cli.observe.file_sinks import LineFile
+from asyncrl_cli.observe.sinks import LineFile
 
 MIB = 2**20
 

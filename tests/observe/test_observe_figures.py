@@ -14,11 +14,10 @@ import pytest
 from asyncrl_cli.base.errors import Interrupted
 from asyncrl_cli.loop.pipeline import Pipeline
 from asyncrl_cli.loop.run_state import World
-from asyncrl_cli.observe.file_sinks import to_json
 from asyncrl_cli.observe.format import summary_rows
 from asyncrl_cli.observe.observers import Observers
 from asyncrl_cli.observe.render import render
-from asyncrl_cli.observe.sinks import Sink
+from asyncrl_cli.observe.sinks import Sink, to_json
 from asyncrl_cli.simulate.simulated_trainer import SimulatedTrainer, TrainerTimes
 from asyncrl_cli.simulate.world import NumberedFeed, run_virtual
 from tests.loop.proof.faults import Fault, FaultKind, Faults, FaultyWorker

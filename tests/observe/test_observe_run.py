@@ -10,9 +10,9 @@ import pytest
 
 from asyncrl_cli.loop.pipeline import Pipeline
 from asyncrl_cli.loop.run_state import World
-from asyncrl_cli.observe.file_sinks import EventsFile, MetricsFile, StatusFile
 from asyncrl_cli.observe.observers import Observers
 from asyncrl_cli.observe.render import render
+from asyncrl_cli.observe.sinks import EventsFile, MetricsFile, StatusFile
 from asyncrl_cli.simulate.simulated_trainer import SimulatedTrainer, TrainerTimes
 from asyncrl_cli.simulate.simulated_worker import SimulatedWorker
 from asyncrl_cli.simulate.world import NumberedFeed, run_virtual

@@ -14,12 +14,12 @@ from rich.console import Console
 from asyncrl_cli.contracts.events import Event
 from asyncrl_cli.contracts.status import Note, parse_status
 from asyncrl_cli.observe import screen as screens
-from asyncrl_cli.observe.file_sinks import to_json
 from asyncrl_cli.observe.format import clock, duration, sparkline, summary_rows
 from asyncrl_cli.observe.observers import Observers
 from asyncrl_cli.observe.render import render
 from asyncrl_cli.observe.run_status import RunStatus
 from asyncrl_cli.observe.screen import Plain, Screen, can_show, make_ui, print_status
+from asyncrl_cli.observe.sinks import to_json
 
 
 @pytest.fixture(scope="module")

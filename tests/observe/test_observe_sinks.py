@@ -14,9 +14,8 @@ import pytest
 from asyncrl_cli.base.errors import RefusedError
 from asyncrl_cli.contracts.events import Event
 from asyncrl_cli.contracts.prompt_group import AttemptKey
-from asyncrl_cli.observe.file_sinks import EventsFile, MetricsFile, StatusFile
 from asyncrl_cli.observe.observers import Observers
-from asyncrl_cli.observe.sinks import Sink
+from asyncrl_cli.observe.sinks import EventsFile, MetricsFile, Sink, StatusFile
 
 
 def lines_of(path):
@@ -57,7 +56,7 @@ def test_a_pipe_in_place_of_a_file_is_refused_without_waiting_for_it(tmp_path):
 def test_a_killed_writer_has_handed_over_every_line(tmp_path):
     path = tmp_path / "events.jsonl"
     program = (
-        "import os, signal, sys\nfrom pathlib import Path\nfrom asyncrl_cli.observe.file_sinks import "
+        "import os, signal, sys\nfrom pathlib import Path\nfrom asyncrl_cli.observe.sinks import "
         "EventsFile\n"
         "events = EventsFile(Path(sys.argv[1]))\n"
         "for i in range(50): events.event({'event': 'running', 'i': i})\n"

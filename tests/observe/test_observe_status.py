@@ -30,7 +30,7 @@ from pathlib import Path
 from asyncrl_cli.checkpoint.run_directory import RunDirectory
 from asyncrl_cli.contracts.status import RunFacts
 from asyncrl_cli.observe.observers import Observers
-from asyncrl_cli.observe.file_sinks import StatusFile
+from asyncrl_cli.observe.sinks import StatusFile
 run = RunDirectory.create(Path(sys.argv[1]), "killed", profile_toml="", resolved={})
 facts = RunFacts(name="killed", profile="p", mode="m", run_dir=str(run.path), train_steps=9, step_groups=1,
                  window_groups=1, trigger_parameter_sync_step=1, max_staleness=1)

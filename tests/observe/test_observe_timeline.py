@@ -9,9 +9,9 @@ import pytest
 
 from asyncrl_cli.base.errors import ConfigError
 from asyncrl_cli.measure.states import Span, State
-from asyncrl_cli.observe.file_sinks import TimelineFile
 from asyncrl_cli.observe.observers import Observers
 from asyncrl_cli.observe.recorded import Recorded, joined_timeline
+from asyncrl_cli.observe.sinks import TimelineFile
 from tests.observe.conftest import full_record, full_snapshot, record
 
 

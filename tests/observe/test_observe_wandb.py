@@ -12,8 +12,8 @@ from dataclasses import replace
 import pytest
 
 from asyncrl_cli.observe import service_sinks, wandb_sink
-from asyncrl_cli.observe.file_sinks import to_json
 from asyncrl_cli.observe.service_sinks import tags_of
+from asyncrl_cli.observe.sinks import to_json
 from asyncrl_cli.profile.loaded import load
 
 SAMPLE = {

@@ -28,10 +28,9 @@ from asyncrl_cli.checkpoint.run_directory import RunDirectory
 from asyncrl_cli.contracts.events import Observer, StepRecord
 from asyncrl_cli.engines.vllm.plugin import end_with_parent
 from asyncrl_cli.job.driver_process import StopRequests, blocked, collect_garbage_seldom
-from asyncrl_cli.observe.file_sinks import EventsFile, MetricsFile, StatusFile, TimelineFile
 from asyncrl_cli.observe.live_status import facts_of
 from asyncrl_cli.observe.observers import Observers
-from asyncrl_cli.observe.sinks import Sink
+from asyncrl_cli.observe.sinks import EventsFile, MetricsFile, Sink, StatusFile, TimelineFile
 from asyncrl_cli.plan.cluster import usable_cores
 from asyncrl_cli.profile.loaded import Loaded, to_document, to_toml
 from asyncrl_cli.simulate.costs import Costs

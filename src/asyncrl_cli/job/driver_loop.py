@@ -25,12 +25,11 @@ from asyncrl_cli.job.driver_process import StopRequests, leave, tell
 from asyncrl_cli.job.driver_prompts import PromptFeed
 from asyncrl_cli.loop.pipeline import Pipeline
 from asyncrl_cli.loop.run_state import ResumeFrom, World
-from asyncrl_cli.observe.file_sinks import EventsFile, MetricsFile, StatusFile, TimelineFile
 from asyncrl_cli.observe.live_status import facts_of
 from asyncrl_cli.observe.observers import Observers
 from asyncrl_cli.observe.recorded import Recorded
 from asyncrl_cli.observe.screen import make_ui
-from asyncrl_cli.observe.sinks import Sink, make_sinks
+from asyncrl_cli.observe.sinks import EventsFile, MetricsFile, Sink, StatusFile, TimelineFile, make_sinks
 from asyncrl_cli.profile.arithmetic import LoopSettings
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.tasks.task import Task

@@ -19,10 +19,10 @@ from rich.text import Text
 
 from asyncrl_cli.base.storage import replace_text
 from asyncrl_cli.contracts.status import RunFacts, parse_status
-from asyncrl_cli.observe.file_sinks import to_json
 from asyncrl_cli.observe.format import clock
 from asyncrl_cli.observe.live_status import LiveStatus
 from asyncrl_cli.observe.metrics import StepMetrics
+from asyncrl_cli.observe.sinks import to_json
 from asyncrl_cli.observe.terminal import SafeConsole, neutral
 
 log = logging.getLogger("asyncrl")
