@@ -279,7 +279,8 @@ def show(workload: Workload, found: Sequence[Residual]) -> None:
     print(f"\n{'row':<34}{'part':<14}{'measured':>10}{'predicted':>11}{'ratio':>8}")
     for one in found:
         print(
-            f"{one.profile:<34}{one.part:<14}{one.measured_s:>9.2f}s{one.predicted_s:>10.2f}s{one.ratio:>8.3f}"
+            f"{one.profile:<34}{one.part:<14}{one.measured_s:>9.2f}s{one.predicted_s:>10.2f}s"
+            f"{one.ratio:>8.3f}"
         )
 
 

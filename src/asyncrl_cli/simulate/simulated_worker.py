@@ -4,8 +4,8 @@
     submit -> engine (a part's sequences) --each end--> slot free, reward begins --all rewards--> progress
     prefetch -> second buffer -> load (drain | freeze) -> thaw -> generation continues
 
-The real rollout actor's meter (`measure.meters`) integrates its time in each state. Nothing runs per token, and
-there is no task or timer per trajectory, so runs of many workers simulate fast.
+The real rollout actor's meter (`measure.meters`) integrates its time in each state. Nothing runs per token,
+and there is no task or timer per trajectory, so runs of many workers simulate fast.
 """
 
 from __future__ import annotations
