@@ -12,7 +12,6 @@ from asyncrl_cli.base.errors import PreflightError
 from asyncrl_cli.job.ray.session import ray_session
 from asyncrl_cli.plan.compiler import compile_job
 from asyncrl_cli.plan.job_plan import ROLLOUT, TRAINER, JobPlan
-from tests.cluster import ray_nodes
 
 from .crew import in_place, nodes, reserved, small_profile, witnesses
 
@@ -96,17 +95,3 @@ def run_in_thread(work: Callable[[], Any]) -> Any:
 
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(work).result()
-
-
-def test_two_nodes_are_packed_role_by_role_and_reached_by_address() -> None:
-    with ray_nodes((8, 4), (8, 4)) as cluster, ray_session(small_profile(), address=cluster.address) as plan:
-        assert (plan.role(TRAINER).workers, plan.role(ROLLOUT).workers) == (4, 4)
-        seen = in_place(witnesses, nodes((8, 4), (8, 4)))
-    node_of = {name: {node for _, node in found} for name, found in seen.items()}
-    assert len(node_of[TRAINER]) == len(node_of[ROLLOUT]) == 1
-    assert node_of[TRAINER] != node_of[ROLLOUT]
-    assert (
-        sorted(gpus for gpus, _ in seen[TRAINER])
-        == sorted(gpus for gpus, _ in seen[ROLLOUT])
-        == ["0", "1", "2", "3"]
-    )

@@ -68,11 +68,10 @@ def test_a_bench_makes_its_runs_on_the_cluster(cluster: RayNodes, tmp_path: Path
     assert (base["profile"], base["speedup"], partial["profile"]) == ("colocate", 1.0, "partial-rollout")
     assert partial["speedup"] > 0
     assert (results["groups"], results["simulated"], results["missing"]) == (48, False, [])
-    assert (base["bound_ratio"], partial["bound_ratio"]) == (None, None)
-    assert "the runs were on a cluster" in out
+    assert all(0 < result["bound_ratio"] <= 1 for result in (base, partial))
     table = [line.split() for line in out.splitlines()]
     assert ["speedup", "1.00x", f"{partial['speedup']:.2f}x"] in table
-    names = {"results.json", "report.md", "timeline.png", "speedup.png", "runs"}
+    names = {"results.json", "report.md", "report.html", "runs"}
     assert {path.name for path in (tmp_path / "out").iterdir()} == names
     for name in ("colocate-r0", "partial-rollout-r0"):
         trained = lines(tmp_path / "out" / "runs" / name / "metrics.jsonl")
