@@ -151,7 +151,11 @@ class RayRolloutWorker:
 
     async def so_far(self) -> PartialResult:
         head, payloads = self.actor.so_far.remote()
-        so_far: PartialResult = await self._answer(head, "a report of its responses", Limit(SO_FAR_S))
+        limit, call = Limit(SO_FAR_S), "a report of its responses"
+        # not `_answer`: a worker that is too slow for this is not lost, and keeps its connection to rank 0
+        so_far: PartialResult = await answer(
+            head, executor=self.name, call=call, limit=limit, host=self._host
+        )
         return replace(so_far, handle=payloads)
 
     async def progress(self, seen: int) -> Progress:
