@@ -174,17 +174,9 @@ def test_vllm_holds_what_it_loads_once_as_the_other_engine_does() -> None:
 
 
 def test_ranks_share_what_fsdp_shards_and_nothing_else() -> None:
+    sets = ("rollout.workers=1", "trainer.ppo_mini_batch_size=32")
     alone, shared = (
-        sizes(
-            planned(
-                "builtin:tiny",
-                f"placement.trainer_workers={ranks}",
-                "rollout.workers=1",
-                "trainer.ppo_mini_batch_size=32",
-                gpus=9,
-            )[2],
-            TRAINER,
-        )
+        sizes(planned("builtin:tiny", f"placement.trainer_workers={ranks}", *sets, gpus=9)[2], TRAINER)
         for ranks in (1, 8)
     )
     for what in ("parameters", "optimizer", "gradients", "checkpoint"):
@@ -243,18 +235,10 @@ def test_a_head_that_is_not_trained_has_no_gradient() -> None:
 
 
 def test_ranks_that_divide_a_long_trajectory_hold_their_share_of_it() -> None:
-    long = (
-        "trainer.max_tokens_per_microbatch=1024",
-        "rollout.max_prompt_tokens=49",
-        "rollout.max_response_tokens=4048",
-    )
+    long = "rollout.max_prompt_tokens=49 rollout.max_response_tokens=4048 placement.trainer_workers=4"
+    sets = ("trainer.max_tokens_per_microbatch=1024", *long.split())
     alone, shared = (
-        sizes(
-            planned(
-                "builtin:tiny", *long, f"trainer.sequence_parallel_size={size}", "placement.trainer_workers=4"
-            )[2],
-            TRAINER,
-        )
+        sizes(planned("builtin:tiny", *sets, f"trainer.sequence_parallel_size={size}")[2], TRAINER)
         for size in (1, 2)
     )
     assert alone["activations"] == 2 * shared["activations"]
@@ -269,55 +253,32 @@ def test_offloaded_moments_are_on_the_host_but_for_the_optimizers_step() -> None
     moments = sizes(kept, TRAINER)["optimizer"]
     assert kept.always_bytes(TRAINER) - offloaded.always_bytes(TRAINER) == moments
     assert offloaded.peak_bytes(TRAINER, "host") - kept.peak_bytes(TRAINER, "host") == moments
-    assert {item.phase: item.num_bytes for item in offloaded.of(TRAINER, "device")}[
-        "update"
-    ] == moments * 3 // 2
+    updates = [item.num_bytes for item in offloaded.of(TRAINER, "device") if item.phase == "update"]
+    assert updates == [moments * 3 // 2]
 
 
 @pytest.mark.parametrize(
-    ("model", "limit_gib"),
-    [
-        (
-            {
-                "model_type": "qwen2",
-                "hidden_size": 3584,
-                "intermediate_size": 18944,
-                "num_hidden_layers": 28,
-                "heads": (28, 4),
-            },
-            70,
-        ),
-        (
-            {
-                "model_type": "qwen3",
-                "hidden_size": 5120,
-                "intermediate_size": 25600,
-                "num_hidden_layers": 64,
-                "heads": (64, 8),
-            },
-            80,
-        ),
-    ],
+    ("kind", "sizes", "heads", "limit_gib"),
+    [("qwen2", (3584, 18944, 28), (28, 4), 70), ("qwen3", (5120, 25600, 64), (64, 8), 80)],
     ids=["Qwen2.5-7B", "Qwen3-32B"],
 )
 def test_large_models_with_responses_of_28k_tokens_fit_where_layers_are_computed_again(
-    model: dict, limit_gib: int
+    kind: str, sizes: tuple[int, ...], heads: tuple[int, int], limit_gib: int
 ) -> None:
-    heads, kv_heads = model.pop("heads")
-    shape = shape_of_config(
-        {**model, "vocab_size": 152064, "num_attention_heads": heads, "num_key_value_heads": kv_heads}
+    names = (
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "num_key_value_heads",
     )
+    config = dict(zip(names, (*sizes, *heads), strict=True))
+    shape = shape_of_config({"model_type": kind, "vocab_size": 152064, **config})
     peaks = {}
     for recompute in ("none", "full"):
-        sets = (
-            "rollout.max_prompt_tokens=2048",
-            "rollout.max_response_tokens=28672",
-            "placement.gpus=128",
-            "model.dtype=bfloat16",
-        )
-        profile, plan, _ = planned(
-            "builtin:tiny", f"trainer.activation_checkpointing={recompute}", *sets, gpus=128
-        )
+        sets = f"placement.gpus=128 model.dtype=bfloat16 trainer.activation_checkpointing={recompute}"
+        lengths = "rollout.max_prompt_tokens=2048 rollout.max_response_tokens=28672"
+        profile, plan, _ = planned("builtin:tiny", *sets.split(), *lengths.split(), gpus=128)
         assert plan.role(TRAINER).workers == 64
         peaks[recompute] = estimate_memory(profile, plan, shape).peak_bytes(TRAINER, "device") / GIB
     assert peaks["full"] < limit_gib < peaks["none"]

@@ -65,26 +65,17 @@ def test_ranks_that_cannot_be_divided_into_sequence_groups_are_refused() -> None
 @pytest.mark.parametrize(
     ("slots", "workers", "says"),
     [
-        (
-            8,
-            1,
-            [
-                "8 on 1 worker: 1 group of rollout.n = 8",
-                "mini_batch_size = 16",
-                "about 16 groups",
-                "slots=128 has",
-            ],
-        ),
-        (8, 2, ["8 on 2 workers: 2 groups", "about 8 groups", "slots=64 has"]),
-        (16, 2, []),
-        (128, 1, []),
-        (192, 1, []),
-        (10000, 1, ["at most 24 groups of rollout.n = 8, 192 responses", "9808 slots", "slots=192)"]),
-        (10000, 4, ["10000 on 4 workers", "39808 slots", "slots=48)"]),
+        (8, 1, "8 on 1 worker: 1 group of rollout.n = 8|mini_batch_size = 16|about 16 groups|slots=128 has"),
+        (8, 2, "8 on 2 workers: 2 groups|about 8 groups|slots=64 has"),
+        (16, 2, ""),
+        (128, 1, ""),
+        (192, 1, ""),
+        (10000, 1, "at most 24 groups of rollout.n = 8, 192 responses|9808 slots|slots=192)"),
+        (10000, 4, "10000 on 4 workers|39808 slots|slots=48)"),
     ],
 )
 def test_slots_for_too_few_groups_or_for_more_than_are_ever_under_way_are_warned_of(
-    slots: int, workers: int, says: Any
+    slots: int, workers: int, says: str
 ) -> None:
     """B = W = 16 and eta = 0.5: 24 groups of 8 are admitted."""
     asked = Profile.model_validate(
@@ -99,7 +90,7 @@ def test_slots_for_too_few_groups_or_for_more_than_are_ever_under_way_are_warned
         warning for warning in compile_job(asked, nodes((16, 0))).warnings if "rollout.slots" in warning
     ]
     assert len(warnings) == bool(says)
-    assert all(said in warnings[0] for said in says)
+    assert all(said in warnings[0] for said in says.split("|") if says)
 
 
 def profile(*, workers: int | None = None, **placement: Any) -> Profile:
@@ -173,18 +164,13 @@ def test_a_reference_with_resources_of_its_own_gets_its_share() -> None:
         "rollout": (4, 1, 1, 1),
     }
     plan = kl_job(nodes((64, 16)), ratios=(1, 1, 2), gpus_per_rollout_worker=2, gpus=8)
-    assert (plan.trainer_workers, plan.scorers, plan.rollout_workers, plan.gpus, plan.cpus) == (
-        2,
-        {"ref": 2},
-        2,
-        8,
-        6,
-    )
-    assert {name: len(bundles) for name, bundles in plan.groups.items()} == {
-        "trainer": 2,
-        "ref": 2,
-        "rollout": 2,
-    }
+    assert (plan.trainer_workers, plan.scorers, plan.rollout_workers) == (2, {"ref": 2}, 2)
+    assert (plan.gpus, plan.cpus) == (8, 6)
+    assert [(name, len(bundles)) for name, bundles in plan.groups.items()] == [
+        ("trainer", 2),
+        ("ref", 2),
+        ("rollout", 2),
+    ]
     here = kl_job(LAPTOP)
     assert (here.trainer_workers, here.scorers, here.rollout_workers, here.cpus) == (1, {"ref": 1}, 1, 3)
     assert kl_job(LAPTOP, ratios=(2, 1, 3)).cpus == 6
@@ -229,26 +215,22 @@ def test_on_cpus_the_same_keys_give_both_placements_the_same_cores(ranks: int, w
 
 
 @pytest.mark.parametrize(
-    ("cluster", "asked", "numbers"),
+    ("gpus", "asked", "numbers"),
     [
-        (nodes((16, 8)), {"ratio": "1:2"}, ["1:2", "8 GPUs"]),
-        (nodes((16, 8)), {"gpus_per_rollout_worker": 3}, ["8 GPUs", "3 per rollout worker"]),
-        (nodes((16, 8)), {"trainer_workers": 3, "gpus_per_rollout_worker": 2}, ["5 of 8 GPUs", "2 each"]),
-        (nodes((16, 8)), {"gpus": 4, "trainer_workers": 4, "workers": 4}, ["placement.gpus = 4", "8"]),
-        (
-            nodes((16, 8)),
-            {"colocate": True, "trainer_workers": 4, "workers": 2},
-            ["trainer_workers = 4", "workers = 2"],
-        ),
-        (nodes((16, 8)), {"colocate": True, "gpus_per_rollout_worker": 2}, ["gpus_per_rollout_worker = 2"]),
-        (nodes((16, 1)), {}, ["1 GPU"]),
+        (8, {"ratio": "1:2"}, ["1:2", "8 GPUs"]),
+        (8, {"gpus_per_rollout_worker": 3}, ["8 GPUs", "3 per rollout worker"]),
+        (8, {"trainer_workers": 3, "gpus_per_rollout_worker": 2}, ["5 of 8 GPUs", "2 each"]),
+        (8, {"gpus": 4, "trainer_workers": 4, "workers": 4}, ["placement.gpus = 4", "8"]),
+        (8, {"colocate": True, "trainer_workers": 4, "workers": 2}, ["trainer_workers = 4", "workers = 2"]),
+        (8, {"colocate": True, "gpus_per_rollout_worker": 2}, ["gpus_per_rollout_worker = 2"]),
+        (1, {}, ["1 GPU"]),
     ],
 )
 def test_numbers_that_do_not_go_together_are_refused_with_the_numbers(
-    cluster: Any, asked: dict[str, Any], numbers: list[str]
+    gpus: int, asked: dict[str, Any], numbers: list[str]
 ) -> None:
     with pytest.raises(ConfigError) as refused:
-        job(cluster, **asked)
+        job(nodes((16, gpus)), **asked)
     assert all(number in str(refused.value) for number in numbers), str(refused.value)
     assert "--set" in refused.value.hint
 

@@ -55,8 +55,7 @@ def tune(
         ),
     ],
     profile: Annotated[
-        str | None,
-        profile_option("The profile to begin with. Default: the run's own, or partial-rollout."),
+        str | None, profile_option("The profile to begin with. Default: the run's own, or partial-rollout.")
     ] = None,
     sets: SetOption = None,
     gpus: Annotated[
@@ -65,10 +64,7 @@ def tune(
     max_staleness: Annotated[
         int | None,
         number_option(
-            "--max-staleness",
-            "The strict bound in versions. Default: the profile's.",
-            least=0,
-            metavar="S",
+            "--max-staleness", "The strict bound in versions. Default: the profile's.", least=0, metavar="S"
         ),
     ] = None,
     out: Annotated[

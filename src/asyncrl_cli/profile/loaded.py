@@ -53,7 +53,7 @@ SCHEMA_VERSION = 1
 """The format version of `config.resolved.json`."""
 MODELS = ("model.path", "ref.path", "critic.path", "reward_model.path")
 """Each is a directory, or a name on the hub."""
-IMPORT_PATH, OWN_CODE = "task.import_path", ("task.reward", "task.environment", "task.agent")
+IMPORT_PATH, CODE_KEYS = "task.import_path", ("task.reward", "task.environment", "task.agent")
 ALIAS, ALIASED = "async_training.use_rollout_log_probs", "algorithm.old_logprobs"
 
 CLEARS = {
@@ -156,10 +156,17 @@ def _place_code(values: Table, origins: dict[str, str], directories: Mapping[str
     """
     if IMPORT_PATH in values:
         return
-    named = [(key, name.partition(":")) for key in OWN_CODE for name in _names_in(values.get(key))]
-    modules = [(key, module) for key, (module, colon, _) in named if colon]
-    own = {(key, module): directories[origins[key]] for key, module in modules if origins[key] in directories}
-    beside = {code: directory for code, directory in own.items() if has_module(directory, code[1])}
+    modules, beside = [], dict[tuple[str, str], Path]()
+    for key in CODE_KEYS:
+        given = values.get(key)  # task.reward may be a list or a table of names
+        for name in given if isinstance(given, (list, tuple, Mapping)) else [given]:
+            module, colon, _ = str(name).partition(":")
+            if not colon:
+                continue
+            modules.append((key, module))
+            directory = directories.get(origins[key])
+            if directory is not None and has_module(directory, module):
+                beside[key, module] = directory
     if not beside:
         return
     (first, _), directory = next(iter(beside.items()))
@@ -175,32 +182,23 @@ def _place_code(values: Table, origins: dict[str, str], directories: Mapping[str
             )
 
 
-def _names_in(value: Value) -> list[str]:
-    """What a key names: `task.reward` may be a list or a table."""
-    return [str(name) for name in (value if isinstance(value, (list, tuple, Mapping)) else [value])]
-
-
 def environment_layer(environ: Mapping[str, str]) -> Layer:
-    """The layer of ASYNCRL_SECTION__KEY variables. Value other name with the prefix is an error, so that no
+    """The layer of ASYNCRL_SECTION__KEY variables. Any other name with the prefix is an error, so that no
     typo is ignored."""
     ours = (name for name in environ if name.upper().startswith(ENV_PREFIX))
     names = {name[len(ENV_PREFIX) :].lower().replace("__", "."): name for name in ours}
     problems = []
-    for key in islice(
-        (key for key in names if key not in keys() and not key.startswith(f"{PARAMS}.")), MOST_PROBLEMS + 1
-    ):
-        otherwise = "names are ASYNCRL_SECTION__KEY, e.g. ASYNCRL_RUN__TRAIN_STEPS"
+    otherwise = "names are ASYNCRL_SECTION__KEY, e.g. ASYNCRL_RUN__TRAIN_STEPS"
+    unknown = (key for key in names if key not in keys() and not key.startswith(f"{PARAMS}."))
+    for key in islice(unknown, MOST_PROBLEMS + 1):
         row = foreign(key)
         hint = row.hint if row else did_you_mean(key, keys(), otherwise, _env_name)
         problems.append(ConfigError(f"environment: unknown name {shortened(names[key])}", hint=hint))
     for key in names:
         above = next((names[other] for other in names if key.startswith(f"{other}.")), None)
         if above is not None:  # pydantic-settings would ignore the longer name
-            problems.append(
-                ConfigError(
-                    f"environment: {above} is given beside {names[key]}", hint="put both in one table"
-                )
-            )
+            beside = f"environment: {above} is given beside {names[key]}"
+            problems.append(ConfigError(beside, hint="put both in one table"))
     if problems:
         raise combine(problems)
     if not names:
