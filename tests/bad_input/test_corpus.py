@@ -512,7 +512,7 @@ def sets() -> Iterator[Case]:
             ["plan", "-p", "base", "--gpus", "0", "--set", text],
             nothing,
             2,
-        )  # type: ignore[arg-type]
+        )
     for name, value in (
         ("ASYNCRL_", "1"),
         ("ASYNCRL_X" + "Y" * 5_000, "1"),
@@ -555,43 +555,43 @@ def names() -> Iterator[Case]:
                 [command, name, "--runs-dir", "{runs}"],
                 nothing,
                 (2, 4),
-            )  # type: ignore[arg-type]
+            )
         yield Case(
             f"--name {ascii(name)[:12]} {len(name)}",
             ["train", "-p", "base", "--dry-run", "--name", name],
             nothing,
             2,
-        )  # type: ignore[arg-type]
+        )
         for command in ("status", "stop x", "logs x", "resume x", "export x"):
             yield Case(
                 f"{command} --runs-dir {ascii(name)[:12]} {len(name)}",
                 [*command.split(), "--runs-dir", name],
                 nothing,
                 (2, 4),
-            )  # type: ignore[arg-type]
-        yield Case(f"tune {ascii(name)[:12]} {len(name)}", ["tune", name], nothing, 2)  # type: ignore[arg-type]
-        yield Case(f"--simulate {ascii(name)[:12]} {len(name)}", ["bench", "--simulate", name], nothing, 2)  # type: ignore[arg-type]
-        yield Case(f"init {ascii(name)[:12]} {len(name)}", ["init", name, "x"], nothing, 2)  # type: ignore[arg-type]
+            )
+        yield Case(f"tune {ascii(name)[:12]} {len(name)}", ["tune", name], nothing, 2)
+        yield Case(f"--simulate {ascii(name)[:12]} {len(name)}", ["bench", "--simulate", name], nothing, 2)
+        yield Case(f"init {ascii(name)[:12]} {len(name)}", ["init", name, "x"], nothing, 2)
     for name in ("x" * 256, "a/" * 3_000):
-        yield Case(f"init into {name[:8]} {len(name)}", ["init", "jsonl", "{root}/" + name], nothing, (2, 4))  # type: ignore[arg-type]
+        yield Case(f"init into {name[:8]} {len(name)}", ["init", "jsonl", "{root}/" + name], nothing, (2, 4))
         yield Case(
             f"export --out {name[:8]} {len(name)}",
             ["export", NAME, "--runs-dir", "{runs}", "--out", "{root}/" + name],
             nothing,
             (1, 2, 4),
-        )  # type: ignore[arg-type]
+        )
         yield Case(
             f"tune --out {name[:8]} {len(name)}",
             ["tune", "laptop-tiny", "--out", name + ".toml"],
             nothing,
             (2, 4),
-        )  # type: ignore[arg-type]
+        )
         yield Case(
             f"bench --out {name[:8]} {len(name)}",
             ["bench", "--simulate", "laptop-tiny", "--groups", "64", "--out", name],
             nothing,
             (1, 2, 4),
-        )  # type: ignore[arg-type]
+        )
     yield Case("init into a file", "init jsonl {root}/prompts.jsonl", nothing, 4)
     yield Case("init below a file", "init jsonl {root}/prompts.jsonl/x", nothing, (1, 4), hint=False)
     yield Case("init into a pipe", "init jsonl {root}/pipe", replaced("pipe", "pipe"), 4)

@@ -1,2 +1,9 @@
-"""What every room may use: errors, storage, safe files, paths, plug-ins and child processes. It imports none
-of the others."""
+"""What every room may use; it imports none of the others.
+
+errors.py           the errors that a user can act on, words for messages, `timeout`
+child_process.py    children for foreign code: command line, environment, one call, how they end
+storage.py          writes files, directories and links atomically; errors of the disk in users' words
+safe_files.py       reads untrusted files: regular ones up to a size, JSON of a declared type
+paths.py            names and paths that users give
+plugins.py          implementations by name: built-in ones, and entry points of packages
+"""

@@ -38,7 +38,9 @@ NORMALIZATION = NormalizationConfig(
     basic_latex=True, units=True, malformed_operators=True, nits=True, boxed="last", equations=False
 )
 
-SIGNS = {"−": "-", "–": "-", "×": "*", "·": "*", "⋅": "*", "÷": "/", "π": r"\pi ", "∞": r"\infty "}  # noqa: RUF001
+SIGNS = {
+    "−": "-", "–": "-", "×": "*", "·": "*", "⋅": "*", "÷": "/", "π": r"\pi ", "∞": r"\infty ",  # noqa: RUF001
+}  # fmt: skip
 SPELLINGS = (
     (r"\\(?:left|right|displaystyle)(?![a-z])|\\[,!;:()\[\]]|[$~]", ""),
     (r"\\(?:text|textbf|textit|mathrm|mathbf|mbox)\s*\{([^{}]*)\}", r"\1"),

@@ -83,8 +83,8 @@ def check_trl(name: str, signature: inspect.Signature) -> None:
 def _adapted(
     function: RewardFunction, signature: inspect.Signature, answer_key: str, *, is_trl: bool
 ) -> RewardFunction:
-    """Calls a function of another trainer as that does: TRL, or else verl. Without `**kwargs`, the function gets
-    what it has parameters for."""
+    """Calls a function of another trainer as that does: TRL, or else verl. Without `**kwargs`, the function
+    gets what it has parameters for."""
     takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in signature.parameters.values())
 
     def note(figures: dict[str, float], name: object, value: Any) -> None:
