@@ -15,7 +15,7 @@ import socket
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, BinaryIO, TextIO
+from typing import BinaryIO, TextIO
 
 from asyncrl_cli.base.errors import ConfigError, RefusedError, first_names
 from asyncrl_cli.base.paths import as_typed
@@ -84,10 +84,10 @@ def known_runs(runs_dir: Path) -> str:
     return f"known runs: {', '.join(names[:8])}" + (", ..." if len(names) > 8 else "")
 
 
-def last_status(run_dir: Path) -> Mapping[str, Any]:
+def last_status(run_dir: Path) -> Mapping[str, object]:
     """The content of a run's status.json; empty if it cannot be read."""
     with contextlib.suppress(OSError, ValueError):
-        return parse_json(read_bytes(run_dir / "status.json", max_bytes=MAX_JSON_BYTES), dict[str, Any])
+        return parse_json(read_bytes(run_dir / "status.json", max_bytes=MAX_JSON_BYTES), dict[str, object])
     return {}
 
 

@@ -181,7 +181,7 @@ def read_manifest(directory: Path) -> CheckpointManifest:
     """Read and check the manifest itself. Raises Damaged."""
     try:
         text = read_bytes(directory / MANIFEST, max_bytes=MAX_JSON_BYTES)
-        content = parse_json(text, dict[str, Any])
+        content = parse_json(text, dict[str, object])
     except FileNotFoundError:
         raise Damaged(f"{MANIFEST} is missing") from None
     except (OSError, ValueError) as error:
@@ -207,7 +207,7 @@ def sha256_of(file: BufferedReader) -> str:
     return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def digest_of(content: Mapping[str, Any]) -> str:
+def digest_of(content: Mapping[str, object]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 

@@ -15,7 +15,7 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TextIO
 
 from asyncrl_cli.base.errors import RefusedError
 from asyncrl_cli.base.paths import as_typed, check_name
@@ -78,7 +78,7 @@ class RunDirectory:
 
     @classmethod
     def create(
-        cls, runs_dir: Path, name: str, *, profile_toml: str, resolved: Mapping[str, Any]
+        cls, runs_dir: Path, name: str, *, profile_toml: str, resolved: Mapping[str, object]
     ) -> RunDirectory:
         """Make `runs_dir/name` and lock it. `resolved` is the whole configuration with the origin of each
         value, as JSON.
@@ -123,7 +123,7 @@ class RunDirectory:
         (path / STOP_REQUEST).unlink(missing_ok=True)
         return run
 
-    def keep_profile(self, toml: str, resolved: Mapping[str, Any]) -> None:
+    def keep_profile(self, toml: str, resolved: Mapping[str, object]) -> None:
         replace_text(self.profile_toml, toml)
         replace_text(self.config_resolved, json.dumps(resolved, indent=2, default=str) + "\n")
 

@@ -17,7 +17,6 @@ import re
 import shutil
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 from asyncrl_cli.base.errors import StorageError
 from asyncrl_cli.base.safe_files import open_regular
@@ -49,7 +48,12 @@ class CheckpointStore:
     """
 
     def __init__(
-        self, run_dir: Path, *, keep: int, profile: str, write_trainer: Callable[[Path, Cut], Awaitable[Any]]
+        self,
+        run_dir: Path,
+        *,
+        keep: int,
+        profile: str,
+        write_trainer: Callable[[Path, Cut], Awaitable[object]],
     ) -> None:
         self.directory = run_dir / "checkpoints"
         self._run_dir = run_dir

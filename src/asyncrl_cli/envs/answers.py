@@ -25,14 +25,16 @@ UNREADABLE = (ValueError, KeyError, TypeError, RecursionError)
 brackets."""
 _NAMED = {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}}
 """For forms whose opening contains the tool's name."""
+Spec = Mapping[str, Any]
+"""A response template of transformers, or its field `tool_calls`."""
 
 
-def _in_json(arguments: str) -> dict[str, Any]:
+def _in_json(arguments: str) -> dict[str, object]:
     function = {"name": "{content.name}", "arguments": f"{{content.{arguments}}}"}
     return {"content": "json", "transform": {"type": "function", "function": function}}
 
 
-FORMS: Mapping[str, Mapping[str, Any]] = {
+FORMS: Mapping[str, Spec] = {
     "hermes, qwen": {"open": "<tool_call>", "close": "</tool_call>", **_in_json("arguments")},
     "qwen coder": {
         "open_pattern": r"<tool_call>\s*<function=(?P<name>[^>\n]+)>",
@@ -90,7 +92,7 @@ class Parser:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, prompt: str, written: str) -> None:
         self._tokenizer = tokenizer
-        self._own: Mapping[str, Any] | None = getattr(tokenizer, "response_template", None)
+        self._own: Spec | None = getattr(tokenizer, "response_template", None)
         known = [self._own] if self._own else map(_template, FORMS.values())
         self._with_calls = next(
             (spec for spec in known if written and self._reads(spec, written, prompt)), None
@@ -121,7 +123,7 @@ class Parser:
         if self._own:
             fields = {name: field for name, field in self._own["fields"].items() if name != "tool_calls"}
             return self._parsed({**self._own, "fields": fields}, whole, prompt, ())
-        message: dict[str, Any] = {"role": "assistant", "content": whole.strip()}
+        message: dict[str, str] = {"role": "assistant", "content": whole.strip()}
         if prompt.rstrip().endswith(THINK) or message["content"].startswith(THINK):
             thinking, _, content = message["content"].removeprefix(THINK).partition(THINK_END)
             message |= {
@@ -130,9 +132,7 @@ class Parser:
             }
         return message
 
-    def _parsed(
-        self, spec: Mapping[str, Any], whole: str, prompt: str, tools: Sequence[ToolSchema]
-    ) -> Message:
+    def _parsed(self, spec: Spec, whole: str, prompt: str, tools: Sequence[ToolSchema]) -> Message:
         """The message. Raises one of UNREADABLE if a call cannot be read."""
         if not self._own:  # our templates need only the answer's beginning, if the prompt has it
             prompt = THINK if prompt.rstrip().endswith(THINK) else ""
@@ -145,7 +145,7 @@ class Parser:
             ]
         return message
 
-    def _reads(self, spec: Mapping[str, Any], written: str, prompt: str) -> bool:
+    def _reads(self, spec: Spec, written: str, prompt: str) -> bool:
         try:
             calls = self._parsed(spec, written, prompt, ()).get("tool_calls", ())
         except UNREADABLE:
@@ -153,13 +153,13 @@ class Parser:
         return [call["function"] for call in calls] == [EXAMPLE["function"]]
 
 
-EXAMPLE: Mapping[str, Any] = {
+EXAMPLE: Message = {
     "id": "call00000",  # Mistral's templates demand 9 letters and digits
     "type": "function",
     "function": {"name": "name", "arguments": {"key": "value"}},
 }
 """A call, and below the tool that it calls, with which chat templates are tested."""
-EXAMPLE_TOOL: Mapping[str, Any] = {
+EXAMPLE_TOOL: ToolSchema = {
     "type": "function",
     "function": {
         "name": "name",
@@ -173,7 +173,7 @@ EXAMPLE_TOOL: Mapping[str, Any] = {
 }
 
 
-def _template(calls: Mapping[str, Any]) -> dict[str, Any]:
+def _template(calls: Spec) -> Spec:
     """A response template for answers that think between <think> and </think>, with calls of this form."""
     unstripped = {"repeats": True, "join": "", "content_args": {"strip": False}}
     fields = {
@@ -184,7 +184,7 @@ def _template(calls: Mapping[str, Any]) -> dict[str, Any]:
     return {"start_anchor_pattern": r"\A", "defaults": {"role": "assistant"}, "fields": fields}
 
 
-def _checked(call: Mapping[str, Any], id: str) -> dict[str, Any]:
+def _checked(call: Message, id: str) -> Message:
     """The call with its id. Raises ValueError unless it names a tool and has arguments by name."""
     function = call["function"]
     name, arguments = function["name"], function["arguments"]

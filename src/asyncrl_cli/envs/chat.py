@@ -29,17 +29,17 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from jinja2 import TemplateError
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
 from asyncrl_cli.base.errors import PreflightError, first_line
 from asyncrl_cli.contracts.environment import Answer, EpisodeFailed, Message, ToolSchema
-from asyncrl_cli.contracts.item import messages_of
+from asyncrl_cli.contracts.item import Item, messages_of
 from asyncrl_cli.engines.port import Completion
 from asyncrl_cli.envs.answers import EXAMPLE, EXAMPLE_TOOL, Parser
 
@@ -287,7 +287,7 @@ class Chat:
                 "template", f"the model's chat template refuses these messages: {first_line(error)}"
             ) from error
 
-    def _dressed(self, message: Message, style: Style | None) -> dict[str, Any]:
+    def _dressed(self, message: Message, style: Style | None) -> Message:
         """An assistant's message in the template's style."""
         dressed, calls, thinking = dict(message), message.get("tool_calls"), message.get("reasoning_content")
         if not thinking and not calls:
@@ -317,11 +317,11 @@ def stop_tokens_of(model_dir: str | Path) -> list[int]:
     return ends if isinstance(ends, list) else [] if ends is None else [ends]
 
 
-def load_tokenizer(model_dir: str | Path, *, trust_remote_code: bool) -> Any:
+def load_tokenizer(model_dir: str | Path, *, trust_remote_code: bool) -> PreTrainedTokenizerBase:
     return AutoTokenizer.from_pretrained(model_dir, trust_remote_code=trust_remote_code)
 
 
-def render_prompts(tokenizer: PreTrainedTokenizerBase, items: Sequence[Mapping[str, Any]]) -> list[list[int]]:
+def render_prompts(tokenizer: PreTrainedTokenizerBase, items: Sequence[Item]) -> list[list[int]]:
     """Ids of the items' prompts, each as the only message of a conversation."""
     chat = Chat(tokenizer)
     return [chat.render(messages_of(item["prompt"])) for item in items]
@@ -342,7 +342,7 @@ def _thinks(answer: Message) -> list[str]:
     return [name for name in ("reasoning_content", "thinking") if answer.get(name)]
 
 
-def _with_arguments(call: Message, as_text: bool) -> dict[str, Any]:
+def _with_arguments(call: Message, as_text: bool) -> Message:
     """The call with its arguments as text, or as values. Clients of the gateway send text."""
     arguments = call["function"]["arguments"]
     if as_text and not isinstance(arguments, str):

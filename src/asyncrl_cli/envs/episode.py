@@ -16,16 +16,17 @@ import asyncio
 import logging
 import math
 import random
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 from asyncrl_cli.base.errors import ExecutorFailed, first_line, timeout
 from asyncrl_cli.contracts.environment import Answer, End, Environment, EpisodeFailed, SelfPlayed, Turn
+from asyncrl_cli.contracts.item import Item
 from asyncrl_cli.contracts.prompt_group import Failure, TrajectoryMeta
 from asyncrl_cli.contracts.reward_spec import MAX_REWARD
 from asyncrl_cli.contracts.trajectories import Trajectory
-from asyncrl_cli.engines.port import Completion, Engine, Sampling
+from asyncrl_cli.engines.port import Completion, Engine, FinishReason, Sampling
 from asyncrl_cli.envs.chat import Chat
 from asyncrl_cli.envs.conversation import Conversation
 from asyncrl_cli.envs.slots import Slots, TrajectorySlot
@@ -83,7 +84,7 @@ class Episode:
     """
 
     id: str
-    item: Mapping[str, Any]
+    item: Item
     seed: int
     means: Means
     sampling: Sampling
@@ -219,9 +220,10 @@ class Episode:
         seed = derived_seed(self.seed, str(num_turns)) if num_turns else self.seed
         completion = self.earlier if self.has_one_turn else None
         if completion is None or completion.finish_reason == "abort":  # then it is not a whole answer
-            more: dict[str, Any] = {} if completion is None else {"so_far": completion}
-            more["first_version"] = self.conversation.first_version
-            completion = await self.means.engine.generate(self.id, prompt, sampling, seed, **more)
+            first_version = self.conversation.first_version
+            completion = await self.means.engine.generate(
+                self.id, prompt, sampling, seed, first_version=first_version, so_far=completion
+            )
         answer, self.finish_reason = self.conversation.take(completion), completion.finish_reason
         self._check_stopped()
         if completion.finish_reason == "abort":
@@ -243,7 +245,7 @@ class Episode:
             tokens=context.tokens[first:],
             logprobs=context.logprobs[first:],
             versions=context.versions[first:],
-            finish_reason=self.finish_reason,
+            finish_reason=cast(FinishReason, self.finish_reason),
         )
 
     def waits_for(self, what: str) -> None:

@@ -15,11 +15,12 @@ import random
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import cast
 
 from asyncrl_cli.contracts.ports import EvalRequest, EvalResult, EvalTry, PartialResult
 from asyncrl_cli.contracts.prompt_group import AttemptKey, PartialResponse, PartKey, PartRequest, PartResult
 from asyncrl_cli.contracts.trajectories import GroupPayload, Segment, Trajectory
-from asyncrl_cli.engines.port import Completion, Sampling
+from asyncrl_cli.engines.port import Completion, FinishReason, Sampling
 from asyncrl_cli.envs.episode import Episode, Means, derived_seed
 
 
@@ -95,8 +96,9 @@ class GroupRunner:
 
         episodes = []
         for index in request.indices:
-            goes_on = so_far is not None and index in request.goes_on
-            earlier = _completion(so_far.trajectories[index]) if goes_on else None
+            earlier = None
+            if so_far is not None and index in request.goes_on:
+                earlier = _completion(so_far.trajectories[index])
             name, seed = f"{key}/{index}", seeds[index]
             episodes.append(Episode(name, request.item, seed, self.means, self.sampling, on_slot, earlier))
         part = _Running(request, episodes)
@@ -189,7 +191,7 @@ def _completion(trajectory: Trajectory) -> Completion:
         tokens=segment.tokens_T.tolist(),
         logprobs=segment.logprobs_T.tolist(),
         versions=segment.versions_T.tolist(),
-        finish_reason=trajectory.finish_reason,
+        finish_reason=cast(FinishReason, trajectory.finish_reason),
     )
 
 

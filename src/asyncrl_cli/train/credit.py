@@ -98,7 +98,8 @@ def whitened(values_F: Floats, ranks: Ranks) -> Floats:
     number, total = _summed([len(values_F), values_F.sum()], ranks)
     centred_F = values_F - total / max(number, 1.0)
     (squares,) = _summed([np.square(centred_F).sum()], ranks)
-    return centred_F / np.sqrt(squares / max(number - 1.0, 1.0) + VARIANCE_EPSILON)
+    whitened_F: Floats = centred_F / np.sqrt(squares / max(number - 1.0, 1.0) + VARIANCE_EPSILON)
+    return whitened_F
 
 
 def _from_penalized_rewards(
@@ -117,11 +118,13 @@ def _from_penalized_rewards(
 
 
 def _summed(values: Sequence[float] | Floats, ranks: Ranks) -> list[float]:
-    return ranks.sum(torch.tensor(values, dtype=torch.float64, device=ranks.device)).tolist()
+    sums: list[float] = ranks.sum(torch.tensor(values, dtype=torch.float64, device=ranks.device)).tolist()
+    return sums
 
 
 def _on_host(values_F: torch.Tensor) -> Floats:
-    return values_F.double().cpu().numpy()
+    on_host_F: Floats = values_F.double().cpu().numpy()
+    return on_host_F
 
 
 def _to_device(values: Floats, ranks: Ranks) -> torch.Tensor:

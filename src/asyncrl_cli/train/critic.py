@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -35,7 +34,14 @@ from asyncrl_cli.profile.schema import ProcessPlace, Profile
 from asyncrl_cli.train.batch import RETURNS, VALUES, Columns, Microbatch, StepBatch, step_batches
 from asyncrl_cli.train.credit import credit
 from asyncrl_cli.train.losses import Metric, mean_of, sum_of
-from asyncrl_cli.train.optimizer import PolicyOptimizer, StepResult, aggregated, finite, step_metrics
+from asyncrl_cli.train.optimizer import (
+    PolicyOptimizer,
+    StepResult,
+    aggregated,
+    finite,
+    step_metrics,
+    take_sum,
+)
 from asyncrl_cli.train.packed_rows import Divide
 from asyncrl_cli.train.ranks import Ranks
 from asyncrl_cli.train.sharded_model import ShardedModel
@@ -50,7 +56,7 @@ from asyncrl_cli.train.trainer_state import (
     write_state,
 )
 
-RETURN_SUMS = ("returns", "squared returns", "errors", "squared errors")
+RETURN_SUMS = ("tokens", "returns", "squared returns", "errors", "squared errors")
 """`critic/explained_variance` is computed from these sums; they are not metrics themselves."""
 
 
@@ -89,7 +95,7 @@ class Critic(ShardedModel[ValueModel]):
         return ValueModel(model)
 
     def traced_N(self, microbatch: Microbatch) -> torch.Tensor:
-        return self.gathered(partial(self.content, microbatch, self.divide))
+        return self.gathered(lambda: self.content.forward(microbatch, self.divide))
 
     def state_parameters(self) -> dict[str, DTensor]:
         """Its parameters by their names in the trainer's state."""
@@ -117,7 +123,7 @@ class Critic(ShardedModel[ValueModel]):
                 loss = aggregated(loss_N, microbatch, batch.plan, self.profile)
                 (loss * self.ranks.world_size).backward()  # as in policy_trainer.py
                 errors_N = returns_N - old_N
-                sums = (returns_N, returns_N.square(), errors_N, errors_N.square())
+                sums = (torch.ones_like(old_N), returns_N, returns_N.square(), errors_N, errors_N.square())
                 seen.append(
                     {
                         "critic/loss": sum_of(loss),
@@ -129,10 +135,10 @@ class Critic(ShardedModel[ValueModel]):
                 )
             results.append(self.optimizer.step())
         metrics = step_metrics("critic", self.ranks, seen, results)
-        num_tokens = max(metrics["critic/value_mean"].whole, 1)
-        total, squares, error, squared_error = (metrics.pop(name).value for name in RETURN_SUMS)
+        num_tokens, total, squares, error, squared_error = (take_sum(metrics, name) for name in RETURN_SUMS)
         # each n times a variance: of the returns, and of what the values leave unexplained
-        spread, unexplained = squares - total * total / num_tokens, squared_error - error * error / num_tokens
+        spread = squares - total * total / max(num_tokens, 1.0)
+        unexplained = squared_error - error * error / max(num_tokens, 1.0)
         metrics["critic/explained_variance"] = Ratio(spread - unexplained, spread)
         return metrics, sum(result.is_skipped for result in results)
 

@@ -117,14 +117,14 @@ class PolicyOptimizer:
         # Copies and steps are queued in order on the device's stream: the host need not wait between them.
         for part in self.slices:
             part.adamw.param_groups[0]["lr"] = result.learning_rate
-            moments = part.moments() if self._on_host is not None else {}
+            on_host = self._on_host or {}
+            moments = part.moments() if on_host else {}
             for key, local in moments.items():
-                local.untyped_storage().resize_(self._on_host[key].nbytes)
-                local.copy_(self._on_host[key], non_blocking=True)
+                local.untyped_storage().resize_(on_host[key].nbytes)
+                local.copy_(on_host[key], non_blocking=True)
             part.adamw.step()
             part.adamw.zero_grad(set_to_none=True)
-            if self._on_host is not None:
-                self._to_host(moments, self._on_host)
+            self._to_host(moments, on_host)
         if self._on_host is not None:
             self._ranks.synchronize()  # the host's copies are complete
             self._ranks.release_cache()
@@ -242,18 +242,24 @@ def step_metrics(
     """`reduced`, and what all optimizer steps report. `seen` has the sums `<prefix>/loss`. A collective."""
     metrics = reduced(ranks, seen)
     norms = [result.gradient_norm for result in results if not result.is_skipped]
-    return metrics | {
-        f"{prefix}/loss": Ratio(metrics[f"{prefix}/loss"].value, len(results)),
-        f"{prefix}/grad_norm": Ratio(sum(norms), len(norms)),
-        f"{prefix}/lr": Last(results[-1].learning_rate),
-        f"{prefix}/skipped_steps": Sum(float(len(results) - len(norms))),
-    }
+    metrics[f"{prefix}/grad_norm"] = Ratio(sum(norms), len(norms))
+    metrics[f"{prefix}/loss"] = Ratio(take_sum(metrics, f"{prefix}/loss"), len(results))
+    metrics[f"{prefix}/lr"] = Last(results[-1].learning_rate)
+    metrics[f"{prefix}/skipped_steps"] = Sum(float(len(results) - len(norms)))
+    return metrics
+
+
+def take_sum(metrics: dict[str, Value], name: str) -> float:
+    """Remove a sum that is only a part of another metric."""
+    value = metrics.pop(name).value
+    assert isinstance(value, float)
+    return value
 
 
 def finite(metrics: Mapping[str, Value]) -> dict[str, Value]:
     """The metrics with finite values. (A skipped step makes others infinite or NaN.)"""
     return {
-        name: value
-        for name, value in metrics.items()
-        if value.value is not None and math.isfinite(value.value)
+        name: metric
+        for name, metric in metrics.items()
+        if isinstance(metric.value, float | int) and math.isfinite(metric.value)
     }

@@ -248,14 +248,15 @@ def kernel_diff(config: Any, dtype: torch.dtype, ranks: Ranks) -> torch.Tensor:
     each = heads, *[getattr(config, "num_key_value_heads", None) or heads] * 2
     shapes = [(len(layout.slots_P), number, head_dim) for number in each]
     generator = torch.Generator().manual_seed(0)
-    sample = [
+    query, key, value = (
         torch.randn(shape, generator=generator).to(ranks.device, dtype).requires_grad_() for shape in shapes
-    ]
+    )
     found = []
     for kernel in (in_padded_rows, by_lengths):
         try:
-            attended = kernel(*sample, layout, None)
-            found.append([attended, *torch.autograd.grad(attended.float().square().sum(), sample)])
+            attended = kernel(query, key, value, layout, None)
+            gradients = torch.autograd.grad(attended.float().square().sum(), [query, key, value])
+            found.append([attended, *gradients])
         except (RuntimeError, ValueError, TypeError, ImportError) as error:
             logger.warning(
                 "torch's attention for rows of different lengths does not run here: %s", first_line(error)
@@ -282,12 +283,12 @@ def attend(
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
     size = 1 if layout.sequence is None else layout.sequence.size()
     repeats = size // math.gcd(size, key.shape[1])  # every rank needs a whole key-value head
-    whole = [
-        heads.repeat_interleave(repeats, dim=0) if repeats > 1 else heads for heads in (key[0], value[0])
-    ]
-    attended_PHD = layout.kernel(
-        *(_all_positions(heads, layout.sequence) for heads in (query[0], *whole)), layout, scaling
+    query_PHD = _all_positions(query[0], layout.sequence)
+    key_PJD, value_PJD = (
+        _all_positions(heads.repeat_interleave(repeats, dim=0) if repeats > 1 else heads, layout.sequence)
+        for heads in (key[0], value[0])
     )
+    attended_PHD = layout.kernel(query_PHD, key_PJD, value_PJD, layout, scaling)
     return _all_heads(attended_PHD, layout.sequence)[None], None
 
 

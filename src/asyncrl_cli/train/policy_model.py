@@ -125,10 +125,10 @@ class PolicyModel(ShardedModel[PreTrainedModel]):
         return sorted(parts.values(), key=lambda names: names[0] in self._buffers)
 
     def _make_specs(self) -> list[Spec]:
-        names: dict[int, list[str]] = {}
+        same: dict[int, list[str]] = {}
         for name, parameter in self.content.named_parameters(remove_duplicate=False):
-            names.setdefault(id(parameter), []).append(name)
-        tied = [ones for ones in names.values() if len(ones) > 1 and ones[0] in self._weights]
+            same.setdefault(id(parameter), []).append(name)
+        tied = [ones for ones in same.values() if len(ones) > 1 and ones[0] in self._weights]
         aliases = {first: tuple(others) for first, *others in (map(self._file_name, ones) for ones in tied)}
         empty = {name: buffer.to("meta") for name, buffer in self._buffers.items()}
         for name, parameter in self._weights.items():

@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from safetensors import safe_open
@@ -41,7 +41,7 @@ from asyncrl_cli.train.batch import PROX, REF, VALUES, Columns, StepBatch, scori
 from asyncrl_cli.train.credit import credit
 from asyncrl_cli.train.critic import Critic
 from asyncrl_cli.train.losses import Metric
-from asyncrl_cli.train.optimizer import PolicyOptimizer, StepResult, finite, host_like, step_metrics
+from asyncrl_cli.train.optimizer import PolicyOptimizer, StepResult, finite, host_like, step_metrics, take_sum
 from asyncrl_cli.train.policy_loss import WEIGHT_SQUARES, WEIGHTS, PolicyLoss
 from asyncrl_cli.train.policy_model import PolicyModel, frozen_model
 from asyncrl_cli.train.ranks import Ranks
@@ -188,7 +188,7 @@ class PolicyTrainer:
             skipped_steps += sum(result.is_skipped for result in results)
         if WEIGHTS in metrics:
             # their effective sample size, as a share of the tokens: (sum w)^2 / sum w^2 / tokens
-            weights, squares = metrics.pop(WEIGHTS).value, metrics.pop(WEIGHT_SQUARES).value
+            weights, squares = take_sum(metrics, WEIGHTS), take_sum(metrics, WEIGHT_SQUARES)
             num_tokens = sum(batch.plan.num_loss_tokens for batch in trained)
             metrics["correction/effective_ratio"] = Ratio(weights * weights / max(num_tokens, 1), squares)
         if num_scored:
@@ -271,7 +271,6 @@ class PolicyTrainer:
         probe_logprobs = tuple(map(tuple, self.model.logprobs(self._probes)))
         if packing is not None:
             before = self.publication.manifest if self.publication is not None else None
-            is_older = before is not None and before.version < version
             manifest = Manifest(
                 version=version,
                 num_bytes=packing.num_bytes,
@@ -279,7 +278,7 @@ class PolicyTrainer:
                 temperature=self.profile.rollout.temperature,
                 probe_tokens=self._probes,
                 probe_logprobs=probe_logprobs,
-                previous_logprobs=before.probe_logprobs if is_older else (),
+                previous_logprobs=before.probe_logprobs if before and before.version < version else (),
             )
             self.publication = Publication(manifest, packing)
         self._hand_over()
@@ -307,8 +306,8 @@ class PolicyTrainer:
             step=step,
             optimizer_steps=self.optimizer.steps_made,
             has_window_first=int(self._window_first is not None),
-            **self._frozen_logprobs,
         )
+        counters |= cast(Counters, self._frozen_logprobs)
         if self.critic is not None:
             counters["critic_steps"] = self.critic.optimizer.steps_made
         state = to_host(self._parameters(), self.state_tensors(), self._buffers.take)

@@ -45,13 +45,23 @@ class RewardModel:
             output_loading_info=True,
         )
         if missing := sorted(info["missing_keys"]):  # transformers would initialize them at random
-            what = (
+            raise PreflightError(
                 f"reward_model.path: {directory} is not a sequence classifier: it lacks "
-                f"{first_names(missing)}"
+                f"{first_names(missing)}",
+                hint="use a model with a trained classification head",
             )
-            raise PreflightError(what, hint="use a model with a trained classification head")
         self._model: Any = model.eval().to(self._device)
-        self._name_padding()
+        # Classifiers find a row's last token by the configuration's padding token.
+        tokenizer = self._tokenizer
+        if tokenizer.pad_token is None:
+            tokenizer.pad_token = tokenizer.eos_token
+        if tokenizer.pad_token_id is None:
+            raise PreflightError(
+                f"reward_model.path: the tokenizer in {tokenizer.name_or_path} has neither a padding token "
+                "nor an end of sequence",
+                hint="set tokenizer.pad_token, and save the tokenizer beside the model",
+            )
+        self._model.config.get_text_config().pad_token_id = tokenizer.pad_token_id
 
     def score(
         self, groups: Sequence[GroupPayload], items: Sequence[Mapping[str, Any]]
@@ -97,19 +107,3 @@ class RewardModel:
         with torch.inference_mode():
             found: list[float] = self._model(**padded).logits[:, 0].float().tolist()
         return found
-
-    def _name_padding(self) -> None:
-        """Set the configuration's padding token, by which classifiers find a row's last token, to the
-        tokenizer's."""
-        tokenizer = self._tokenizer
-        if tokenizer.pad_token is None:
-            tokenizer.pad_token = tokenizer.eos_token
-        if tokenizer.pad_token_id is None:
-            what = (
-                f"reward_model.path: the tokenizer in {tokenizer.name_or_path} has neither a padding token "
-                "nor an end of sequence"
-            )
-            raise PreflightError(
-                what, hint="set tokenizer.pad_token, and save the tokenizer beside the model"
-            )
-        self._model.config.get_text_config().pad_token_id = tokenizer.pad_token_id

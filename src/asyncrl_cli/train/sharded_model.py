@@ -46,21 +46,9 @@ LAYER_CLASSES, INITIALIZED = "_no_split_modules", "_is_hf_initialized"
 of a tensor, that `initialize_weights` must not touch it."""
 
 logger = logging.getLogger(__name__)
-EXPENSIVE = frozenset(
-    {
-        *(getattr(torch.ops.aten, name).default for name in ("mm", "addmm", "bmm")),
-        *(
-            getattr(torch.ops.aten, f"_scaled_dot_product_{kernel}").default
-            for kernel in (
-                "flash_attention",
-                "flash_attention_for_cpu",
-                "efficient_attention",
-                "cudnn_attention",
-            )
-        ),
-        torch.ops.torch_attn._varlen_attn.default,
-    }
-)
+_KERNELS = ("flash_attention", "flash_attention_for_cpu", "efficient_attention", "cudnn_attention")
+_ATEN = ("mm", "addmm", "bmm", *(f"_scaled_dot_product_{kernel}" for kernel in _KERNELS))
+EXPENSIVE = {*(getattr(torch.ops.aten, n).default for n in _ATEN), torch.ops.torch_attn._varlen_attn.default}
 """Operations whose results `selective` keeps: matrix products and attention, which take nearly all of a
 layer's time."""
 
@@ -218,7 +206,7 @@ def sharded(
     with torch.no_grad():
         _fill_from_files(model, content, added, model_dir, form, trusts=profile.model.trust_remote_code)
         for name, whole in added.items():
-            fill(content.get_parameter(name), lambda rows, whole=whole: whole[rows])
+            fill(content.get_parameter(name), whole.__getitem__)
     return gathered
 
 

@@ -20,7 +20,7 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NotRequired
+from typing import Any, Literal, NotRequired, cast
 
 import numpy as np
 import torch
@@ -174,7 +174,7 @@ class SavedState:
 
     def _add(self, path: Path) -> None:
         open_regular(path).close()
-        file = safe_open(path, framework="pt")
+        file: Any = safe_open(path, framework="pt")
         places = parse_json((file.metadata() or {}).get("rows", "{}"), dict[str, tuple[Count, Count]])
         if places.keys() != set(file.keys()):
             raise ValueError("its header does not list its rows")
@@ -223,13 +223,11 @@ def restore_random_state(ranks: Ranks, saved: SavedState) -> None:
             (torch.cuda if "/cuda/" in key else torch).set_rng_state(rows.tensor)
 
 
-def check_frozen(
-    directory: Path, saved: Mapping[str, Any], logprobs: Mapping[str, float], dtype: str
-) -> None:
+def check_frozen(directory: Path, saved: Counters, logprobs: Mapping[str, float], dtype: str) -> None:
     """Raises RefusedError if the base model or the reference had other weights when the state in `directory`
     was saved. `logprobs`: of the present ones, by counter name."""
     for name, logprob in logprobs.items():
-        if abs(logprob - saved.get(name, logprob)) > MAX_LOGPROB_DIFF[dtype]:
+        if abs(logprob - cast(Mapping[str, float], saved).get(name, logprob)) > MAX_LOGPROB_DIFF[dtype]:
             what, where = FROZEN[name]
             raise RefusedError(
                 f"{directory}: was trained with {what} that had other weights",

@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from aiohttp import web
 from pydantic import BaseModel
@@ -37,7 +37,7 @@ class Loads(Protocol):
     fingerprint: str
     last_load: LoadReport | None
 
-    async def prefetch(self, manifest: Manifest, refs: Sequence[Any]) -> float: ...
+    async def prefetch(self, manifest: Manifest, refs: Sequence[object]) -> float: ...
 
     async def load(self, version: int, interrupt: Interrupt) -> LoadReport: ...
 
@@ -82,7 +82,7 @@ def admin_routes(gateway: Gateway, loads: Loads) -> list[web.AbstractRouteDef]:
     ]
 
 
-def _described(loads: Loads) -> dict[str, Any]:
+def _described(loads: Loads) -> dict[str, object]:
     last = loads.last_load
     report = (
         None if last is None else {"version": last.version, "load_s": last.load_s, "pause_s": last.pause_s}

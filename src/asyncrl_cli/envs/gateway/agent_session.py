@@ -34,7 +34,7 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from asyncrl_cli.base.errors import ExecutorFailed
 from asyncrl_cli.contracts.environment import End, EpisodeFailed, Message, Rewards, SelfPlayed
@@ -252,10 +252,10 @@ class AgentEnvironment(SelfPlayed):
                 reward = await self._played(episode)
                 break
             except RewardFailed as failed:
+                # "lost": another agent killed the process that they share; start again.
                 if failed.kind != "lost" or start == MAX_STARTS:
-                    raise EpisodeFailed(
-                        KINDS.get(failed.kind, "agent"), f"agent of {episode.id}: {failed}"
-                    ) from None
+                    kind = KINDS.get(failed.kind, "agent")
+                    raise EpisodeFailed(kind, f"agent of {episode.id}: {failed}") from None
         if not episode.conversation.num_sampled:
             raise EpisodeFailed("agent", f"agent of {episode.id}: it ended without an answer from the model")
         return End(reward=float(reward))
@@ -267,12 +267,14 @@ class AgentEnvironment(SelfPlayed):
         def on_running(running: int) -> None:
             episode.waits_for("" if running else "agent")
 
-        of_episode = episode.id, episode.conversation, episode.sampling, episode.seed
-        session, access = self.gateway.open_session(*of_episode, on_running)
+        session, access = self.gateway.open_session(
+            episode.id, episode.conversation, episode.sampling, episode.seed, on_running
+        )
         playing = asyncio.ensure_future(self.agents.score(episode.item, access))
         episode.waits_for("agent")
         try:
-            await asyncio.wait({playing, session.failed}, return_when=asyncio.FIRST_COMPLETED)
+            waited: set[asyncio.Future[Any]] = {playing, session.failed}
+            await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
             if session.failed.done():
                 session.failed.result()
             return await playing

@@ -34,7 +34,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from asyncrl_cli.base.safe_files import MAX_NESTING, nesting
-from asyncrl_cli.contracts.environment import Message
+from asyncrl_cli.contracts.environment import Message, ToolSchema
 from asyncrl_cli.engines.port import Completion, Sampling
 
 MODEL = "asyncrl"
@@ -73,7 +73,7 @@ class ModelRequest(BaseModel):
     model_config = ConfigDict(extra="allow")
 
     model: str = ""
-    """Any name is accepted: an agent may have been written for another model."""
+    """All names are accepted: an agent may have been written for another model."""
     max_tokens: PositiveInt | None = None
     max_completion_tokens: PositiveInt | None = None
     stop: Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS)] | None = None
@@ -150,7 +150,7 @@ class FunctionTool(BaseModel):
     model_config = ConfigDict(extra="allow")
 
     type: Literal["function"]
-    function: dict[str, Any]
+    function: dict[str, object]
 
 
 class ChatRequest(ModelRequest):
@@ -158,9 +158,9 @@ class ChatRequest(ModelRequest):
 
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
     tools: list[FunctionTool] | None = None
-    tool_choice: str | dict[str, Any] | None = None
+    tool_choice: str | dict[str, object] | None = None
 
-    def offered_tools(self) -> tuple[dict[str, Any], ...]:
+    def offered_tools(self) -> tuple[ToolSchema, ...]:
         if self.tool_choice == "none":
             return ()
         return tuple(tool.model_dump() for tool in self.tools or ())
@@ -182,10 +182,10 @@ class RewardPost(BaseModel):
     reward: Annotated[float, Field(allow_inf_nan=False)]
 
 
-AnyBody = TypeVar("AnyBody", bound=BaseModel)
+Body = TypeVar("Body", bound=BaseModel)
 
 
-def parsed(body: bytes, kind: type[AnyBody]) -> AnyBody:
+def parsed(body: bytes, kind: type[Body]) -> Body:
     """Parse a body as `kind`. Raises Refused (400) for anything but a JSON object of that kind."""
     try:
         content = json.loads(body or b"{}")
@@ -279,7 +279,7 @@ def events(answer: Mapping[str, Any], *, with_usage: bool) -> Iterator[bytes]:
             {"index": 0, "delta": delta, "finish_reason": None, **more},
             {"index": 0, "delta": {}, "finish_reason": choice["finish_reason"]},
         ]
-    bodies: list[dict[str, Any]] = [{"choices": [chunk]} for chunk in chunks]
+    bodies: list[dict[str, object]] = [{"choices": [chunk]} for chunk in chunks]
     if with_usage:
         bodies.append({"choices": [], "usage": answer["usage"]})
     head = {"id": answer["id"], "created": answer["created"], "model": answer["model"], "object": kind}
@@ -288,17 +288,17 @@ def events(answer: Mapping[str, Any], *, with_usage: bool) -> Iterator[bytes]:
     yield END_OF_STREAM
 
 
-def models() -> dict[str, Any]:
+def models() -> dict[str, object]:
     """The body of `/v1/models`."""
     return {"object": "list", "data": [{"id": MODEL, "object": "model", "created": 0, "owned_by": MODEL}]}
 
 
-def _with_text_arguments(call: Mapping[str, Any]) -> dict[str, Any]:
+def _with_text_arguments(call: Message) -> Message:
     arguments = json.dumps(call["function"]["arguments"], ensure_ascii=False)
     return {**call, "function": {**call["function"], "arguments": arguments}}
 
 
-def _chat_logprobs(texts: list[str], logprobs: list[float]) -> dict[str, Any]:
+def _chat_logprobs(texts: list[str], logprobs: list[float]) -> dict[str, object]:
     content = [
         {"token": text, "logprob": value, "bytes": list(text.encode(errors="replace")), "top_logprobs": []}
         for text, value in zip(texts, logprobs, strict=True)
@@ -306,6 +306,6 @@ def _chat_logprobs(texts: list[str], logprobs: list[float]) -> dict[str, Any]:
     return {"content": content}
 
 
-def _text_logprobs(texts: list[str], logprobs: list[float]) -> dict[str, Any]:
+def _text_logprobs(texts: list[str], logprobs: list[float]) -> dict[str, object]:
     offsets = list(accumulate(map(len, texts[:-1]), initial=0))
     return {"tokens": texts, "token_logprobs": logprobs, "top_logprobs": None, "text_offset": offsets}

@@ -43,9 +43,8 @@ from asyncrl_cli.envs.episode import Limits, derived_seed
 from asyncrl_cli.envs.gateway import openai_api
 from asyncrl_cli.envs.gateway.agent_session import CLOSED, OnRunning, Session
 from asyncrl_cli.envs.gateway.openai_api import (
-    AnyBody,
+    Body,
     ChatRequest,
-    ModelRequest,
     Refused,
     RewardPost,
     TextRequest,
@@ -188,7 +187,9 @@ class Gateway:
         session.reward = (await body_of(request, RewardPost)).reward
         return web.json_response({"reward": session.reward})
 
-    async def _answer(self, kind: type[ModelRequest], request: web.Request) -> web.StreamResponse:
+    async def _answer(
+        self, kind: type[ChatRequest] | type[TextRequest], request: web.Request
+    ) -> web.StreamResponse:
         session = self._session_of(request)
         try:
             asked = await body_of(request, kind)
@@ -237,7 +238,7 @@ class Gateway:
             self._num_admitted -= 1
 
 
-async def body_of(request: web.Request, kind: type[AnyBody]) -> AnyBody:
+async def body_of(request: web.Request, kind: type[Body]) -> Body:
     """The request's body as `kind`. Raises Refused (400), also if it does not arrive in time, and
     HTTPRequestEntityTooLarge."""
     try:

@@ -83,14 +83,14 @@ def mean_of(values: torch.Tensor) -> Metric:
 
 def max_of(values: torch.Tensor) -> Metric:
     """The maximum of `values`; -inf (nothing was measured) if there are none."""
-    return Metric(
-        kind="max", amount=values.detach().max() if values.numel() else values.new_tensor(-math.inf)
-    )
+    largest = values.detach().max() if values.numel() else values.new_tensor(-math.inf)
+    return Metric(kind="max", amount=largest)
 
 
 def find_loss(name: str) -> Loss:
     """The loss called `name`. Raises ConfigError if neither asyncrl nor another package has it."""
-    return find("algorithm.loss_mode", name, LOSSES, "asyncrl.losses")
+    loss: Loss = find("algorithm.loss_mode", name, LOSSES, "asyncrl.losses")
+    return loss
 
 
 def check_loss(name: str) -> None:
