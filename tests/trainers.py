@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from asyncrl_cli.contracts.prompt_group import GroupResult
+from asyncrl_cli.contracts.trajectories import GroupPayload
 from asyncrl_cli.profile.algorithm_section import CriticSection
 from asyncrl_cli.profile.rollout_sections import AsyncTrainingSection
 from asyncrl_cli.profile.schema import (
@@ -95,13 +96,29 @@ def planned(
     **algorithm: Any,
 ) -> list[RankPlan]:
     """The plan of a train step on `groups`; `algorithm`: keys of that section."""
-    training, trainer = (
-        AsyncTrainingSection(require_batches=num_minibatches),
-        TrainerSection(sequence_parallel_size=sequence_parallel_size),
-    )
-    own = AlgorithmSection(**algorithm)
-    critic = CriticSection(head_start_steps=head_start_steps)
     profile = Profile(
-        run=RunSection(train_steps=1), async_training=training, trainer=trainer, algorithm=own, critic=critic
+        run=RunSection(train_steps=1),
+        async_training=AsyncTrainingSection(require_batches=num_minibatches),
+        trainer=TrainerSection(sequence_parallel_size=sequence_parallel_size),
+        algorithm=AlgorithmSection(**algorithm),
+        critic=CriticSection(head_start_steps=head_start_steps),
     )
     return plan_train_step(groups, profile, ranks=ranks, step=step, window=window)
+
+
+def rank_batch(
+    metas: Sequence[GroupResult], payloads: Sequence[GroupPayload], *, step_in_window: int = 0, **keys: Any
+) -> dict[str, Any]:
+    """What the only rank's `train` takes; `keys`: those of `planned`."""
+    (plan,) = planned(metas, **keys)
+    return {"step_in_window": step_in_window, "plan": plan, "payloads": dict(enumerate(payloads))}
+
+
+def weights_of(trainer: Any) -> dict[str, Any]:
+    """Copies of a model's shards, or of a trainer's policy's."""
+    return {name: local.clone() for name, local in getattr(trainer, "model", trainer).locals().items()}
+
+
+def save(trainer: Any, directory: Path, step: int = 0, *, with_published: bool = False) -> None:
+    trainer.snapshot(step)
+    trainer.write(step, directory, with_published=with_published)

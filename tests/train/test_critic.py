@@ -1,5 +1,5 @@
-"""The critic: its loss, its optimizer step against a plain loop, its head start, its place in the trainer's
-state."""
+"""The critic: its optimizer step against a plain loop, its head start, its place in the trainer's state. With
+processes of its own it learns what the trainer's would, and its state is read by whoever has the critic."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from transformers import AutoModelForCausalLM
 
 from asyncrl_cli.base.errors import RefusedError
 from asyncrl_cli.measure.values import shown
-from asyncrl_cli.train.critic import value_loss
+from asyncrl_cli.train.critic import CriticApart
 from tests.train import reference_losses as reference
 from tests.train.train_samples import make_step
-from tests.trainers import planned, trainer_parts
+from tests.trainers import save, trainer_parts, weights_of
 
 GAE = {"adv_estimator": "gae", "gamma": 0.99, "lam": 0.9}
+APART = (("train",), ("critic",), ("rollout",))
 
 
 def with_a_head(trainer):
@@ -27,20 +28,7 @@ def with_a_head(trainer):
 
 def one_step(seed=1, num_minibatches=1, **keys):
     metas, payloads = make_step(seed, num_groups=2, n=3)
-    (plan,) = planned(metas, num_minibatches=num_minibatches, **{**GAE, **keys})
-    return {"step_in_window": 0, "plan": plan, "payloads": dict(enumerate(payloads))}, payloads
-
-
-def test_the_value_loss_has_its_papers_values_and_gradients():
-    rng = np.random.default_rng(0)
-    values, old, returns = rng.normal(0, 1, (3, 300))
-    values_N = torch.tensor(values, requires_grad=True)
-    loss_N, is_clipped_N = value_loss(values_N, torch.tensor(old), torch.tensor(returns), 0.3)
-    loss_N.sum().backward()
-    expected, slopes = reference.value_loss(values, old, returns, 0.3)
-    np.testing.assert_allclose(loss_N.detach(), expected, rtol=1e-12)
-    np.testing.assert_allclose(values_N.grad, slopes, rtol=1e-12)
-    assert 0 < is_clipped_N.sum() < len(values)
+    return rank_batch(metas, payloads, num_minibatches=num_minibatches, **GAE, **keys), payloads
 
 
 def plain_values(model, head, segment) -> torch.Tensor:
@@ -89,7 +77,7 @@ def test_a_critic_learns_what_to_expect_and_the_policy_waits_for_its_head_start(
     trainer = make_trainer(
         trainer_parts(tiny_model_dir, **GAE, lr=1e-3, head_start_steps=3, total_optimizer_steps=9)
     )
-    before = {name: local.clone() for name, local in trainer.model.locals().items()}
+    before = weights_of(trainer)
     batches = [one_step(num_minibatches=2, step=step, head_start_steps=3)[0] for step in (1, 2, 3)]
     first, second, third = (shown(trainer.train(**batch).metrics) for batch in batches)
     assert "train/loss" not in first
@@ -106,8 +94,7 @@ def test_a_checkpoint_has_the_critic_and_one_without_is_refused(tiny_model_dir, 
     settings = trainer_parts(tiny_model_dir, **GAE)
     trainer = make_trainer(settings)
     trainer.train(**one_step()[0])
-    trainer.snapshot(1)
-    trainer.write(1, tmp_path / "with", with_published=False)
+    save(trainer, tmp_path / "with", 1)
     expected = {key: local.clone() for key, local in trainer.state_tensors().items()}
     again = make_trainer(settings)
     again.load(tmp_path / "with")
@@ -115,7 +102,87 @@ def test_a_checkpoint_has_the_critic_and_one_without_is_refused(tiny_model_dir, 
     assert {key for key in expected if "/critic." in key}
     assert all(torch.equal(local, expected[key]) for key, local in again.state_tensors().items())
     without = make_trainer(trainer_parts(tiny_model_dir))
-    without.snapshot(0)
-    without.write(0, tmp_path / "without", with_published=False)
+    save(without, tmp_path / "without")
     with pytest.raises(RefusedError, match=r"critic\..* is absent"):
         make_trainer(settings).load(tmp_path / "without")
+
+
+def batch_of(seed, **keys):
+    batch = rank_batch(*make_step(seed, num_groups=4), num_minibatches=2, step=seed + 1, **GAE, **keys)
+    return {"plan": batch["plan"], "payloads": batch["payloads"]}
+
+
+def critic_of(parts, trainer):
+    """One apart, in the process of a trainer that has none."""
+    assert trainer.critic is None
+    return CriticApart(parts.profile, parts.place, trainer.ranks)
+
+
+def state_of(critic):
+    return {key: local.clone() for key, local in critic.state_tensors().items()}
+
+
+def same(one, other):
+    return one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
+
+
+def columns_of(critic, plan, payloads):
+    """Values of the batches that are trained: those of each optimizer step's groups."""
+    column = {}
+    for step in plan.optimizer_steps:
+        groups = sorted({planned.group for planned in step.trajectories})
+        column |= dict(zip(groups, critic.score([payloads[group] for group in groups], []), strict=True))
+    return {"critic": column}
+
+
+@pytest.mark.slow
+def test_values_of_the_batches_that_are_trained_make_the_same_bits_apart(tiny_model_dir, make_trainer):
+    """Policy, critic and metrics of two steps of two optimizer steps, of which the critic makes the first
+    alone."""
+    keys = {"head_start_steps": 1, "total_optimizer_steps": 4}
+    batches = [batch_of(seed, head_start_steps=1) for seed in range(2)]
+    alone = make_trainer(trainer_parts(tiny_model_dir, **GAE, **keys))
+    expected = [shown(alone.train(step_in_window=0, **batch).metrics) for batch in batches]
+    weights, of_critic = (
+        weights_of(alone),
+        state_of(alone.critic),
+    )
+
+    apart = trainer_parts(tiny_model_dir, **GAE, **keys, tasks=APART)
+    trainer = make_trainer(apart)
+    critic, found = critic_of(apart, trainer), []
+    for batch in batches:
+        columns = columns_of(critic, **batch)
+        trained = trainer.train(step_in_window=0, **batch, columns=columns)
+        assert "critic" not in trained.column_s
+        found.append(shown(trained.metrics) | shown(critic.learn(**batch, columns=columns).metrics))
+    assert found == expected
+    assert same(weights, trainer.model.locals())
+    assert same(of_critic, state_of(critic))
+
+
+@pytest.mark.slow
+def test_a_checkpoints_critic_may_go_apart_and_come_back(tiny_model_dir, make_trainer, tmp_path):
+    together, apart = (trainer_parts(tiny_model_dir, **GAE, tasks=tasks) for tasks in (None, APART))
+    alone = make_trainer(together)
+    alone.train(step_in_window=0, **batch_of(0))
+    save(alone, tmp_path / "together", 1)
+    expected = state_of(alone.critic)
+
+    trainer = make_trainer(apart)
+    critic = critic_of(apart, trainer)
+    trainer.load(tmp_path / "together")
+    critic.restore(tmp_path / "together")
+    assert critic.optimizer.steps_made == 2
+    assert same(expected, state_of(critic))
+    trainer.snapshot(1)
+    critic.snapshot(1)
+    trainer.write(1, tmp_path / "apart", with_published=False)
+    with pytest.raises(RefusedError, match=r"critic\..* is absent"):
+        critic.restore(tmp_path / "apart")
+    critic.write(1, tmp_path / "apart")
+
+    back = make_trainer(together)
+    back.load(tmp_path / "apart")
+    assert back.critic.optimizer.steps_made == 2
+    assert same(expected, state_of(back.critic))

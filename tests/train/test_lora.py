@@ -14,16 +14,14 @@ from asyncrl_cli.weights.buckets import unpack
 from asyncrl_cli.weights.receivers import BaseFiles
 from tests.packed import pack
 from tests.train.train_samples import make_step, save_tiny_model
-from tests.trainers import planned, trainer_parts
+from tests.trainers import rank_batch, save, trainer_parts
 
 LORA = {"rank": 4, "alpha": 8.0, "lr": 1e-2}
 
 
 def train(trainer, steps: int = 3) -> None:
     for step in range(1, steps + 1):
-        metas, payloads = make_step(step, 4)
-        (plan,) = planned(metas)
-        trainer.train(step_in_window=0, plan=plan, payloads=dict(enumerate(payloads)))
+        trainer.train(**rank_batch(*make_step(step, 4)))
 
 
 def published(trainer) -> dict[str, torch.Tensor]:
@@ -121,8 +119,7 @@ def test_a_module_that_the_model_lacks_is_refused_with_those_that_it_has(tiny_mo
 @pytest.mark.slow
 def test_a_checkpoint_without_adapters_is_refused(tiny_model_dir, make_trainer, tmp_path):
     trainer = make_trainer(trainer_parts(tiny_model_dir))
-    trainer.snapshot(1)
-    trainer.write(1, tmp_path / "checkpoint", with_published=False)
+    save(trainer, tmp_path / "checkpoint", 1)
     with pytest.raises(RefusedError, match=r"checkpoint is of another model: .*lora_A\.weight is absent"):
         make_trainer(trainer_parts(tiny_model_dir, **LORA)).load(tmp_path / "checkpoint")
 
@@ -131,8 +128,7 @@ def test_a_checkpoint_without_adapters_is_refused(tiny_model_dir, make_trainer, 
 def test_a_resume_on_another_base_model_is_refused(tiny_model_dir, make_trainer, tmp_path):
     trainer = make_trainer(trainer_parts(tiny_model_dir, **LORA))
     train(trainer, steps=1)
-    trainer.snapshot(1)
-    trainer.write(1, tmp_path / "checkpoint", with_published=False)
+    save(trainer, tmp_path / "checkpoint", 1)
     make_trainer(trainer_parts(tiny_model_dir, **LORA)).load(tmp_path / "checkpoint")
     other = save_tiny_model(tmp_path / "other", seed=1)
     with pytest.raises(RefusedError, match="a base model that had other weights"):

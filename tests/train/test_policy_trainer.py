@@ -23,16 +23,7 @@ from asyncrl_cli.weights.versions import mean_abs_diff
 from tests.products import counted_products
 from tests.train.reference_losses import aggregate
 from tests.train.train_samples import make_segment, make_step, meta_of, save_tiny_model
-from tests.trainers import planned, trainer_parts
-
-
-def rank_batch(metas, payloads, *, step_in_window=0, num_minibatches=1):
-    (plan,) = planned(metas, num_minibatches=num_minibatches)
-    return dict(step_in_window=step_in_window, plan=plan, payloads=dict(enumerate(payloads)))
-
-
-def weights_of(trainer):
-    return {name: local.clone() for name, local in trainer.model.locals().items()}
+from tests.trainers import planned, rank_batch, save, trainer_parts, weights_of
 
 
 class PlainGrpo:
@@ -434,8 +425,7 @@ def test_moments_that_wait_on_the_host_are_those_of_a_trainer_that_keeps_them(
     resumed = None
     offloaded = make_trainer(trainer_parts(tiny_model_dir))
     offloaded.train(**steps[0])
-    offloaded.snapshot(1)
-    offloaded.write(1, tmp_path / "state", with_published=False)
+    save(offloaded, tmp_path / "state", 1)
     resumed = make_trainer(trainer_parts(tiny_model_dir))
     resumed.load(tmp_path / "state")
     resumed.train(**steps[1])

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from asyncrl_cli.base.errors import RefusedError
 from asyncrl_cli.weights.receivers import verified
 from tests.train.train_samples import make_step
-from tests.trainers import planned, trainer_parts
+from tests.trainers import rank_batch, save, trainer_parts, weights_of
 
 
 def assert_equal(ours, theirs):
@@ -136,9 +136,7 @@ def test_a_run_that_goes_on_with_other_numbers_of_ranks_trains_the_same_weights(
 
 
 def one_step(trainer, step=1):
-    metas, payloads = make_step(step, num_groups=2)
-    (plan,) = planned(metas)
-    trainer.train(step_in_window=0, plan=plan, payloads=dict(enumerate(payloads)))
+    trainer.train(**rank_batch(*make_step(step, num_groups=2)))
 
 
 @pytest.mark.slow
@@ -163,7 +161,7 @@ def test_a_snapshot_does_not_change_when_training_goes_on(tmp_path, tiny_model_d
     settings = trainer_parts(tiny_model_dir)
     trainer = make_trainer(settings)
     one_step(trainer)
-    expected = {name: local.clone() for name, local in trainer.model.locals().items()}
+    expected = weights_of(trainer)
     trainer.snapshot(1)
     one_step(trainer, step=2)
     trainer.write(1, tmp_path / "checkpoint", with_published=False)
@@ -181,8 +179,7 @@ def test_a_foreign_or_missing_checkpoint_is_refused(tmp_path, tiny_model_dir, ma
     trainer = make_trainer(trainer_parts(tiny_model_dir))
     with pytest.raises(RefusedError, match=r"trainer\.json cannot be read: no such file"):
         trainer.load(tmp_path / "nothing")
-    trainer.snapshot(0)
-    trainer.write(0, tmp_path / "checkpoint", with_published=False)
+    save(trainer, tmp_path / "checkpoint")
     config = Qwen3Config.from_pretrained(tiny_model_dir)
     config.num_hidden_layers = 4
     config.layer_types = None

@@ -11,7 +11,7 @@ from asyncrl_cli.base.errors import RefusedError
 from asyncrl_cli.train.batch import REF
 from tests.train.reference_losses import kl
 from tests.train.train_samples import make_step, save_tiny_model
-from tests.trainers import planned, trainer_parts
+from tests.trainers import planned, save, trainer_parts, weights_of
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +87,7 @@ def test_the_reference_is_the_initial_model_and_scores_each_token_once(
     (plan,) = planned(metas, num_minibatches=2, use_kl_in_reward=True)
     groups = dict(enumerate(payloads))
     trainer = make_trainer(trainer_parts(tiny_model_dir, use_kl_in_reward=True, lr=1e-3))
-    before = {name: local.clone() for name, local in trainer.reference.locals().items()}
+    before = weights_of(trainer.reference)
     seen = []
     own = trainer.reference.numbers_N
     monkeypatch.setattr(
@@ -114,8 +114,7 @@ def test_the_reference_is_the_initial_model_and_scores_each_token_once(
 @pytest.mark.slow
 def test_a_resume_with_another_reference_is_refused(tiny_model_dir, other_model_dir, make_trainer, tmp_path):
     trainer = make_trainer(trainer_parts(tiny_model_dir, use_kl_loss=True))
-    trainer.snapshot(0)
-    trainer.write(0, tmp_path / "state", with_published=False)
+    save(trainer, tmp_path / "state")
     make_trainer(trainer_parts(tiny_model_dir, use_kl_loss=True)).load(tmp_path / "state")
     with pytest.raises(RefusedError, match="a reference that had other weights"):
         make_trainer(trainer_parts(tiny_model_dir, use_kl_loss=True, ref_dir=other_model_dir)).load(

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 
 from asyncrl_cli.base.errors import RefusedError
 from asyncrl_cli.train.trainer_state import COUNTERS_FILE, SavedState, rank_file
-from tests.trainers import trainer_parts
+from tests.trainers import save, trainer_parts
 
 DTYPES = (
     torch.float32,
@@ -172,8 +172,7 @@ def test_a_pipe_in_place_of_a_file_is_refused_without_waiting(directory):
 
 def test_damaged_tensors_are_refused_by_a_trainer(tmp_path, tiny_model_dir, make_trainer):
     trainer, directory = make_trainer(trainer_parts(tiny_model_dir)), tmp_path / "state"
-    trainer.snapshot(0)
-    trainer.write(0, directory, with_published=False)
+    save(trainer, directory)
     trainer.load(directory)
     part = rank_file(directory, 0)
     part.write_bytes(part.read_bytes()[:-1000])
