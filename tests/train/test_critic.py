@@ -13,7 +13,7 @@ from asyncrl_cli.measure.values import shown
 from asyncrl_cli.train.critic import CriticApart
 from tests.train import reference_losses as reference
 from tests.train.train_samples import make_step
-from tests.trainers import save, trainer_parts, weights_of
+from tests.trainers import rank_batch, save, trainer_parts, weights_of
 
 GAE = {"adv_estimator": "gae", "gamma": 0.99, "lam": 0.9}
 APART = (("train",), ("critic",), ("rollout",))
