@@ -15,7 +15,7 @@ import asyncio
 import json
 import re
 import shutil
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from asyncrl_cli.base.errors import StorageError
@@ -95,7 +95,14 @@ class CheckpointStore:
             (self._run_dir / SAMPLES, "step-*.jsonl", step),
             (self._run_dir / VERSIONS, "version-*", version),
         )
-        moved = [path for place, pattern, newest in places for path in _set_aside(place, pattern, newest)]
+        moved = []
+        for place, pattern, newest in places:
+            for path in sorted(place.glob(pattern)):
+                match = NUMBERED.fullmatch(path.name)
+                if match is not None and int(match[1]) > newest:
+                    aside = path.with_name(f"abandoned-{path.name}")
+                    remove(aside)
+                    moved.append(path.rename(aside))
         if remaining := sealed_checkpoints(self.directory):
             replace_link(self.directory / LATEST, remaining[0].name)
         return moved
@@ -125,16 +132,6 @@ class CheckpointStore:
         for directory in sealed_checkpoints(self.directory)[self._keep :]:
             remove_tree(directory)
         return final
-
-
-def _set_aside(place: Path, pattern: str, newest: int) -> Iterator[Path]:
-    """Rename what has a higher number than `newest`."""
-    for path in sorted(place.glob(pattern)):
-        match = NUMBERED.fullmatch(path.name)
-        if match is not None and int(match[1]) > newest:
-            aside = path.with_name(f"abandoned-{path.name}")
-            remove(aside)
-            yield path.rename(aside)
 
 
 def seal(directory: Path, *, step: int, version: int, run: str, profile: str) -> None:

@@ -39,14 +39,6 @@ class Context:
         """Whether `tokens` begin with all of this context's tokens."""
         return list(tokens[: len(self.tokens)]) == self.tokens
 
-    def grow(self, prompt: Sequence[int], completion: Completion) -> None:
-        """Append what `prompt` adds to the tokens so far (version -1, logprob 0), and the completion."""
-        added = list(prompt[len(self.tokens) :])
-        self.tokens += added + completion.tokens
-        self.logprobs += [0.0] * len(added) + completion.logprobs
-        self.versions += [NOT_SAMPLED] * len(added) + completion.versions
-        self.num_sampled += len(completion.tokens)
-
     def segment(self) -> Segment:
         """Tokens that were not sampled have mask 0, version -1 and logprob 0."""
         return Segment.of(self.tokens, self.logprobs, self.versions)
@@ -91,7 +83,11 @@ class Conversation:
         from now on."""
         if context not in self.contexts:
             self.contexts.append(context)
-        context.grow(prompt, completion)
+        added = list(prompt[len(context.tokens) :])  # what the prompt adds to the tokens so far
+        context.tokens += added + completion.tokens
+        context.logprobs += [0.0] * len(added) + completion.logprobs
+        context.versions += [NOT_SAMPLED] * len(added) + completion.versions
+        context.num_sampled += len(completion.tokens)
         context.messages = messages
         self.num_turns += 1
 

@@ -301,11 +301,6 @@ class Episode:
         """Tokens sampled so far, including lost ones."""
         return self.conversation.num_sampled + self.lost_tokens
 
-    def begin_anew(self) -> None:
-        """Start a new conversation. The tokens of the old one are never trained."""
-        self.lost_tokens += self.conversation.num_sampled
-        self.conversation = Conversation(self.means.chat)
-
     def trajectory(self) -> Trajectory:
         assert self.end is not None
         return Trajectory(

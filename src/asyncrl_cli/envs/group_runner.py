@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import cast
 
-from asyncrl_cli.contracts.ports import EvalRequest, EvalResult, EvalTry, PartialResult
+from asyncrl_cli.contracts.ports import EvalRequest, EvalResult, PartialResult
 from asyncrl_cli.contracts.prompt_group import AttemptKey, PartialResponse, PartKey, PartRequest, PartResult
 from asyncrl_cli.contracts.trajectories import GroupPayload, Segment, Trajectory
 from asyncrl_cli.engines.port import Completion, FinishReason, Sampling
@@ -119,7 +119,12 @@ class GroupRunner:
             raise ValueError(
                 f"eval of version {request.version} on an engine that holds {self.means.engine.version}"
             )
-        episodes = [self._eval_episode(request, entry, sampling) for entry in request.tries]
+        episodes = []
+        for entry in request.tries:
+            uid, sample = entry.item["uid"], entry.sample
+            name = f"eval-{request.version}-{request.seed}/{entry.eval_set}/{uid}/{sample}"
+            seed = derived_seed(request.seed, f"{uid}/{sample}" if sample else uid)
+            episodes.append(Episode(name, entry.item, seed, self.means, sampling))
         await self._play(_Running(None, episodes), at_once=self.means.engine.slots)
         played = [episode for episode in episodes if with_tokens and episode.failure is None]
         payload = [
@@ -128,12 +133,6 @@ class GroupRunner:
         ]
         outcomes = tuple(episode.failure or episode.meta() for episode in episodes)
         return EvalResult(outcomes=outcomes, payload=payload or None)
-
-    def _eval_episode(self, request: EvalRequest, entry: EvalTry, sampling: Sampling) -> Episode:
-        item, uid = entry.item, entry.item["uid"]
-        seed = derived_seed(request.seed, f"{uid}/{entry.sample}" if entry.sample else uid)
-        name = f"eval-{request.version}-{request.seed}/{entry.eval_set}/{uid}/{entry.sample}"
-        return Episode(name, item, seed, self.means, sampling)
 
     async def abort(self, key: AttemptKey | None) -> None:
         """Make every running part of this attempt return soon, without trajectories; or, with None, every

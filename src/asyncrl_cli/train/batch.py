@@ -134,11 +134,14 @@ def step_batches(
         cut = cut_packed(lengths, budget) if are_packed else cut_padded(lengths, budget, split_cost)
         microbatches = [build_microbatch([rows[i] for i in indices], window, ranks.device) for indices in cut]
         batches.append(StepBatch(plan, microbatches, counts_P))
-    # Every rank must take part in every FSDP collective: those with fewer microbatches add empty ones.
+    # Every rank must take part in every FSDP collective: those with fewer microbatches add empty ones, of two
+    # tokens that were not sampled.
     most = torch.tensor([max(len(batch.microbatches), 1) for batch in batches], device=ranks.device)
     for batch, number in zip(batches, ranks.max(most).tolist(), strict=True):
         missing = number - len(batch.microbatches)
-        batch.microbatches.extend(empty_microbatch(ranks.device) for _ in range(missing))
+        batch.microbatches.extend(
+            scoring_microbatch([[0, 0]], ranks.device, is_scored=False) for _ in range(missing)
+        )
         for name, column in (columns or {}).items():
             arrays = [column[planned.group][planned.trajectory] for planned in batch.plan.trajectories]
             values_F = np.concatenate([np.zeros(0, np.float32), *arrays])
@@ -178,12 +181,6 @@ def build_microbatch(rows: Sequence[BatchRow], window: int, device: torch.device
         trajectory_tokens_N=torch.from_numpy(trajectory_tokens_N).to(device),
         order_N=torch.from_numpy(order_N).to(device),
     )
-
-
-def empty_microbatch(device: torch.device) -> Microbatch:
-    """A microbatch of two tokens that were not sampled. Its loss is 0; with it, a rank joins in every
-    collective of a step."""
-    return scoring_microbatch([[0, 0]], device, is_scored=False)
 
 
 def scoring_microbatch(

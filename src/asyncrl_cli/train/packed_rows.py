@@ -145,7 +145,12 @@ def choose_division(decoder: PreTrainedModel, attention: Attention, ranks: Ranks
     """
     config, size = decoder.config.get_text_config(), ranks.sequence_size
     check_heads(config, size)
-    if attention == "sdpa" and _attends_everywhere(config):
+    if kinds := getattr(config, "layer_types", None):
+        attends_everywhere = set(kinds) == {"full_attention"}
+    else:  # all layers are of one kind
+        windows = (getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size"))
+        attends_everywhere = not any(windows)
+    if attention == "sdpa" and attends_everywhere:
         kernel = rows_kernel(config, decoder.dtype, ranks)
         divide = Unpadded(kernel, ranks)
         if (size > 1 or kernel is by_lengths) and _is_same(decoder, divide, ranks):
@@ -165,13 +170,6 @@ def choose_division(decoder: PreTrainedModel, attention: Attention, ranks: Ranks
         hint="--set trainer.sequence_parallel_size=1, with trainer.activation_checkpointing=full for less "
         "memory",
     )
-
-
-def _attends_everywhere(config: Any) -> bool:
-    kinds = getattr(config, "layer_types", None)
-    if kinds:
-        return set(kinds) == {"full_attention"}
-    return not (getattr(config, "sliding_window", None) or getattr(config, "attention_chunk_size", None))
 
 
 @torch.no_grad()

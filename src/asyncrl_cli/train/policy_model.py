@@ -104,14 +104,16 @@ class PolicyModel(ShardedModel[PreTrainedModel]):
         `form.to_files` makes the tensors of `specs` from them. A collective: every rank must iterate over all
         parts. Tensors may alias live memory."""
         for names in self._parts:
-            yield {name: self._full(name) for name in names}
-
-    def _full(self, name: str) -> torch.Tensor:
-        if name in self._buffers:
-            return self._buffers[name]
-        if name in self._adapted:
-            return self._adapted[name].merged_weight().to(self._wire_dtype)
-        return cast(DTensor, self._weights[name].detach().to(self._wire_dtype)).full_tensor()
+            tensors = dict[str, torch.Tensor]()
+            for name in names:
+                if name in self._buffers:
+                    tensors[name] = self._buffers[name]
+                elif name in self._adapted:
+                    tensors[name] = self._adapted[name].merged_weight().to(self._wire_dtype)
+                else:
+                    weight = self._weights[name].detach().to(self._wire_dtype)
+                    tensors[name] = cast(DTensor, weight).full_tensor()
+            yield tensors
 
     def _whole_parts(self) -> list[list[str]]:
         """Groups of names that must be converted together: one per layer if the form converts, else one per

@@ -54,7 +54,6 @@ from asyncrl_cli.train.trainer_state import (
     check_frozen,
     random_state,
     restore,
-    restore_random_state,
     to_host,
     write_state,
 )
@@ -348,7 +347,10 @@ class PolicyTrainer:
                 hint="resume with the profile that wrote it",
             )
         restore(self._parameters(), self.state_tensors(), saved)
-        restore_random_state(self.ranks, saved)
+        for key, rows in random_state(self.ranks).items():
+            if saved.shapes.get(key) == rows.whole_shape:  # absent, if there were fewer ranks
+                saved.read(key, rows.tensor)
+                (torch.cuda if "/cuda/" in key else torch).set_rng_state(rows.tensor)
         self.optimizer.restore_steps(counters["optimizer_steps"])
         if self.critic is not None:
             self.critic.optimizer.restore_steps(saved.critic_steps)

@@ -215,14 +215,6 @@ def restore(like: dict[str, DTensor], live: dict[str, torch.Tensor], saved: Save
         tensor.copy_(state[key].tensor)
 
 
-def restore_random_state(ranks: Ranks, saved: SavedState) -> None:
-    """Restore this rank's random state, if the checkpoint has one for this rank."""
-    for key, rows in random_state(ranks).items():
-        if saved.shapes.get(key) == rows.whole_shape:
-            saved.read(key, rows.tensor)
-            (torch.cuda if "/cuda/" in key else torch).set_rng_state(rows.tensor)
-
-
 def check_frozen(directory: Path, saved: Counters, logprobs: Mapping[str, float], dtype: str) -> None:
     """Raises RefusedError if the base model or the reference had other weights when the state in `directory`
     was saved. `logprobs`: of the present ones, by counter name."""

@@ -262,7 +262,9 @@ class AgentEnvironment(SelfPlayed):
 
     async def _played(self, episode: Episode) -> float:
         """Run the agent once, with a new conversation. Raises RewardFailed, and the engine's errors."""
-        episode.begin_anew()
+        # The tokens of an earlier start are never trained.
+        episode.lost_tokens += episode.conversation.num_sampled
+        episode.conversation = Conversation(episode.means.chat)
 
         def on_running(running: int) -> None:
             episode.waits_for("" if running else "agent")

@@ -91,10 +91,6 @@ class ModelRequest(BaseModel):
         return self.logprobs not in (None, False) or bool(self.return_token_ids)
 
     @property
-    def wants_usage(self) -> bool:
-        return self.stream_options is not None and self.stream_options.include_usage
-
-    @property
     def stops(self) -> tuple[str, ...]:
         given = [self.stop] if isinstance(self.stop, str) else self.stop or []
         return tuple(stop for stop in given if stop)
@@ -246,7 +242,19 @@ def answer(reply: Reply, request: ModelRequest) -> dict[str, Any]:
     choice = {"index": 0, **content, "finish_reason": reply.finish_reason, "logprobs": None}
     if request.wants_tokens:
         texts = [reply.decode([token]) for token in sampled.tokens]
-        choice["logprobs"] = (_chat_logprobs if is_chat else _text_logprobs)(texts, sampled.logprobs)
+        if is_chat:
+            pieces = list[dict[str, object]]()
+            for text, logprob in zip(texts, sampled.logprobs, strict=True):
+                written = list(text.encode(errors="replace"))
+                pieces.append({"token": text, "logprob": logprob, "bytes": written, "top_logprobs": []})
+            choice["logprobs"] = {"content": pieces}
+        else:
+            choice["logprobs"] = {
+                "tokens": texts,
+                "token_logprobs": sampled.logprobs,
+                "top_logprobs": None,
+                "text_offset": list(accumulate(map(len, texts[:-1]), initial=0)),
+            }
         choice |= {"token_ids": sampled.tokens, "weight_versions": sampled.versions}
     prefix, kind = ("chatcmpl", "chat.completion") if is_chat else ("cmpl", "text_completion")
     num_prompt, num_sampled = len(reply.prompt_tokens), len(sampled.tokens)
@@ -296,16 +304,3 @@ def models() -> dict[str, object]:
 def _with_text_arguments(call: Message) -> Message:
     arguments = json.dumps(call["function"]["arguments"], ensure_ascii=False)
     return {**call, "function": {**call["function"], "arguments": arguments}}
-
-
-def _chat_logprobs(texts: list[str], logprobs: list[float]) -> dict[str, object]:
-    content = [
-        {"token": text, "logprob": value, "bytes": list(text.encode(errors="replace")), "top_logprobs": []}
-        for text, value in zip(texts, logprobs, strict=True)
-    ]
-    return {"content": content}
-
-
-def _text_logprobs(texts: list[str], logprobs: list[float]) -> dict[str, object]:
-    offsets = list(accumulate(map(len, texts[:-1]), initial=0))
-    return {"tokens": texts, "token_logprobs": logprobs, "top_logprobs": None, "text_offset": offsets}

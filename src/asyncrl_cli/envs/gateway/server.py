@@ -206,7 +206,8 @@ class Gateway:
         headers |= {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
         response = web.StreamResponse(headers=headers)
         await response.prepare(request)
-        for event in openai_api.events(answer, with_usage=asked.wants_usage):
+        with_usage = asked.stream_options is not None and asked.stream_options.include_usage
+        for event in openai_api.events(answer, with_usage=with_usage):
             await response.write(event)
         await response.write_eof()
         return response
