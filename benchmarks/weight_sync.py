@@ -119,7 +119,7 @@ def memcpy(source: np.ndarray[Any, Any], target: np.ndarray[Any, Any]) -> Figure
 async def zero_byte_pause_s(engine: Any) -> float:
     """What the engine needs to stop and go on, with nothing between."""
     began_s = time.perf_counter()
-    if hasattr(engine, "_llm"):
+    if hasattr(engine, "llm"):
         from asyncrl_cli.engines.vllm.worker_transports import paused
 
         async with paused(engine.llm, "keep-kv"):
@@ -208,7 +208,7 @@ async def naive(engine: Any, trainer: PolicyTrainer, version: int) -> Figures:
 
 async def load_seconds(engine: Any) -> Figures:
     """Of vLLM's worker, since it was asked last; nothing of an engine that loads in this process."""
-    return dict((await engine.llm.collective_rpc("load_seconds"))[0]) if hasattr(engine, "_llm") else {}
+    return dict((await engine.llm.collective_rpc("load_seconds"))[0]) if hasattr(engine, "llm") else {}
 
 
 async def measure(
