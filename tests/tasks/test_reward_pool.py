@@ -84,7 +84,10 @@ FUNCTIONS = '''
     arrived, all_are_here = [], asyncio.Event()
 
     async def meeting(item, response):
-        """Waits for the others, a hundred in all."""
+        """Waits for the others, a hundred in all; "busy" lets nothing else run."""
+        if response == "busy":
+            time.sleep(0.3)
+            return 0.0
         arrived.append(response)
         if len(arrived) == 100:
             all_are_here.set()
@@ -461,6 +464,20 @@ def test_async_rewards_await_together(functions):
     assert score(spec_of(functions, "meeting"), [str(num) for num in range(100)]) == [
         float(num) for num in range(100)
     ]
+
+
+def test_async_rewards_that_are_cancelled_before_they_begin_take_no_place(functions):
+    async def use(pool):
+        await pool.start()
+        busy, *cancelled = [asyncio.create_task(pool.score(ITEM, what)) for what in ["busy"] + ["0"] * 100]
+        for _ in range(300):
+            await asyncio.sleep(0)  # all are asked for
+        for task in cancelled:
+            task.cancel()
+        await busy
+        return await outcomes(pool, [str(num) for num in range(100)])
+
+    assert with_pool(spec_of(functions, "meeting"), use, timeout_s=5.0) == [float(num) for num in range(100)]
 
 
 @pytest.mark.slow
