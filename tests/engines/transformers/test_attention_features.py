@@ -162,7 +162,7 @@ async def test_trainer_and_engine_score_alike_in_either_dtype(
     trainer = make_trainer(trainer_parts(directory, dtype=dtype))
     async with transformers_engine(directory, dtype=dtype, **SMALL) as engine:
         scored = (await engine.score(sequences(), 1.0)).logprobs
-    # A mixture of experts rounds by how many tokens come to an expert: the trainer's batch is a token shorter.
+    # A mixture of experts rounds by how many tokens come to an expert: the trainer has one token less.
     largest = 2e-3 if family.startswith("experts") and dtype == "bfloat16" else 1e-6
     for ours, theirs in zip(trainer.model.logprobs(sequences()), scored, strict=True):
         assert mean_diff(ours, theirs) < largest

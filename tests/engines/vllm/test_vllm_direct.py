@@ -389,8 +389,8 @@ async def test_processes_that_stop_receiving_half_way_end_both_sides_in_bounded_
     with pytest.raises(ExecutorFailed) as caught:
         await asyncio.wait_for(there.load(1), WAIT_S)
     assert str(caught.value) == (
-        "loading version 1 into vLLM failed half-way: the transfer of version 1 by NCCL failed: rank 0 waited "
-        "for rollout-0's vLLM processes to take version 1: longer than weights.timeout_s = 0.5 s"
+        "loading version 1 into vLLM failed half-way: the transfer of version 1 by NCCL failed: rank 0 "
+        "waited for rollout-0's vLLM processes to take version 1: longer than weights.timeout_s = 0.5 s"
     )
     assert there.llm.killed.is_set()
     assert there.engine.version == 0
@@ -452,8 +452,8 @@ async def test_a_meeting_to_which_vllm_does_not_come_is_told_in_rank_zeros_words
     with pytest.raises(ExecutorFailed) as caught:
         await there.connect()
     assert str(caught.value) == (
-        "the meeting by NCCL at in-process:1 failed: rank 0 waited for rollout-0's vLLM processes to meet it by "
-        "NCCL: longer than weights.timeout_s = 0.5 s"
+        "the meeting by NCCL at in-process:1 failed: rank 0 waited for rollout-0's vLLM processes to meet it "
+        "by NCCL: longer than weights.timeout_s = 0.5 s"
     )
     assert there.llm.killed.is_set()
 
