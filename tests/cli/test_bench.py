@@ -76,12 +76,7 @@ def test_a_simulated_bench_writes_its_files_and_only_json_on_stdout(
     assert partial["speedup"] == pytest.approx(partial["groups_per_s"] / base["groups_per_s"], rel=0.01)
     assert 0 < base["bound_ratio"] <= 1.01
     assert partial["staleness_max"] <= 1
-    assert {path.name for path in out.iterdir()} == {
-        "results.json",
-        "report.md",
-        "report.html",
-        "runs",
-    }
+    assert {path.name for path in out.iterdir()} == {"results.json", "report.md", "report.html", "runs"}
 
 
 @pytest.mark.slow
