@@ -46,9 +46,7 @@ def workload(tmp_path: Path) -> Path:
 
 
 @pytest.mark.slow
-def test_a_simulated_bench_writes_its_files_and_only_json_on_stdout(
-    workload: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_simulated_bench_writes_its_files_and_only_json_on_stdout(workload, tmp_path, capsys):
     out = tmp_path / "out"
     assert (
         run(
@@ -80,9 +78,7 @@ def test_a_simulated_bench_writes_its_files_and_only_json_on_stdout(
 
 
 @pytest.mark.slow
-def test_a_simulated_table_says_so_and_prints_the_notes(
-    workload: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_simulated_table_says_so_and_prints_the_notes(workload, tmp_path, capsys):
     arguments = ["--groups", "40", "-p", "on-policy-pipeline", "--out", str(tmp_path / "out")]
     assert run(["bench", "--simulate", str(workload), *arguments]) == 0
     out = capsys.readouterr().out
@@ -93,9 +89,7 @@ def test_a_simulated_table_says_so_and_prints_the_notes(
     assert all(explained in below for explained in ("s per 4 groups: ", "wait_data: ", "limited by: "))
 
 
-def test_a_refused_bench_leaves_no_directory(
-    workload: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_refused_bench_leaves_no_directory(workload, tmp_path, capsys):
     arguments = ["--groups", "6", "--out", str(tmp_path / "out")]
     assert run(["bench", "--simulate", str(workload), *arguments]) == 2
     assert "no multiple of R = 4" in capsys.readouterr().err
@@ -105,27 +99,21 @@ def test_a_refused_bench_leaves_no_directory(
 @pytest.mark.parametrize(
     "wrong", [["-p", "nope"], ["--groups", "6"], ["--groups", "8", "--windows", "2"], ["--set", "run.seed=1"]]
 )
-def test_nothing_is_said_before_a_usage_error(
-    wrong: list[str], workload: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_nothing_is_said_before_a_usage_error(wrong, workload, capsys):
     assert run(["bench", "--simulate", str(workload), *wrong]) == 2
     said = capsys.readouterr()
     assert said.out == ""
     assert [line.partition(":")[0] for line in said.err.splitlines()] == ["error", "hint"]
 
 
-def test_the_help_has_examples_and_says_which_profile_is_compared_by_default(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_the_help_has_examples_and_says_which_profile_is_compared_by_default(capsys):
     assert run(["bench", "--help"]) == 0
     shown = " ".join(capsys.readouterr().out.replace("│", " ").split())
     assert "asyncrl bench --simulate" in shown
     assert "Default: partial-rollout." in shown
 
 
-def test_the_screen_says_which_runs_are_missing_and_that_there_is_no_page(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_screen_says_which_runs_are_missing_and_that_there_is_no_page(tmp_path, monkeypatch, capsys):
     lines = [
         {
             "window": window,

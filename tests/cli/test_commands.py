@@ -35,7 +35,7 @@ COMMANDS = [
 ]
 
 
-def test_help_lists_every_command_and_teaches_the_first_one(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_lists_every_command_and_teaches_the_first_one(capsys):
     assert run(["--help"]) == 0
     out = capsys.readouterr().out
     assert all(command in out for command in COMMANDS)
@@ -43,7 +43,7 @@ def test_help_lists_every_command_and_teaches_the_first_one(capsys: pytest.Captu
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_the_help_of_every_command_has_examples(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_help_of_every_command_has_examples(command, capsys):
     assert run([command, "--help"]) == 0
     out = capsys.readouterr().out
     assert "Examples" in out
@@ -51,9 +51,7 @@ def test_the_help_of_every_command_has_examples(command: str, capsys: pytest.Cap
 
 
 @pytest.mark.parametrize("command", ["plan", "bench", "profiles", "profiles show"])
-def test_examples_are_not_folded_on_80_columns(
-    command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_examples_are_not_folded_on_80_columns(command, capsys, monkeypatch):
     from asyncrl_cli.cli import bench, plan, profiles
 
     examples = {
@@ -82,7 +80,7 @@ def test_examples_are_not_folded_on_80_columns(
         "--version",
     ],
 )
-def test_a_reader_that_goes_away_is_no_error(command: str) -> None:
+def test_a_reader_that_goes_away_is_no_error(command):
     """As `| head` does, or `| true`."""
     reading, writing = os.pipe()
     os.close(reading)
@@ -108,7 +106,7 @@ def imported_by(*commands: str) -> set[str]:
     return set(done.stderr.split())
 
 
-def test_help_imports_nothing_heavy() -> None:
+def test_help_imports_nothing_heavy():
     assert not imported_by("--help") & {
         "torch",
         "ray",
@@ -122,17 +120,17 @@ def test_help_imports_nothing_heavy() -> None:
 
 
 @pytest.mark.slow
-def test_plans_and_profiles_need_neither_ray_nor_torch() -> None:
+def test_plans_and_profiles_need_neither_ray_nor_torch():
     heavy = {"torch", "ray", "transformers", "numpy", "wandb"}
     assert not imported_by("plan -p base", "profiles", "train -p base --dry-run") & heavy
 
 
-def test_the_version_is_data(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_version_is_data(capsys):
     assert run(["--version"]) == 0
     assert capsys.readouterr().out.startswith("asyncrl ")
 
 
-def test_profiles_lists_the_six_modes_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+def test_profiles_lists_the_six_modes_as_json(capsys):
     assert run(["profiles", "--json"]) == 0
     modes = {row["name"]: row["mode"] for row in json.loads(capsys.readouterr().out)}
     others = [modes.pop(name) for name in ("base", "agent-calculator", "agent-guess")]
@@ -141,9 +139,7 @@ def test_profiles_lists_the_six_modes_as_json(capsys: pytest.CaptureFixture[str]
     assert len(modes) == 6
 
 
-def test_show_prints_a_profile_that_can_be_trained(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_show_prints_a_profile_that_can_be_trained(capsys, tmp_path):
     assert run(["profiles", "show", "stale-samples", "--origin", "--set", "run.seed=3"]) == 0
     shown = capsys.readouterr()
     assert shown.err == ""
@@ -153,7 +149,7 @@ def test_show_prints_a_profile_that_can_be_trained(
     assert json.loads(capsys.readouterr().out)["schedule"]["mode"] == "stale-samples"
 
 
-def test_the_keys_are_printed_as_toml(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_keys_are_printed_as_toml(capsys):
     assert run(["profiles", "keys"]) == 0
     out = capsys.readouterr().out
     parsed = tomllib.loads(out)
@@ -174,7 +170,7 @@ def test_the_keys_are_printed_as_toml(capsys: pytest.CaptureFixture[str]) -> Non
     assert "did you mean rollout?" in capsys.readouterr().err
 
 
-def test_a_plan_says_budget_bound_and_bundles(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plan_says_budget_bound_and_bundles(capsys):
     sets = ["--set", "run.train_steps=9", "--set", "async_training.trigger_parameter_sync_step=2"]
     assert run(["plan", "--profile", "partial-rollout", *sets, "--gpus", "8", "--json"]) == 0
     plan = json.loads(capsys.readouterr().out)
@@ -188,9 +184,7 @@ def test_a_plan_says_budget_bound_and_bundles(capsys: pytest.CaptureFixture[str]
 
 
 @pytest.mark.slow
-def test_a_dry_run_prints_the_plan_and_leaves_nothing(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_dry_run_prints_the_plan_and_leaves_nothing(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert run(["train", "--profile", "colocate", "--dry-run"]) == 0
     out = capsys.readouterr().out
@@ -199,9 +193,7 @@ def test_a_dry_run_prints_the_plan_and_leaves_nothing(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_dry_run_refuses_a_model_that_could_not_be_made(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_dry_run_refuses_a_model_that_could_not_be_made(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("prompts.jsonl").write_text(
         '{"prompt": "1 + 1", "answer": "2"}\n{"prompt": "1 + 2", "answer": "3"}\n', encoding="utf-8"
@@ -211,9 +203,7 @@ def test_a_dry_run_refuses_a_model_that_could_not_be_made(
     assert "learns from demonstrations, and jsonl:" in capsys.readouterr().err
 
 
-def test_a_train_that_is_refused_leaves_nothing(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_train_that_is_refused_leaves_nothing(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     refused = [
         "train",
@@ -241,9 +231,7 @@ def test_a_train_that_is_refused_leaves_nothing(
     )
 
 
-def test_doctor_names_versions_and_engines(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_doctor_names_versions_and_engines(capsys, monkeypatch):
     from asyncrl_cli.engines.vllm import vllm_kind
     from asyncrl_cli.plan import machine
 
@@ -274,8 +262,8 @@ def test_doctor_names_versions_and_engines(
     ],
 )
 def test_doctor_says_what_the_cpu_computes_with_and_what_it_means(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cpuinfo: str, named: str, meaning: str
-) -> None:
+    tmp_path, monkeypatch, cpuinfo, named, meaning
+):
     from asyncrl_cli.plan import cluster
     from asyncrl_cli.plan.machine import cpu_finding
 
@@ -285,7 +273,7 @@ def test_doctor_says_what_the_cpu_computes_with_and_what_it_means(
     assert meaning in cpu_finding().found
 
 
-def test_doctor_says_when_what_else_runs_takes_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_says_when_what_else_runs_takes_its_share(monkeypatch):
     from asyncrl_cli.plan.machine import threads_finding
 
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 1})
@@ -295,9 +283,7 @@ def test_doctor_says_when_what_else_runs_takes_its_share(monkeypatch: pytest.Mon
         assert f"load {load} on 2 cores" in threads_finding().found
 
 
-def test_doctor_exits_with_3_if_something_needed_is_missing(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_doctor_exits_with_3_if_something_needed_is_missing(capsys, monkeypatch):
     from asyncrl_cli.plan import machine
 
     monkeypatch.setattr(machine, "NEEDED", {"no-such-package": "1.2."})
@@ -321,13 +307,8 @@ def test_doctor_exits_with_3_if_something_needed_is_missing(
     ],
 )
 def test_doctor_imports_vllm_before_it_says_that_it_is_there(
-    version: str | None,
-    fails: str,
-    found: str,
-    code: int,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    version, fails, found, code, capsys, monkeypatch
+):
     from asyncrl_cli.engines.vllm import vllm_kind
     from asyncrl_cli.plan import machine
 
@@ -341,7 +322,7 @@ def test_doctor_imports_vllm_before_it_says_that_it_is_there(
     assert row["ok"] or "pip install 'vllm" in row["hint"]
 
 
-def test_an_import_is_tried_in_a_process_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_import_is_tried_in_a_process_of_its_own(tmp_path, monkeypatch):
     from asyncrl_cli.plan import machine
 
     (tmp_path / "breaks.py").write_text(
@@ -354,8 +335,8 @@ def test_an_import_is_tried_in_a_process_of_its_own(tmp_path: Path, monkeypatch:
 
 
 def test_an_import_that_takes_too_long_is_given_up_and_says_meanwhile_how_long_it_takes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, monkeypatch
+):
     from asyncrl_cli.engines.vllm import vllm_kind
     from asyncrl_cli.plan import machine
 
@@ -377,9 +358,7 @@ def test_an_import_that_takes_too_long_is_given_up_and_says_meanwhile_how_long_i
     assert [doing for doing in told if "hangs" in doing] == ["import hangs (at most 60 s)"] * 2
 
 
-def test_what_doctor_leaves_after_a_fix_is_looked_at_in_a_fresh_process(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_what_doctor_leaves_after_a_fix_is_looked_at_in_a_fresh_process(monkeypatch):
     from asyncrl_cli.engines.vllm import vllm_kind
     from asyncrl_cli.plan import machine
 
@@ -399,7 +378,7 @@ def test_what_doctor_leaves_after_a_fix_is_looked_at_in_a_fresh_process(
     ]
 
 
-def test_init_copies_a_task_that_can_be_planned(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_init_copies_a_task_that_can_be_planned(capsys, tmp_path):
     directory = tmp_path / "mine"
     assert run(["init", "jsonl", str(directory)]) == 0
     names = {Path(line).name for line in capsys.readouterr().out.splitlines()}
@@ -414,7 +393,7 @@ def test_init_copies_a_task_that_can_be_planned(capsys: pytest.CaptureFixture[st
     assert run(["plan", "--profile", str(directory / "profile.toml")]) == 0
 
 
-def test_init_overwrites_nothing(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_init_overwrites_nothing(capsys, tmp_path):
     (tmp_path / "notes.txt").write_text("mine", encoding="utf-8")
     assert run(["init", "jsonl", str(tmp_path)]) == 4
     assert "is not empty" in capsys.readouterr().err
@@ -438,14 +417,7 @@ NUMBERS = [
     ("command", "option"), NUMBERS, ids=[f"{command} {option.opts[0]}" for command, option in NUMBERS]
 )
 @pytest.mark.parametrize("number", ["1e30", "inf", "nan", "-inf", "9" * 30, "9" * 5000])
-def test_a_number_that_cannot_be_meant_is_refused(
-    command: str,
-    option: Any,
-    number: str,
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_number_that_cannot_be_meant_is_refused(command, option, number, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert run([command, option.opts[0], number]) == 2
     said = " ".join(capsys.readouterr().err.split())
@@ -464,13 +436,7 @@ def test_a_number_that_cannot_be_meant_is_refused(
         (["status", "--runs-dir="], "--runs-dir has an empty value"),
     ],
 )
-def test_an_empty_word_is_refused(
-    words: list[str],
-    said: str,
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_empty_word_is_refused(words, said, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert run(words) == 2
     assert said in capsys.readouterr().err

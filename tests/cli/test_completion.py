@@ -1,11 +1,8 @@
 """Completion by a real bash with Typer's script, which asks a real `asyncrl`."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -33,7 +30,7 @@ CASES = {
 
 
 @pytest.mark.slow
-def test_bash_completes_commands_profiles_runs_keys_and_values(tmp_path: Path) -> None:
+def test_bash_completes_commands_profiles_runs_keys_and_values(tmp_path):
     for age, name in enumerate(("second", "first")):
         (tmp_path / "runs" / name).mkdir(parents=True)
         (tmp_path / "runs" / name / "profile.toml").touch()

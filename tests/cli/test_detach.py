@@ -35,9 +35,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     return commands
 
 
-def test_a_detached_run_is_the_same_command_and_what_to_type_next_is_said(
-    started: list[list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_detached_run_is_the_same_command_and_what_to_type_next_is_said(started, tmp_path, capsys):
     assert run([*BRIEF, "--set", "run.seed=3", "--runs-dir", str(tmp_path), "--detach", "--json"]) == 0
     out, err = capsys.readouterr()
     place = ["--runs-dir", str(tmp_path), "--ui", "none", "--address", "local"]
@@ -49,8 +47,8 @@ def test_a_detached_run_is_the_same_command_and_what_to_type_next_is_said(
 
 @pytest.mark.slow
 def test_a_detached_start_that_fails_is_told_with_its_exit_code_and_leaves_nothing(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, capsys, monkeypatch
+):
     """A real child: a source that does not exist is found only when the task is loaded."""
     monkeypatch.setattr(detaching, "WATCHED_S", 240.0)
     sets = ("--set", "task.source=jsonl:nothing.jsonl", "--runs-dir", str(tmp_path / "runs"))
@@ -59,9 +57,7 @@ def test_a_detached_start_that_fails_is_told_with_its_exit_code_and_leaves_nothi
     assert list(tmp_path.iterdir()) == []
 
 
-def test_resume_auto_begins_what_has_not_begun_and_leaves_alone_what_is_done(
-    started: list[list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_resume_auto_begins_what_has_not_begun_and_leaves_alone_what_is_done(started, tmp_path, capsys):
     again = [*BRIEF, "--runs-dir", str(tmp_path), "--resume", "auto", "--detach"]
     assert run(again) == 0
     assert len(started) == 1
@@ -77,9 +73,7 @@ def test_resume_auto_begins_what_has_not_begun_and_leaves_alone_what_is_done(
     assert "run 'first' is done" in capsys.readouterr().err
 
 
-def test_resume_auto_begins_anew_what_was_killed_before_its_first_checkpoint(
-    started: list[list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_resume_auto_begins_anew_what_was_killed_before_its_first_checkpoint(started, tmp_path, capsys):
     directory = RunDirectory.create(tmp_path, "first", profile_toml="", resolved={})
     (directory.start_attempt() / "driver.log").write_text("killed\n", encoding="utf-8")
     directory.metrics.touch()
@@ -99,9 +93,7 @@ def test_resume_auto_begins_anew_what_was_killed_before_its_first_checkpoint(
     assert len(started) == 3
 
 
-def test_a_run_elsewhere_is_resumed_with_its_own_place_in_what_to_type_next(
-    started: list[list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_elsewhere_is_resumed_with_its_own_place_in_what_to_type_next(started, tmp_path, capsys):
     directory = RunDirectory.create(tmp_path, "first", profile_toml="", resolved={})
     directory.close()
     (directory.checkpoints / "step-000003").mkdir()
@@ -112,7 +104,7 @@ def test_a_run_elsewhere_is_resumed_with_its_own_place_in_what_to_type_next(
     assert started[0][:4] == ["resume", str(directory.path), "--runs-dir", str(tmp_path)]
 
 
-def test_watching_a_start_that_failed_names_the_file_that_says_why(tmp_path: Path) -> None:
+def test_watching_a_start_that_failed_names_the_file_that_says_why(tmp_path):
     gone, output = tmp_path / "first", tmp_path / ".first-detached.out"
     with pytest.raises(RefusedError) as refused:
         _follow(gone, print, print)
@@ -123,12 +115,12 @@ def test_watching_a_start_that_failed_names_the_file_that_says_why(tmp_path: Pat
     assert refused.value.hint == f"{output} says why"
 
 
-def test_resume_auto_needs_a_name_that_stays(capsys: pytest.CaptureFixture[str]) -> None:
+def test_resume_auto_needs_a_name_that_stays(capsys):
     assert run(["train", "--profile", "partial-rollout", "--resume", "auto"]) == 2
     assert "--name NAME, the same each time" in capsys.readouterr().err
 
 
-def test_a_key_is_read_without_enter_and_the_terminal_is_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_key_is_read_without_enter_and_the_terminal_is_as_before(monkeypatch):
     controller, terminal = pty.openpty()
     with os.fdopen(terminal) as stdin:
         monkeypatch.setattr(sys, "stdin", stdin)
@@ -144,9 +136,7 @@ def test_a_key_is_read_without_enter_and_the_terminal_is_as_before(monkeypatch: 
     os.close(controller)
 
 
-def test_watching_as_json_is_a_line_per_look_until_the_end(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_watching_as_json_is_a_line_per_look_until_the_end(tmp_path, capsys):
     directory = RunDirectory.create(tmp_path, "first", profile_toml="", resolved={})
     write_status(directory.path, phase="done")
     directory.close()
@@ -155,9 +145,7 @@ def test_watching_as_json_is_a_line_per_look_until_the_end(
     assert (json.loads(line)["phase"], json.loads(line)["liveness"]) == ("done", "ended")
 
 
-def test_the_newest_run_is_watched_until_it_ends_and_leaves_its_totals(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_newest_run_is_watched_until_it_ends_and_leaves_its_totals(tmp_path, capsys):
     assert run(["watch", "--runs-dir", str(tmp_path)]) == 2
     assert "there are no runs" in capsys.readouterr().err
     for name in ("older", "newer"):

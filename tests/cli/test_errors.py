@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 
@@ -45,9 +44,7 @@ MISTAKES = [
 
 
 @pytest.mark.parametrize(("arguments", "code", "message", "hint"), MISTAKES)
-def test_a_mistake_is_told_with_its_hint_and_exit_code(
-    arguments: list[str], code: int, message: str, hint: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_mistake_is_told_with_its_hint_and_exit_code(arguments, code, message, hint, capsys):
     assert run(arguments) == code
     said = capsys.readouterr()
     assert said.out == ""
@@ -66,9 +63,7 @@ def test_a_mistake_is_told_with_its_hint_and_exit_code(
         (["plan", "-p", "base", "--set", "placement.gpus=8", "--gpus", "0", "--json"], "8 GPUs", 3),
     ],
 )
-def test_whoever_asks_for_json_gets_the_error_as_json_too(
-    arguments: list[str], message: str, code: int, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_whoever_asks_for_json_gets_the_error_as_json_too(arguments, message, code, capsys):
     assert run(arguments) == code
     said = capsys.readouterr()
     document = json.loads(said.out)
@@ -78,9 +73,7 @@ def test_whoever_asks_for_json_gets_the_error_as_json_too(
     assert said.err == f"error: {document['error']}\nhint: {document['hint']}\n"
 
 
-def test_a_command_that_has_printed_its_document_prints_no_second_one(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_command_that_has_printed_its_document_prints_no_second_one(capsys, tmp_path, monkeypatch):
     """As a run that failed, whose summary has the error."""
 
     def printed(*arguments: object, **options: object) -> None:
@@ -96,22 +89,20 @@ def test_a_command_that_has_printed_its_document_prints_no_second_one(
     assert json.loads(capsys.readouterr().out)["exit_code"] == 2
 
 
-def test_a_value_that_is_none_of_the_choices_is_told_in_our_words(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_value_that_is_none_of_the_choices_is_told_in_our_words(capsys):
     assert run(["export", "x", "--dtype", "float16"]) == 2
     said = capsys.readouterr().err
     assert "error: invalid value for '--dtype': 'float16' is not one of 'float32', 'bfloat16'" in said
     assert "Value error" not in said
 
 
-def test_an_unknown_environment_name_is_told(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unknown_environment_name_is_told(capsys, monkeypatch):
     monkeypatch.setenv("ASYNCRL_ROLLOUT__SLOT", "8")
     assert run(["plan", "-p", "base"]) == 2
     assert "hint: did you mean ASYNCRL_ROLLOUT__SLOTS?" in capsys.readouterr().err
 
 
-def test_a_traceback_is_shown_only_with_v(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_traceback_is_shown_only_with_v(capsys):
     assert run(["-v", "plan", "-p", "nope"]) == 2
     err = capsys.readouterr().err
     assert "Traceback" in err
@@ -136,13 +127,7 @@ def test_a_traceback_is_shown_only_with_v(capsys: pytest.CaptureFixture[str]) ->
         (KeyboardInterrupt(), 130, ""),
     ],
 )
-def test_errors_of_any_kind_end_in_one_line_and_a_code(
-    error: BaseException,
-    code: int,
-    said: str,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_errors_of_any_kind_end_in_one_line_and_a_code(error, code, said, capsys, monkeypatch):
     def fail(*arguments: object, **options: object) -> None:
         raise error
 
@@ -152,16 +137,14 @@ def test_errors_of_any_kind_end_in_one_line_and_a_code(
     assert said in capsys.readouterr().err
 
 
-def test_warnings_go_to_stderr_and_do_not_stop_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+def test_warnings_go_to_stderr_and_do_not_stop_the_command(capsys):
     assert run(["plan", "-p", "base", "--set", "rollout.top_p=0.5", "--json"]) == 0
     said = capsys.readouterr()
     assert said.err.startswith("warning: rollout.top_p = 0.5")
     assert said.out.startswith("{")
 
 
-def test_a_file_that_is_no_toml_is_told_with_its_line(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_a_file_that_is_no_toml_is_told_with_its_line(capsys, tmp_path):
     path = tmp_path / "own.toml"
     path.write_text("[run\n", encoding="utf-8")
     assert run(["train", "--profile", str(path)]) == 2

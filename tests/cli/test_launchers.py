@@ -54,7 +54,7 @@ def documents(directory: Path) -> Any:
 
 
 @pytest.mark.parametrize("template", ["kuberay", "ray-cluster", "skypilot", "slurm"])
-def test_nothing_is_left_to_fill_in(template: str, tmp_path: Path) -> None:
+def test_nothing_is_left_to_fill_in(template, tmp_path):
     options = IMAGE if template in ("kuberay", "skypilot") else ()
     for path in made(template, tmp_path, SIXTEEN, *options).iterdir():
         assert "{{" not in path.read_text()
@@ -62,7 +62,7 @@ def test_nothing_is_left_to_fill_in(template: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("template", ["ray-cluster", "skypilot", "slurm"])
-def test_no_launchers_cluster_sends_arrays_through_the_driver(template: str, tmp_path: Path) -> None:
+def test_no_launchers_cluster_sends_arrays_through_the_driver(template, tmp_path):
     (variable,) = STORED_RETURNS.items()
     options = IMAGE if template == "skypilot" else ()
     (text,) = [
@@ -78,7 +78,7 @@ def test_no_launchers_cluster_sends_arrays_through_the_driver(template: str, tmp
     assert all("=".join(variable) in start for start in starts), starts
 
 
-def test_slurm_has_the_profiles_nodes_and_a_script_without_mistakes(tmp_path: Path) -> None:
+def test_slurm_has_the_profiles_nodes_and_a_script_without_mistakes(tmp_path):
     script = made("slurm", tmp_path) / "train.sbatch"
     text = script.read_text()
     assert {"#SBATCH --nodes=6", "#SBATCH --gpus-per-node=8", "#SBATCH --requeue"} <= set(text.splitlines())
@@ -88,22 +88,20 @@ def test_slurm_has_the_profiles_nodes_and_a_script_without_mistakes(tmp_path: Pa
     subprocess.run(["bash", "-n", script], check=True)
 
 
-def test_a_job_is_planned_without_this_shells_settings_and_says_what_is_odd(
-    tmp_path, monkeypatch, capsys
-) -> None:
+def test_a_job_is_planned_without_this_shells_settings_and_says_what_is_odd(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("ASYNCRL_TRAINER__NNODES", "4")
     text = (made("slurm", tmp_path, f"{SIXTEEN} run.stall_timeout_s=600.0") / "train.sbatch").read_text()
     assert "#SBATCH --nodes=6" in text
     assert "rollout.call_timeout_s = 600" in capsys.readouterr().err
 
 
-def test_rays_schema_takes_the_cluster(tmp_path: Path) -> None:
+def test_rays_schema_takes_the_cluster(tmp_path):
     cluster = documents(made("ray-cluster", tmp_path))
     validate(cluster, json.loads((Path(ray.autoscaler.__file__).parent / "ray-schema.json").read_text()))
     assert (len(cluster["provider"]["worker_ips"]), cluster["max_workers"]) == (5, 5)
 
 
-def test_skypilots_task_has_the_entrypoint_on_its_first_node(tmp_path: Path) -> None:
+def test_skypilots_task_has_the_entrypoint_on_its_first_node(tmp_path):
     task = documents(made("skypilot", tmp_path, SIXTEEN, *IMAGE))
     assert (task["num_nodes"], task["resources"]["accelerators"]) == (6, "H100:8")
     assert "asyncrl train --profile partial-rollout --set trainer.nnodes=2" in task["run"]
@@ -132,9 +130,7 @@ def test_skypilots_task_has_the_entrypoint_on_its_first_node(tmp_path: Path) -> 
         ),
     ],
 )
-def test_kuberays_pods_hold_the_job(
-    sets: str, trainer: tuple[int, int], rollout: tuple[int, int], tmp_path: Path
-) -> None:
+def test_kuberays_pods_hold_the_job(sets, trainer, rollout, tmp_path):
     cluster = documents(made("kuberay", tmp_path, sets, *IMAGE))["spec"]["rayClusterSpec"]
     head, groups = cluster["headGroupSpec"], cluster["workerGroupSpecs"]
     limits = {
@@ -189,9 +185,7 @@ def test_kuberays_pods_hold_the_job(
         ("jsonl D --nodes 2", 2, "kuberay, ray-cluster, skypilot, slurm"),
     ],
 )
-def test_what_does_not_go_together_is_refused(
-    arguments: str, code: int, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_does_not_go_together_is_refused(arguments, code, told, tmp_path, capsys):
     assert run(["init", *arguments.replace("D", str(tmp_path / "launch"), 1).split()]) == code
     assert told in " ".join(capsys.readouterr().err.split())
     assert not (tmp_path / "launch").exists()

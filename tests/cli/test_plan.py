@@ -7,7 +7,6 @@ import shlex
 from itertools import groupby
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -23,9 +22,7 @@ def quick_task(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ASYNCRL_TASK__SOURCE", "builtin:calculator")
 
 
-def test_a_plan_estimates_the_memory_of_every_process(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_plan_estimates_the_memory_of_every_process(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
     assert run(["plan", "--profile", "partial-rollout"]) == 0
     out = capsys.readouterr().out
@@ -36,7 +33,7 @@ def test_a_plan_estimates_the_memory_of_every_process(
     assert "fits" in out
 
 
-def test_the_memory_of_a_plan_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_memory_of_a_plan_as_json(capsys):
     assert run(["plan", "-p", "base", "--gpus", "8", "--gpu-memory", "80", "--json"]) == 0
     memory = json.loads(capsys.readouterr().out)["memory"]
     parameters = {
@@ -50,7 +47,7 @@ def test_the_memory_of_a_plan_as_json(capsys: pytest.CaptureFixture[str]) -> Non
     assert fits == {("trainer",): True, ("rollout",): True, ("4 trainer", "4 rollout"): None}
 
 
-def test_gpus_without_known_memory_get_the_estimate_alone(capsys: pytest.CaptureFixture[str]) -> None:
+def test_gpus_without_known_memory_get_the_estimate_alone(capsys):
     assert run(["plan", "-p", "base", "--gpus", "8", "--json"]) == 0
     assert {device["fits"] for device in json.loads(capsys.readouterr().out)["memory"]["devices"]} == {None}
 
@@ -60,9 +57,7 @@ def hinted(said: str) -> list[str]:
     return shlex.split(said.partition("hint: ")[2])
 
 
-def test_a_job_that_does_not_fit_is_refused_after_the_plan_with_sets_that_fit(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_job_that_does_not_fit_is_refused_after_the_plan_with_sets_that_fit(capsys):
     plan = ["plan", "-p", "base", "--gpus", "2", "--gpu-memory", "0.2"]
     assert run(plan) == 3
     captured = capsys.readouterr()
@@ -82,18 +77,14 @@ def test_a_job_that_does_not_fit_is_refused_after_the_plan_with_sets_that_fit(
     ],
 )
 @pytest.mark.parametrize("gpu_gib", ["40", "80"])
-def test_the_hint_of_a_plan_leads_to_one_that_fits_in_one_step(
-    sets: list[str], gpu_gib: str, seven_billion: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_hint_of_a_plan_leads_to_one_that_fits_in_one_step(sets, gpu_gib, seven_billion, capsys):
     plan = ["plan", "-p", "base", "--gpus", "8", "--gpu-memory", gpu_gib]
     plan += [word for text in (seven_billion, "model.dtype=float32", *sets) for word in ("--set", text)]
     assert run(plan) == 3
     assert run([*plan, *hinted(capsys.readouterr().err)]) == 0
 
 
-def test_without_settings_that_fit_the_hint_is_a_number_of_gpus_that_do(
-    seven_billion: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_settings_that_fit_the_hint_is_a_number_of_gpus_that_do(seven_billion, capsys):
     plan = ["plan", "-p", "base", "--set", seven_billion, "--gpu-memory", "24", "--gpus"]
     assert run([*plan, "2"]) == 3
     words = hinted(capsys.readouterr().err)
@@ -133,9 +124,7 @@ def node_needs_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[s
     }
 
 
-def test_a_nodes_host_memory_is_counted_with_all_that_its_processes_hold(
-    qwen_7b: list[str], capsys: Any
-) -> None:
+def test_a_nodes_host_memory_is_counted_with_all_that_its_processes_hold(qwen_7b, capsys):
     # Rank 0 has two versions, and so has the object store; a checkpoint's copy is 12 bytes per parameter;
     # each worker has a buffer of a version and 0.44 GiB of vLLM's own. Payloads in flight take 0.25 GiB.
     version, state, payloads, engine = 14.18, 85.1, 0.25, 0.44
@@ -153,9 +142,7 @@ def test_a_nodes_host_memory_is_counted_with_all_that_its_processes_hold(
     }
 
 
-def test_a_job_that_does_not_fit_its_nodes_host_memory_is_refused_with_sets_that_fit(
-    qwen_7b: list[str], capsys: Any
-) -> None:
+def test_a_job_that_does_not_fit_its_nodes_host_memory_is_refused_with_sets_that_fit(qwen_7b, capsys):
     gpus = [*qwen_7b, "--gpus", "8", "--gpu-memory", "80"]
     assert run([*gpus, "--node-memory", "256"]) == 0
     assert "of 256.0 GiB: fits" in capsys.readouterr().out.replace("\n", " ")
@@ -166,16 +153,14 @@ def test_a_job_that_does_not_fit_its_nodes_host_memory_is_refused_with_sets_that
     assert run([*gpus, "--node-memory", "160", *hinted(said.err)]) == 0
 
 
-def test_where_no_settings_fit_the_hosts_more_nodes_are_the_hint(qwen_7b: list[str], capsys: Any) -> None:
+def test_where_no_settings_fit_the_hosts_more_nodes_are_the_hint(qwen_7b, capsys):
     arguments = [*qwen_7b, "--gpu-memory", "80", "--node-memory", "64"]
     assert run([*arguments, "--gpus", "8"]) == 3
     words = hinted(capsys.readouterr().err)
     assert run([*arguments, *words[words.index("--gpus") :]]) == 0
 
 
-def test_a_plan_says_what_its_defaults_follow_from(
-    qwen_7b: list[str], capsys: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_plan_says_what_its_defaults_follow_from(qwen_7b, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
     assert run([*qwen_7b, "--gpus", "8", "--gpu-memory", "80"]) == 0
     out = capsys.readouterr().out
@@ -186,9 +171,7 @@ def test_a_plan_says_what_its_defaults_follow_from(
     assert "object store of a local session: 28.6 GiB of shared memory" in out
 
 
-def test_a_store_that_this_machine_cannot_hold_is_warned_of(
-    qwen_7b: list[str], capsys: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_store_that_this_machine_cannot_hold_is_warned_of(qwen_7b, capsys, monkeypatch):
     monkeypatch.setattr(machine.shutil, "disk_usage", lambda path: SimpleNamespace(free=24 * 2**30))
     monkeypatch.setattr(memory_fit, "known_memory_bytes", lambda device: 10**13)
     here = [*qwen_7b, "--set", "rollout.engine=transformers", "--set", "placement.device=cpu"]
@@ -204,7 +187,7 @@ def test_a_store_that_this_machine_cannot_hold_is_warned_of(
     )
 
 
-def test_the_doctor_says_which_model_the_shared_memory_has_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_doctor_says_which_model_the_shared_memory_has_room_for(monkeypatch):
     monkeypatch.setattr(
         machine.shutil, "disk_usage", lambda path: SimpleNamespace(free=4 * 7_000_000_000 + 2**28)
     )
@@ -221,9 +204,7 @@ def seven_billion(tmp_path: Path) -> str:
     return f"model.path={tmp_path}"
 
 
-def test_what_cannot_fit_on_any_account_is_refused_after_the_plan_with_sets_that_help(
-    seven_billion: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_cannot_fit_on_any_account_is_refused_after_the_plan_with_sets_that_help(seven_billion, capsys):
     arguments = ["plan", "-p", "base", "--set", seven_billion, "--set", "model.dtype=float32", "--json"]
     arguments += ["--set", "trainer.lr=1e-6", "--gpus", "8", "--gpu-memory", "16"]
     assert run(arguments) == 3
@@ -239,9 +220,7 @@ def test_what_cannot_fit_on_any_account_is_refused_after_the_plan_with_sets_that
     assert run([*arguments, *hinted(said.err)]) == 0
 
 
-def test_train_refuses_what_a_plan_refuses(
-    seven_billion: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_train_refuses_what_a_plan_refuses(seven_billion, capsys, monkeypatch, tmp_path):
     two_gpus = cluster.ClusterResources(
         nodes=(cluster.NodeResources(name="local", cpus=8, gpus=2),), elastic_cpus=True
     )
@@ -256,9 +235,7 @@ def test_train_refuses_what_a_plan_refuses(
     assert "75.3 GiB of a GPU, which has 16.0 GiB" in refusal
 
 
-def test_options_for_gpus_are_said_to_be_unused_on_cpus(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_options_for_gpus_are_said_to_be_unused_on_cpus(capsys, monkeypatch):
     monkeypatch.setattr(cluster, "usable_cores", lambda: 2)  # on one core there is another warning
     cpus = ["plan", "-p", "base", "--set", "placement.device=cpu", "--json"]
     assert run([*cpus, "--gpus", "8", "--gpu-memory", "80"]) == 0
@@ -269,9 +246,7 @@ def test_options_for_gpus_are_said_to_be_unused_on_cpus(
     assert capsys.readouterr().err == ""
 
 
-def test_this_machines_cores_are_not_held_against_another_machines_job(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_this_machines_cores_are_not_held_against_another_machines_job(capsys, monkeypatch):
     monkeypatch.setattr(memory_fit, "known_memory_bytes", lambda device: None)
     assert run(["plan", "-p", "base", "--gpus", "512", "--json"]) == 0
     assert capsys.readouterr().err == ""
@@ -280,7 +255,7 @@ def test_this_machines_cores_are_not_held_against_another_machines_job(
     assert "slow each other down" in capsys.readouterr().err
 
 
-def test_several_nodes_are_planned_without_a_cluster(capsys: pytest.CaptureFixture[str]) -> None:
+def test_several_nodes_are_planned_without_a_cluster(capsys):
     shapes = [
         f"--set={role}.{key}" for role in ("trainer", "rollout") for key in ("nnodes=1", "n_gpus_per_node=8")
     ]
@@ -294,7 +269,7 @@ def test_several_nodes_are_planned_without_a_cluster(capsys: pytest.CaptureFixtu
     assert run(["plan", "-p", "base", "--nodes", "2"]) == 2
 
 
-def test_a_model_of_the_hub_is_planned_without_an_estimate(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_model_of_the_hub_is_planned_without_an_estimate(capsys):
     arguments = ["plan", "-p", "base", "--set", 'model.path="someone/not-here"']
     assert run([*arguments, "--json"]) == 0
     assert "needs its config.json" in json.loads(capsys.readouterr().out)["memory"]["unknown"]
@@ -313,8 +288,8 @@ def test_a_model_of_the_hub_is_planned_without_an_estimate(capsys: pytest.Captur
     ],
 )
 def test_a_plan_for_this_machine_warns_of_a_file_that_is_not_there(
-    name: str, machine: list[str], is_warned: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+    name, machine, is_warned, tmp_path, capsys
+):
     (tmp_path / "prompts.jsonl").write_text(
         '{"prompt": "Which number is even, 1 or 2?", "answer": "2"}', encoding="utf-8"
     )
@@ -327,9 +302,7 @@ def test_a_plan_for_this_machine_warns_of_a_file_that_is_not_there(
     assert ("a run on this machine would be refused: task.source:" in told) == is_warned
 
 
-def test_a_plan_without_a_rehearsal_does_not_read_the_whole_data_file(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_plan_without_a_rehearsal_does_not_read_the_whole_data_file(tmp_path, capsys):
     source = tmp_path / "prompts.jsonl"
     source.write_text(
         '{"prompt": "Which number is even, 1 or 2?", "answer": "2"}\nthe second line is damaged\n',
@@ -355,8 +328,8 @@ def test_a_plan_without_a_rehearsal_does_not_read_the_whole_data_file(
     ],
 )
 def test_a_plan_rehearses_on_a_files_training_prompts_and_warns_of_a_task_that_a_run_would_refuse(
-    sets: str, said: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+    sets, said, tmp_path, capsys
+):
     rows = [json.dumps({"prompt": f"What is {n} + 1?", "answer": str(n + 1)}) for n in (10, 20, 30)]
     (tmp_path / "rows.jsonl").write_text("\n".join(rows), encoding="utf-8")
     given = [f"task.source=jsonl:{tmp_path / 'rows.jsonl'}", "task.rehearsal_items=8", *sets.split()]
@@ -369,15 +342,13 @@ def test_a_plan_rehearses_on_a_files_training_prompts_and_warns_of_a_task_that_a
         assert said in shown.err
 
 
-def test_a_search_is_a_command_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_search_is_a_command_of_its_own(capsys):
     assert run(["plan", "--tune", "laptop-tiny", "--max-staleness", "1", "--out", "my.toml"]) == 2
     assert "hint: asyncrl tune WORKLOAD|RUN" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("machine", [[], ["--gpus", "8", "--gpu-memory", "80"]], ids=["cpu", "gpus"])
-def test_80_columns_show_the_memory_with_at_most_four_lines_each(
-    machine: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_80_columns_show_the_memory_with_at_most_four_lines_each(machine, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     assert run(["plan", "-p", "partial-rollout", *machine]) == 0
     lines = capsys.readouterr().out.split("\nmemory per ")[1].splitlines()
@@ -390,7 +361,7 @@ def test_80_columns_show_the_memory_with_at_most_four_lines_each(
     assert max(len(list(same)) for is_item, same in groupby(items) if not is_item) <= 3
 
 
-def test_sets_alone_are_planned_over_base(capsys: pytest.CaptureFixture[str]) -> None:
+def test_sets_alone_are_planned_over_base(capsys):
     assert run(["plan", "--set", "async_training.trigger_parameter_sync_step=3", "--json"]) == 0
     said = capsys.readouterr()
     assert (json.loads(said.out)["profile"], json.loads(said.out)["schedule"]["window_steps"]) == ("base", 3)
@@ -398,9 +369,7 @@ def test_sets_alone_are_planned_over_base(capsys: pytest.CaptureFixture[str]) ->
     assert run(["plan", "--set", "rollout.n=1"]) == 2
 
 
-def test_the_hub_is_asked_for_a_hub_name_only_and_only_if_wanted(
-    seven_billion: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_hub_is_asked_for_a_hub_name_only_and_only_if_wanted(seven_billion, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
     monkeypatch.setattr(memory_fit, "known_memory_bytes", lambda device: None)
     assert run(["plan", "--set", seven_billion, "--ask-hub"]) == 0

@@ -26,9 +26,7 @@ def directory(tmp_path: Path) -> Iterator[RunDirectory]:
     directory.close()
 
 
-def test_stop_writes_a_request_that_the_driver_reads(
-    directory: RunDirectory, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_stop_writes_a_request_that_the_driver_reads(directory, tmp_path, capsys):
     write_status(directory.path, phase="running")
     for requests, said in ((1, "finish its step"), (2, "end at once")):
         assert run(["stop", "first", "--runs-dir", str(tmp_path)]) == 0
@@ -36,18 +34,14 @@ def test_stop_writes_a_request_that_the_driver_reads(
         assert said in capsys.readouterr().err
 
 
-def test_a_run_that_is_starting_is_not_promised_a_checkpoint(
-    directory: RunDirectory, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_that_is_starting_is_not_promised_a_checkpoint(directory, tmp_path, capsys):
     write_status(directory.path, phase="starting", doing="loading the task")
     assert run(["stop", "first", "--runs-dir", str(tmp_path)]) == 0
     assert "nothing new to checkpoint" in capsys.readouterr().err
     assert directory.stop_requests() == 1
 
 
-def test_a_run_that_has_ended_cannot_be_stopped(
-    directory: RunDirectory, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_that_has_ended_cannot_be_stopped(directory, tmp_path, capsys):
     write_status(directory.path, phase="done")
     directory.close()
     assert run(["stop", "first", "--runs-dir", str(tmp_path)]) == 4
@@ -55,18 +49,14 @@ def test_a_run_that_has_ended_cannot_be_stopped(
     assert directory.stop_requests() == 0
 
 
-def test_a_resumed_run_that_is_still_starting_can_be_stopped(
-    directory: RunDirectory, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_resumed_run_that_is_still_starting_can_be_stopped(directory, tmp_path, capsys):
     write_status(directory.path, phase="stopped")
     assert run(["stop", "first", "--runs-dir", str(tmp_path)]) == 0
     assert "finish its step" in capsys.readouterr().err
     assert directory.stop_requests() == 1
 
 
-def test_status_as_json_is_what_the_driver_wrote_and_whether_it_lives(
-    directory: RunDirectory, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_status_as_json_is_what_the_driver_wrote_and_whether_it_lives(directory, tmp_path, capsys):
     write_status(directory.path, phase="running")
     assert run(["status", "first", "--runs-dir", str(tmp_path), "--json"]) == 0
     status = json.loads(capsys.readouterr().out)
@@ -82,28 +72,18 @@ def test_status_as_json_is_what_the_driver_wrote_and_whether_it_lives(
         ("trainer-1", ["uno"]),
     ],
 )
-def test_logs_of_a_role_or_of_all(
-    directory: RunDirectory,
-    tmp_path: Path,
-    role: str | None,
-    lines: list[str],
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_logs_of_a_role_or_of_all(directory, tmp_path, role, lines, capsys):
     arguments = [] if role is None else ["--role", role]
     assert run(["logs", "first", "--runs-dir", str(tmp_path), *arguments]) == 0
     assert capsys.readouterr().out.splitlines() == lines
 
 
-def test_an_unknown_role_names_those_there_are(
-    directory: RunDirectory, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_unknown_role_names_those_there_are(directory, tmp_path, capsys):
     assert run(["logs", "first", "--runs-dir", str(tmp_path), "--role", "reward"]) == 2
     assert "hint: logs: driver, trainer-0, trainer-1" in capsys.readouterr().err
 
 
-def test_the_logs_of_earlier_attempts_are_within_reach(
-    directory: RunDirectory, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_logs_of_earlier_attempts_are_within_reach(directory, tmp_path, capsys):
     (directory.start_attempt() / "driver.log").write_text("resumed\n", encoding="utf-8")
     of_driver = ["logs", "first", "--runs-dir", str(tmp_path), "--role", "driver"]
     assert run(of_driver) == 0
@@ -116,9 +96,7 @@ def test_the_logs_of_earlier_attempts_are_within_reach(
     assert run([*of_driver, "--attempt", "1", "--follow"]) == 2
 
 
-def test_following_a_log_gives_whole_lines_as_they_come_and_ends_with_the_run(
-    directory: RunDirectory,
-) -> None:
+def test_following_a_log_gives_whole_lines_as_they_come_and_ends_with_the_run(directory):
     path = directory.logs / "latest" / "driver.log"
     steps = iter(["thr", "ee\nfour\n", None])
 
@@ -134,7 +112,7 @@ def test_following_a_log_gives_whole_lines_as_they_come_and_ends_with_the_run(
     assert [line for _, line in lines] == ["one", "two", "three", "four"]
 
 
-def test_following_goes_on_behind_a_line_without_end(directory: RunDirectory) -> None:
+def test_following_goes_on_behind_a_line_without_end(directory):
     path = directory.start_attempt() / "driver.log"
     path.write_text("x" * 3 * 2**19 + "\nnext\n")
     lines = follow_lines(
@@ -143,7 +121,7 @@ def test_following_goes_on_behind_a_line_without_end(directory: RunDirectory) ->
     assert [len(line) for _, line in islice(lines, 3)] == [2**20, 2**19, 4]
 
 
-def test_following_takes_in_the_logs_that_come_while_a_run_starts(directory: RunDirectory) -> None:
+def test_following_takes_in_the_logs_that_come_while_a_run_starts(directory):
     logs = directory.logs / "latest"
     steps = iter([True, False])
 

@@ -51,9 +51,7 @@ def runs_dir(tmp_path: Path) -> Iterator[Path]:
 NAMES = ("running", "done", "stopped", "failed", "killed", "damaged")
 
 
-def test_every_run_has_a_row_with_its_state_and_what_to_do_next(
-    runs_dir: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_every_run_has_a_row_with_its_state_and_what_to_do_next(runs_dir, capsys):
     assert run(["status", "--runs-dir", str(runs_dir), "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)
     assert [(row["name"], row["state"]) for row in rows] == [(name, name) for name in NAMES]
@@ -72,9 +70,7 @@ def test_every_run_has_a_row_with_its_state_and_what_to_do_next(
     assert "status.json cannot be read" in rows[5]["error"]
 
 
-def test_the_table_of_runs_fits_80_columns_and_names_nothing_in_part(
-    runs_dir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_table_of_runs_fits_80_columns_and_names_nothing_in_part(runs_dir, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     assert run(["status", "--runs-dir", str(runs_dir)]) == 0
     out = capsys.readouterr().out
@@ -86,9 +82,7 @@ def test_the_table_of_runs_fits_80_columns_and_names_nothing_in_part(
     assert "failed: rollout-0 failed: out of memory asyncrl logs failed" in said
 
 
-def test_a_killed_run_in_depth_says_its_last_error_and_the_resume_line(
-    runs_dir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_killed_run_in_depth_says_its_last_error_and_the_resume_line(runs_dir, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
     assert run(["status", "killed", "--runs-dir", str(runs_dir)]) == 0
     out = capsys.readouterr().out
@@ -98,9 +92,7 @@ def test_a_killed_run_in_depth_says_its_last_error_and_the_resume_line(
     assert f"next: asyncrl resume stopped --runs-dir {runs_dir}" in capsys.readouterr().out
 
 
-def test_a_single_run_is_shown_in_depth(
-    runs_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_single_run_is_shown_in_depth(runs_dir, tmp_path, capsys):
     alone = tmp_path / "alone"
     alone.mkdir()
     (runs_dir / "done").rename(alone / "done")
@@ -109,9 +101,7 @@ def test_a_single_run_is_shown_in_depth(
 
 
 @pytest.mark.parametrize(("ui", "said"), [("plain", True), ("none", False)])
-def test_a_run_that_is_done_ends_with_the_next_command(
-    ui: str, said: bool, runs_dir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_that_is_done_ends_with_the_next_command(ui, said, runs_dir, capsys, monkeypatch):
     monkeypatch.setattr("asyncrl_cli.job.driver_process.collect_garbage_seldom", lambda: None)
 
     class Done(Run):
@@ -125,9 +115,7 @@ def test_a_run_that_is_done_ends_with_the_next_command(
     assert capsys.readouterr().err == (f"next: asyncrl report done --runs-dir {runs_dir}\n" if said else "")
 
 
-def test_in_a_job_the_next_command_names_the_job_server_where_it_can(
-    runs_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_in_a_job_the_next_command_names_the_job_server_where_it_can(runs_dir, monkeypatch):
     monkeypatch.setenv(ADDRESS_VARIABLE, "http://head:8265")
     assert next_command(runs_dir / "stopped", "stopped") == (
         "asyncrl resume stopped --address http://head:8265"

@@ -35,7 +35,7 @@ def asyncrl(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("command", COMMANDS)
-def test_a_full_stdout_is_one_error(command: str) -> None:
+def test_a_full_stdout_is_one_error(command):
     done = asyncrl(command, ">/dev/full")
     assert done.returncode == 1
     assert done.stderr.decode().splitlines() == [
@@ -47,19 +47,19 @@ def test_a_full_stdout_is_one_error(command: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("command", "code"), [("plan -p base", 0), (MISTAKE, 2)])
 @pytest.mark.parametrize("redirections", [">&-", "<&- >&- 2>&-"])
-def test_closed_streams_change_no_exit_code(command: str, code: int, redirections: str) -> None:
+def test_closed_streams_change_no_exit_code(command, code, redirections):
     done = asyncrl(command, redirections)
     assert done.returncode == code
     assert b"Traceback" not in done.stderr
 
 
 @pytest.mark.slow
-def test_errors_that_nobody_can_read_are_still_exit_codes() -> None:
+def test_errors_that_nobody_can_read_are_still_exit_codes():
     assert asyncrl(MISTAKE, "2>/dev/full").returncode == 2
     assert asyncrl(f"{MISTAKE} --json", ">/dev/full 2>/dev/full").returncode == 2
 
 
-def test_no_file_of_ours_gets_the_number_of_a_closed_stream(tmp_path: Path) -> None:
+def test_no_file_of_ours_gets_the_number_of_a_closed_stream(tmp_path):
     code = (
         "import os, sys; from asyncrl_cli.cli.console import open_streams; open_streams(); file = "
         "open('mine', 'w'); "
@@ -76,7 +76,7 @@ def test_no_file_of_ours_gets_the_number_of_a_closed_stream(tmp_path: Path) -> N
 @pytest.mark.slow
 @pytest.mark.parametrize("environment", [ASCII, NARROW], ids=["ascii", "narrow"])
 @pytest.mark.parametrize("command", COMMANDS)
-def test_any_locale_and_any_width_will_do(command: str, environment: dict[str, str]) -> None:
+def test_any_locale_and_any_width_will_do(command, environment):
     done = asyncrl(command, **environment)
     assert (done.returncode, done.stderr) == (0, b"")
     if environment is ASCII:
@@ -92,7 +92,7 @@ def test_any_locale_and_any_width_will_do(command: str, environment: dict[str, s
         pytest.param("train -p base --set model.path=/tmp/é --dry-run", 3, marks=pytest.mark.slow),
     ],
 )
-def test_arguments_that_the_locale_cannot_read_are_told(command: str, code: int) -> None:
+def test_arguments_that_the_locale_cannot_read_are_told(command, code):
     done = asyncrl(command, **ASCII)
     assert done.returncode == code
     assert b"\nerror: " in b"\n" + done.stderr
@@ -100,7 +100,7 @@ def test_arguments_that_the_locale_cannot_read_are_told(command: str, code: int)
 
 
 @pytest.mark.slow
-def test_a_directory_that_was_deleted_is_told(tmp_path: Path) -> None:
+def test_a_directory_that_was_deleted_is_told(tmp_path):
     done = asyncrl(f"true; rmdir $PWD; {sys.executable} -m asyncrl_cli plan -p base --json", cwd=tmp_path)
     assert done.returncode == 3
     assert b"error: the working directory no longer exists" in done.stderr
@@ -113,9 +113,7 @@ def test_a_directory_that_was_deleted_is_told(tmp_path: Path) -> None:
     "arguments",
     ["plan -p %s", "plan -p base --set %s=1", "plan -p base --set rollout.engine=%s", "%s", "status %s"],
 )
-def test_what_was_typed_comes_back_neutral(
-    arguments: str, text: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_was_typed_comes_back_neutral(arguments, text, capsys):
     from asyncrl_cli.cli.app import run
 
     assert run([word.replace("%s", text) for word in arguments.split()]) == 2

@@ -75,9 +75,7 @@ def held(tmp_path: Path) -> Iterator[RunDirectory]:
     directory.close()
 
 
-def test_a_run_is_submitted_and_what_to_type_next_is_said(
-    cluster: type[Here], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_is_submitted_and_what_to_type_next_is_said(cluster, tmp_path, capsys):
     words = ("-p", "partial-rollout", "--name", "first", "--runs-dir", str(tmp_path), "--json")
     assert run(["submit", *words, *ADDRESS]) == 0
     out, err = capsys.readouterr()
@@ -94,9 +92,7 @@ def test_a_run_is_submitted_and_what_to_type_next_is_said(
     assert row == {"run": "first", "state": "running", "job": job.id, "runs_dir": str(tmp_path)}
 
 
-def test_a_job_that_fails_in_the_first_seconds_is_told_with_its_exit_code(
-    cluster: type[Here], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_job_that_fails_in_the_first_seconds_is_told_with_its_exit_code(cluster, monkeypatch, capsys):
     monkeypatch.setattr(cluster, "ends", "FAILED")
     assert run(["submit", "-p", "partial-rollout", *ADDRESS]) == 3
     assert "error: no such thing" in capsys.readouterr().err
@@ -105,9 +101,7 @@ def test_a_job_that_fails_in_the_first_seconds_is_told_with_its_exit_code(
     assert "the job waits: no node has room" in capsys.readouterr().err
 
 
-def test_another_version_on_the_cluster_is_refused_with_both(
-    cluster: type[Here], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_another_version_on_the_cluster_is_refused_with_both(cluster, monkeypatch, capsys):
     monkeypatch.setattr(cluster, "call", lambda self, arguments, write: write("asyncrl 0.0.1") or 0)
     monkeypatch.setattr(job_server, "__version__", "7.0")
     assert run(["submit", "-p", "partial-rollout", *ADDRESS]) == 3
@@ -116,9 +110,7 @@ def test_another_version_on_the_cluster_is_refused_with_both(
 
 
 @pytest.mark.usefixtures("cluster")
-def test_a_run_there_is_shown_logged_and_stopped_where_its_files_are(
-    held: RunDirectory, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_there_is_shown_logged_and_stopped_where_its_files_are(held, tmp_path, capsys):
     Here.jobs.append(Job(arguments=(), run="first", runs_dir=tmp_path))
     assert run(["logs", "first", *ADDRESS]) == 0
     assert capsys.readouterr().out == "one\n"
@@ -133,8 +125,8 @@ def test_a_run_there_is_shown_logged_and_stopped_where_its_files_are(
 
 
 def test_a_run_there_is_followed_on_when_the_job_that_asks_has_reached_its_limit(
-    cluster: type[Here], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+    cluster, monkeypatch, capsys
+):
     Here.jobs.append(Job(arguments=(), run="first", runs_dir=Path("/runs")))
     codes = [job_server.TIMED_OUT, job_server.TIMED_OUT, 0]
     monkeypatch.setattr(cluster, "call", lambda self, arguments, write: codes.pop(0))
@@ -144,9 +136,7 @@ def test_a_run_there_is_followed_on_when_the_job_that_asks_has_reached_its_limit
 
 
 @pytest.mark.usefixtures("cluster")
-def test_a_run_that_is_not_there_is_the_clusters_own_error(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_a_run_that_is_not_there_is_the_clusters_own_error(capsys, tmp_path):
     assert run(["status", "second", *ADDRESS, "--runs-dir", str(tmp_path)]) == 2
     assert run(["watch", "second", *ADDRESS, "--runs-dir", str(tmp_path)]) == 4
     assert (
@@ -159,8 +149,8 @@ def test_a_run_that_is_not_there_is_the_clusters_own_error(
 @pytest.mark.usefixtures("cluster")
 @pytest.mark.parametrize("command", ["status", "logs"])
 def test_of_a_run_that_was_refused_before_it_had_files_its_jobs_words_are_printed(
-    command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+    command, capsys, monkeypatch, tmp_path
+):
     Here.jobs.append(Job(arguments=(), run="first", runs_dir=tmp_path))
     assert run([command, "first", *ADDRESS]) == 2
     assert "no such thing" not in capsys.readouterr().err
@@ -179,13 +169,7 @@ def test_of_a_run_that_was_refused_before_it_had_files_its_jobs_words_are_printe
         ("RUNNING", None, "running"),
     ],
 )
-def test_the_list_of_runs_says_how_each_ended(
-    ends: str,
-    code: int | None,
-    state: str,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_list_of_runs_says_how_each_ended(ends, code, state, capsys, monkeypatch):
     """Ray calls a driver that stopped its run, with exit code 130, failed."""
     Here.jobs.append(Job(arguments=(), run="first", runs_dir=Path("/runs")))
     monkeypatch.setattr(Here, "ends", ends)
@@ -195,7 +179,7 @@ def test_the_list_of_runs_says_how_each_ended(
 
 
 @pytest.mark.usefixtures("cluster")
-def test_a_resume_there_is_another_job_on_the_same_files(tmp_path: Path) -> None:
+def test_a_resume_there_is_another_job_on_the_same_files(tmp_path):
     Here.jobs.append(Job(arguments=(), run="first", runs_dir=tmp_path))
     assert run(["resume", "first", *ADDRESS]) == 0
     job = Here.jobs[-1]

@@ -45,7 +45,7 @@ def module_of(path: Path) -> ModuleType:
     return module
 
 
-def test_the_templates_are_these(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_the_templates_are_these(capsys, tmp_path):
     assert tuple(shipped_templates()) == (
         *("agent", "grafana", "gsm8k-8gpu", "jsonl"),
         *("kuberay", "parquet-verl", "ray-cluster", "skypilot", "slurm"),
@@ -57,9 +57,7 @@ def test_the_templates_are_these(capsys: pytest.CaptureFixture[str], tmp_path: P
     assert not (tmp_path / "g" / "profile.schema.json").exists()
 
 
-def test_what_init_says_next_works_on_a_machine_without_gpus(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_what_init_says_next_works_on_a_machine_without_gpus(capsys, tmp_path):
     assert run(["init", "gsm8k-8gpu", str(tmp_path / "g")]) == 0
     assert capsys.readouterr().err.endswith("asyncrl plan --profile profile.toml --gpus 8\n")
     assert run(["plan", "--profile", "gsm8k-8gpu"]) == 2
@@ -67,18 +65,14 @@ def test_what_init_says_next_works_on_a_machine_without_gpus(
 
 
 @pytest.mark.parametrize("template", TASKS)
-def test_a_task_that_was_copied_can_be_planned(
-    template: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_a_task_that_was_copied_can_be_planned(template, capsys, tmp_path):
     assert run(["init", template, str(tmp_path / "mine")]) == 0
     for profile in (tmp_path / "mine").glob("*.toml"):
         assert run(["plan", "--profile", str(profile), "--gpus", "8", "--gpu-memory", "80", "--json"]) == 0
 
 
 @pytest.mark.parametrize("template", TASKS)
-def test_a_rehearsal_passes_all_checks_from_anywhere_and_without_a_network(
-    template: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_rehearsal_passes_all_checks_from_anywhere_and_without_a_network(template, capsys):
     profile = shipped_templates()[template] / "small.toml"
     assert run(["train", "--profile", str(profile), "--dry-run", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["memory"]["parameters"] < 10**6
@@ -87,7 +81,7 @@ def test_a_rehearsal_passes_all_checks_from_anywhere_and_without_a_network(
 
 
 @pytest.mark.slow
-def test_preparing_gsm8k_without_a_network_is_one_clear_error(tmp_path: Path) -> None:
+def test_preparing_gsm8k_without_a_network_is_one_clear_error(tmp_path):
     program = shipped_templates()["gsm8k-8gpu"] / "prepare.py"
     done = subprocess.run(
         [sys.executable, str(program)],
@@ -103,7 +97,7 @@ def test_preparing_gsm8k_without_a_network_is_one_clear_error(tmp_path: Path) ->
     assert "Traceback" not in done.stderr
 
 
-def test_gsm8k_fits_eight_gpus_of_80_gb(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_gsm8k_fits_eight_gpus_of_80_gb(capsys, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(QWEN_1_5B), encoding="utf-8")
     profile = shipped_templates()["gsm8k-8gpu"] / "profile.toml"
     of_machine = ["--gpus", "8", "--gpu-memory", "80", "--set", f"model.path={tmp_path}", "--json"]
@@ -128,9 +122,7 @@ def test_gsm8k_fits_eight_gpus_of_80_gb(capsys: pytest.CaptureFixture[str], tmp_
         ("jsonl", "profile.toml", "so {}", "{} or none or 0"),
     ],
 )
-def test_data_and_reward_of_a_template_fit_together(
-    template: str, profile: str, right: str, wrong: str
-) -> None:
+def test_data_and_reward_of_a_template_fit_together(template, profile, right, wrong):
     directory = shipped_templates()[template]
     task = load_task(load(str(directory / profile), ["task.reward=exact-match"], environ={}).profile)
     module = module_of(directory / "rewards.py")
@@ -147,7 +139,7 @@ def of_verl(compute_score: Callable[..., float], item: Mapping[str, Any], respon
     return compute_score(row["data_source"], response, row["reward_model"]["ground_truth"], row["extra_info"])
 
 
-def test_gsm8ks_rows_become_prompts_with_the_number_alone() -> None:
+def test_gsm8ks_rows_become_prompts_with_the_number_alone():
     directory = shipped_templates()["gsm8k-8gpu"]
     line = module_of(directory / "prepare.py").line_of(
         {"question": "How many?", "answer": "3 * 400 = <<3*400=1200>>1200\n#### 1,200"}
@@ -157,7 +149,7 @@ def test_gsm8ks_rows_become_prompts_with_the_number_alone() -> None:
     assert module_of(directory / "rewards.py").score(line, "so\n#### 1,200") == 1.0
 
 
-def test_the_templates_agent_uses_its_calculator() -> None:
+def test_the_templates_agent_uses_its_calculator():
     import asyncio
 
     agent = module_of(shipped_templates()["agent"] / "agent.py")

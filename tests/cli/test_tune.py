@@ -95,13 +95,8 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Setting], fl
     ],
 )
 def test_what_cannot_be_searched_or_written_is_refused_before_the_search(
-    arguments: str,
-    code: int,
-    said: str,
-    small: str,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    arguments, code, said, small, capsys, monkeypatch
+):
     monkeypatch.setattr(tune, "search", lambda *arguments: pytest.fail("searched"))
     assert run(["tune", *arguments.split()]) == code
     shown = capsys.readouterr()
@@ -112,9 +107,7 @@ def test_what_cannot_be_searched_or_written_is_refused_before_the_search(
 
 
 @pytest.mark.slow
-def test_a_search_finds_a_better_split_and_prints_sets_that_make_it(
-    small: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_search_finds_a_better_split_and_prints_sets_that_make_it(small, capsys):
     """On equal halves generation takes about 3 times as long as training: more GPUs belong to the rollout."""
     assert run(["tune", small, "--max-staleness", "1", "--json", "--out", "my.toml"]) == 0
     captured = capsys.readouterr()
@@ -140,7 +133,7 @@ def test_a_search_finds_a_better_split_and_prints_sets_that_make_it(
 
 
 @pytest.mark.slow
-def test_all_that_a_search_prints_says_simulated(small: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_all_that_a_search_prints_says_simulated(small, capsys):
     sets = ["--set", "rollout.temperature=0.9"]
     assert run(["tune", small, "--max-staleness", "0", *sets, "--out", "my.toml"]) == 0
     out, err = capsys.readouterr()
@@ -165,9 +158,7 @@ def test_all_that_a_search_prints_says_simulated(small: str, capsys: pytest.Capt
     assert "asyncrl bench --compare partial-rollout --profile my.toml" in out
 
 
-def test_a_search_that_found_the_current_setting_says_so(
-    capsys: pytest.CaptureFixture[str], pretend: Any
-) -> None:
+def test_a_search_that_found_the_current_setting_says_so(capsys, pretend):
     """One setting is the fastest: the one that laptop-tiny begins with."""
     pretend(lambda one: 1.0 if (one.eta, one.window_steps, one.slots) == (0.5, 4, 64) else 2.0)
     assert run(["tune", "laptop-tiny"]) == 0
@@ -176,9 +167,7 @@ def test_a_search_that_found_the_current_setting_says_so(
     assert "--out my.toml" in out
 
 
-def test_a_search_compares_with_the_current_setting_and_with_its_split(
-    capsys: pytest.CaptureFixture[str], pretend: Any
-) -> None:
+def test_a_search_compares_with_the_current_setting_and_with_its_split(capsys, pretend):
     """1:3 takes half of the time of 2:2, eta = 1 takes 0.8 of it, and so do groups of any age."""
     pretend(
         lambda one: (
@@ -198,9 +187,7 @@ def test_a_search_compares_with_the_current_setting_and_with_its_split(
     assert "* best 1:3 " in out, "the marks come first"
 
 
-def test_a_search_from_a_known_row_is_held_against_it(
-    capsys: pytest.CaptureFixture[str], pretend: Any
-) -> None:
+def test_a_search_from_a_known_row_is_held_against_it(capsys, pretend):
     """verl-7b-math-128 has a published row of its partial rollout: 150.63 s. 128 GPUs split elsewhere are
     another setting."""
     pretend(lambda setting: 100.0)
@@ -249,16 +236,14 @@ def remarks_on(speedup: float | None, known: Any = None, **parts: tuple[float, f
         ),
     ],
 )
-def test_a_gain_is_held_against_the_simulations_error(
-    speedup: float | None, parts: dict[str, tuple[float, float]], said: str
-) -> None:
+def test_a_gain_is_held_against_the_simulations_error(speedup, parts, said):
     assert said in remarks_on(speedup, **parts)
 
 
-def test_a_published_row_of_the_current_setting_tells_the_error_too() -> None:
+def test_a_published_row_of_the_current_setting_tells_the_error_too():
     known = Reference(profile="own", window_time_s=1.25, parts_s={}, source="published")
     assert "is within the error of the simulation, 20%" in remarks_on(1.1, known)
 
 
-def test_a_small_part_that_is_simulated_wrong_does_not_matter() -> None:
+def test_a_small_part_that_is_simulated_wrong_does_not_matter():
     assert "do not trust" not in remarks_on(None, window=(2.0, 2.0), wait_data=(0.01, 0.05))

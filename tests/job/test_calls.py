@@ -76,9 +76,7 @@ def called(ref: Any, timeout_s: float = 30.0, host: str = "") -> Any:
     return asyncio.run(answer(ref, executor="rollout-0", call="group p@0.0", limit=limit, host=host))
 
 
-def test_an_actors_own_error_is_quoted_and_its_traceback_logged(
-    actor: Any, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_actors_own_error_is_quoted_and_its_traceback_logged(actor, caplog):
     with caplog.at_level(logging.ERROR), pytest.raises(ExecutorFailed) as failed:
         called(actor.raises.remote())
     assert str(failed.value) == "rollout-0 failed: ValueError: the tokens do not fit"
@@ -89,15 +87,13 @@ def test_an_actors_own_error_is_quoted_and_its_traceback_logged(
     assert called(actor.num_calls.remote()) == 1
 
 
-def test_a_timeout_inside_the_actor_is_the_actors_error(actor: Any) -> None:
+def test_a_timeout_inside_the_actor_is_the_actors_error(actor):
     with pytest.raises(ExecutorFailed, match="rollout-0 failed: TimeoutError: collective timed out"):
         called(actor.times_out_itself.remote())
 
 
 @pytest.mark.parametrize(("host", "where"), [("", ""), ("10.0.0.7", " on 10.0.0.7")])
-def test_a_call_that_takes_too_long_names_the_call_its_node_and_the_key(
-    actor: Any, host: str, where: str
-) -> None:
+def test_a_call_that_takes_too_long_names_the_call_its_node_and_the_key(actor, host, where):
     began_s = time.monotonic()
     with pytest.raises(ExecutorLost) as failed:
         called(actor.hangs.remote(), timeout_s=0.5, host=host)
@@ -107,7 +103,7 @@ def test_a_call_that_takes_too_long_names_the_call_its_node_and_the_key(
     assert time.monotonic() - began_s < 30.0  # of the 600 that it hangs
 
 
-def test_a_call_whose_limit_has_no_key_names_none() -> None:
+def test_a_call_whose_limit_has_no_key_names_none():
     from asyncrl_cli.job.ray.calls import Limit, answer
 
     async def main() -> None:
@@ -119,7 +115,7 @@ def test_a_call_whose_limit_has_no_key_names_none() -> None:
     assert failed.value.hint == ""
 
 
-def test_arrays_that_went_with_their_node_are_not_called_a_dead_process() -> None:
+def test_arrays_that_went_with_their_node_are_not_called_a_dead_process():
     from ray.exceptions import ObjectLostError
 
     from asyncrl_cli.job.ray.calls import Limit, answer
@@ -134,7 +130,7 @@ def test_arrays_that_went_with_their_node_are_not_called_a_dead_process() -> Non
     assert "\n" not in str(failed.value)
 
 
-def test_a_full_disk_is_named_with_its_node(actor: Any) -> None:
+def test_a_full_disk_is_named_with_its_node(actor):
     import ray
 
     where = ray.util.get_node_ip_address()
@@ -146,7 +142,7 @@ def test_a_full_disk_is_named_with_its_node(actor: Any) -> None:
     assert "`df` there" in failed.value.hint
 
 
-def test_refusals_keep_their_kind_and_hint(actor: Any) -> None:
+def test_refusals_keep_their_kind_and_hint(actor):
     with pytest.raises(RefusedError, match="rollout-0: step-1 is of another model") as refused:
         called(actor.refuses.remote())
     assert refused.value.hint == "resume step-0"
@@ -158,7 +154,7 @@ def test_refusals_keep_their_kind_and_hint(actor: Any) -> None:
     assert failed.value.hint == "fix it"
 
 
-def test_the_first_failure_of_several_calls_ends_the_wait_for_all(actor: Any) -> None:
+def test_the_first_failure_of_several_calls_ends_the_wait_for_all(actor):
     from asyncrl_cli.job.ray.calls import Limit, all_of, answer
 
     async def main() -> None:
@@ -179,14 +175,14 @@ def test_the_first_failure_of_several_calls_ends_the_wait_for_all(actor: Any) ->
     assert time.monotonic() - began_s < 30.0  # of the 60 that trainer-0 may take
 
 
-def test_an_error_keeps_its_executor_between_processes() -> None:
+def test_an_error_keeps_its_executor_between_processes():
     lost = ExecutorLost("no answer", hint="wait", executor="rollout-10")
     there = pickle.loads(pickle.dumps(lost))
     assert (type(there), str(there)) == (ExecutorLost, "rollout-10 failed: no answer")
     assert (there.executor, there.hint) == ("rollout-10", "wait")
 
 
-def test_an_actor_that_dies_is_named_with_what_ray_knows(actor: Any) -> None:
+def test_an_actor_that_dies_is_named_with_what_ray_knows(actor):
     with pytest.raises(
         ExecutorLost, match=r"rollout-0 failed: its process ended during group p@0.0"
     ) as failed:

@@ -4,7 +4,6 @@ takes long."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -54,14 +53,14 @@ def on_gpus(loaded: Loaded, gpus: int) -> Loaded:
 
 
 @pytest.mark.parametrize(("device", "dtype"), [("cpu", "float32"), ("cuda", "bfloat16")])
-def test_the_dtype_is_the_devices_unless_it_is_given(device: str, dtype: str) -> None:
+def test_the_dtype_is_the_devices_unless_it_is_given(device, dtype):
     resolved = for_device(load("base"), device)
     assert (resolved.profile.model.dtype, resolved.origins["model.dtype"]) == (dtype, f"default for {device}")
     for given in ("float32", "bfloat16"):
         assert for_device(load("base", [f"model.dtype={given}"]), device).profile.model.dtype == given
 
 
-def test_a_default_stays_out_of_a_profile_file_and_in_the_runs_document() -> None:
+def test_a_default_stays_out_of_a_profile_file_and_in_the_runs_document():
     resolved = for_device(load("base"), "cuda")
     assert "dtype" not in to_toml(resolved.profile, resolved.origins)
     document = to_document(resolved.profile, resolved.origins)
@@ -71,7 +70,7 @@ def test_a_default_stays_out_of_a_profile_file_and_in_the_runs_document() -> Non
     )
 
 
-def test_keys_that_exclude_the_devices_dtype_are_refused_as_if_it_was_given() -> None:
+def test_keys_that_exclude_the_devices_dtype_are_refused_as_if_it_was_given():
     apart = [
         'placement.tasks=[["train"],["prox"],["rollout"]]',
         "algorithm.old_logprobs=recompute",
@@ -82,7 +81,7 @@ def test_keys_that_exclude_the_devices_dtype_are_refused_as_if_it_was_given() ->
     assert for_device(load("base", apart), "cpu").profile.model.dtype == "float32"
 
 
-def test_nothing_of_a_run_sees_an_unresolved_dtype(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_of_a_run_sees_an_unresolved_dtype(tmp_path, monkeypatch):
     seen: list[str] = []
 
     async def prepare(profile: Any, *args: Any) -> None:
@@ -99,16 +98,14 @@ def test_nothing_of_a_run_sees_an_unresolved_dtype(tmp_path: Path, monkeypatch: 
     assert run.origins["model.dtype"] == "default for cuda"
 
 
-def test_a_resumed_run_keeps_its_dtype_on_another_device(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_resumed_run_keeps_its_dtype_on_another_device(tmp_path, monkeypatch):
     loaded = load("base")  # as an earlier release wrote it, or a run on CPUs
     run = Run(loaded.profile, loaded.origins, runs_dir=tmp_path, ui="none", checkpoint=SimpleNamespace())  # type: ignore[arg-type]
     run.resolve_for("cuda")
     assert run.profile.model.dtype == "float32"
 
 
-def test_limits_of_a_large_model_follow_from_its_bytes_and_tokens() -> None:
+def test_limits_of_a_large_model_follow_from_its_bytes_and_tokens():
     start_s, step_s, checkpoint_s = limits_of(on_gpus(load("base", LONG), 8))
     # 32.76e9 parameters: 131 GB of files in float32, and 393 GB of weights and moments, at 100 MB/s
     assert (start_s, checkpoint_s) == (600 + 1310, 300 + 3930)
@@ -118,13 +115,13 @@ def test_limits_of_a_large_model_follow_from_its_bytes_and_tokens() -> None:
     assert step_s == pytest.approx(600 + operations / (4 * 40e12), abs=20)
 
 
-def test_a_small_models_limits_are_as_they_were() -> None:
+def test_a_small_models_limits_are_as_they_were():
     tiny = shape_of_config({"model_type": "qwen2", "num_attention_heads": 4, **dict.fromkeys(SIZES_32B, 16)})
     loaded = for_job(load("base"), compile_job(load("base").profile, nodes((4, 0))), tiny)
     assert limits_of(loaded) == pytest.approx([600, 600, 300], abs=10)
 
 
-def test_given_limits_stay_and_a_resume_with_other_ranks_derives_the_others_anew() -> None:
+def test_given_limits_stay_and_a_resume_with_other_ranks_derives_the_others_anew():
     first = on_gpus(load("base", [*LONG, "checkpoint.timeout_s=20"]), 8)
     assert limits_of(first)[2] == 20
     again = on_gpus(
@@ -160,9 +157,7 @@ BATCH: Any = SimpleNamespace(step=3, step_in_window=0, window=0, groups=(), colu
         ("checkpoint.timeout_s", lambda trainer, worker, critic: trainer.restore(Path("nowhere"))),
     ],
 )
-def test_a_call_that_hangs_names_the_key_of_its_own_limit(
-    key: str, call: Callable[..., Any], tmp_path: Path
-) -> None:
+def test_a_call_that_hangs_names_the_key_of_its_own_limit(key, call, tmp_path):
     shares: Any = lambda batch, names, profile: ([], [], [[]])  # noqa: E731
     profile = small_profile(placement={"start_timeout_s": 0.05}, trainer={"step_timeout_s": 0.05})
     profile = profile.model_copy(update={"checkpoint": CheckpointSection(timeout_s=0.05)})

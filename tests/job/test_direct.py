@@ -94,7 +94,7 @@ def actor(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     rank_zero.stop()
 
 
-def test_a_gathered_version_leaves_rank_zero_bit_by_bit_until_it_is_wanted_no_more(actor: Any) -> None:
+def test_a_gathered_version_leaves_rank_zero_bit_by_bit_until_it_is_wanted_no_more(actor):
     actor.gather(1)
     manifest, layouts = actor.publish(1)
     assert len(layouts) == len(manifest.fingerprints) > 2
@@ -158,9 +158,7 @@ class Driver:
         )
 
 
-def test_a_restarted_worker_leaves_rank_zero_before_its_successor_is_made_and_meets_it_again(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_restarted_worker_leaves_rank_zero_before_its_successor_is_made_and_meets_it_again(monkeypatch):
     there = Driver(monkeypatch)
 
     async def body() -> None:
@@ -179,7 +177,7 @@ def test_a_restarted_worker_leaves_rank_zero_before_its_successor_is_made_and_me
     ]
 
 
-def test_rank_zero_hears_at_once_of_a_worker_that_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rank_zero_hears_at_once_of_a_worker_that_is_lost(monkeypatch):
     there = Driver(monkeypatch)
 
     def died(version: int, interrupt: str) -> None:
@@ -199,8 +197,8 @@ def test_rank_zero_hears_at_once_of_a_worker_that_is_lost(monkeypatch: pytest.Mo
 @pytest.mark.parametrize("interrupt", ["keep-kv", "drain"])
 @pytest.mark.parametrize("workers", [1, 3])
 def test_each_wait_outlasts_the_waits_inside_it_so_that_who_knows_most_speaks_first(
-    workers: int, interrupt: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    workers, interrupt, monkeypatch
+):
     timeout_s = 20.0  # direct_profile
     limits: dict[str, float] = {}
 
@@ -239,7 +237,7 @@ def test_each_wait_outlasts_the_waits_inside_it_so_that_who_knows_most_speaks_fi
     assert limits["the load"] < settings.sync_timeout_s < settings.stall_timeout_s
 
 
-def test_a_meeting_that_takes_too_long_says_what_can_be_typed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_meeting_that_takes_too_long_says_what_can_be_typed(monkeypatch):
     there = Driver(monkeypatch)
     monkeypatch.setattr(driver_rollout, "DRIVER_MARGIN_S", 0.25 - 20.0)
 
@@ -256,15 +254,13 @@ def test_a_meeting_that_takes_too_long_says_what_can_be_typed(monkeypatch: pytes
     asyncio.run(body())
 
 
-def test_a_restart_with_another_transport_asks_rank_zero_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_restart_with_another_transport_asks_rank_zero_nothing(monkeypatch):
     there = Driver(monkeypatch)
     asyncio.run(there.worker.restart())
     assert there.calls == ["made", "kill", "made", "started"]
 
 
-def test_each_gather_tells_rank_zero_which_versions_somebody_still_holds(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_each_gather_tells_rank_zero_which_versions_somebody_still_holds(monkeypatch):
     there = Driver(monkeypatch)
 
     async def body() -> None:
@@ -285,7 +281,7 @@ def test_each_gather_tells_rank_zero_which_versions_somebody_still_holds(
 # --- a worker's actor
 
 
-def test_a_worker_notes_a_version_and_its_engine_asks_rank_zero_within_the_load() -> None:
+def test_a_worker_notes_a_version_and_its_engine_asks_rank_zero_within_the_load():
     profile = direct_profile("nccl", trainer_workers=1)
     asked: list[Any] = []
     rank_zero = SimpleNamespace(
@@ -322,8 +318,8 @@ def test_a_worker_notes_a_version_and_its_engine_asks_rank_zero_within_the_load(
     ("transport", "backend"), [("nccl", "nccl"), ("ipc", "ipc"), ("object-store", "asyncrl-buckets")]
 )
 def test_vllm_is_started_with_the_engine_that_receives_this_transport(
-    transport: str, backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    transport, backend, tmp_path, monkeypatch
+):
     profile = direct_profile(transport, **({"colocate": True, "gpus": 1} if transport == "ipc" else {}))
     assert weight_backend(profile) == backend
     environment = {"PATH": "/bin"}
@@ -332,7 +328,7 @@ def test_vllm_is_started_with_the_engine_that_receives_this_transport(
     assert environment.get("VLLM_ALLOW_INSECURE_SERIALIZATION") == ("1" if transport == "ipc" else None)
 
 
-def test_what_rank_zero_fails_in_is_told_with_its_name() -> None:
+def test_what_rank_zero_fails_in_is_told_with_its_name():
     def fails(*args: Any) -> None:
         raise ExecutorFailed(
             "rank 0 waited for rollout-0's vLLM processes to take version 3: longer than "
@@ -352,7 +348,7 @@ def test_what_rank_zero_fails_in_is_told_with_its_name() -> None:
 # --- counts and memory
 
 
-def test_ipc_shares_one_gpu_only() -> None:
+def test_ipc_shares_one_gpu_only():
     four = nodes((16, 4))
     for placement, hint in (
         ({}, "placement.gpus=1"),
@@ -364,7 +360,7 @@ def test_ipc_shares_one_gpu_only() -> None:
     assert cuda_counts(direct_profile("ipc", colocate=True, gpus=1), four) == (1, 1)
 
 
-def test_the_memory_estimate_counts_what_weights_pass_through_on_the_gpus(tmp_path: Path) -> None:
+def test_the_memory_estimate_counts_what_weights_pass_through_on_the_gpus(tmp_path):
     shape = shape_of_directory(make_model(tmp_path))
     largest = 4 * shape.hidden_size * max(shape.vocab_size, shape.intermediate_size)
 
@@ -383,7 +379,7 @@ def test_the_memory_estimate_counts_what_weights_pass_through_on_the_gpus(tmp_pa
     assert wires(small_profile(placement=DEVICE)) == {}
 
 
-def test_a_gpu_without_a_number_is_the_first_one() -> None:
+def test_a_gpu_without_a_number_is_the_first_one():
     found = {
         device: device_of(ProcessPlace(model_dir="", device=device)) for device in ("cuda", "cuda:3", "cpu")
     }

@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from pathlib import Path
 
 import pytest
 
@@ -19,9 +18,7 @@ from asyncrl_cli.profile.schema import ModelSection, ProcessPlace, Profile
 from .crew import make_model, small_profile
 
 
-def test_failed_dumps_are_warned_of_once_and_counted(
-    caplog: pytest.LogCaptureFixture, tmp_path: Path
-) -> None:
+def test_failed_dumps_are_warned_of_once_and_counted(caplog, tmp_path):
     failures = {
         2: ExecutorFailed("trainer-0 failed: OSError: [Errno 28] No space left"),
         3: ExecutorLost("it took too long"),
@@ -56,7 +53,7 @@ def test_failed_dumps_are_warned_of_once_and_counted(
     )
 
 
-def test_what_is_no_failure_of_a_dump_is_not_swallowed(tmp_path: Path) -> None:
+def test_what_is_no_failure_of_a_dump_is_not_swallowed(tmp_path):
     async def broken() -> None:
         raise AssertionError("a bug")
 
@@ -80,9 +77,7 @@ class OwnTokenizer(PreTrainedTokenizerFast):
 
 
 @pytest.mark.parametrize("trust", [False, True])
-def test_samples_are_decoded_by_a_tokenizers_own_code_if_it_is_trusted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trust: bool
-) -> None:
+def test_samples_are_decoded_by_a_tokenizers_own_code_if_it_is_trusted(tmp_path, monkeypatch, trust):
     import transformers.dynamic_module_utils as dynamic
 
     monkeypatch.setattr(dynamic, "HF_MODULES_CACHE", str(tmp_path / "modules"))

@@ -75,15 +75,13 @@ def ended(pipeline: FakePipeline, trainer: FakeTrainer) -> RunResult:
     ("error", "exit_code", "dumps_awaited"),
     [(None, 0, 1), (Interrupted("stopped after step 3"), 130, 1), (ExecutorFailed("rollout-0 failed"), 1, 0)],
 )
-def test_the_last_dump_is_awaited_at_every_end_in_order(
-    error: Exception | None, exit_code: int, dumps_awaited: int
-) -> None:
+def test_the_last_dump_is_awaited_at_every_end_in_order(error, exit_code, dumps_awaited):
     trainer = FakeTrainer()
     assert ended(FakePipeline(error), trainer).exit_code == exit_code
     assert trainer.dumps_awaited == dumps_awaited
 
 
-def test_a_stop_that_was_asked_for_is_no_error_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_stop_that_was_asked_for_is_no_error_in_the_log(caplog):
     with caplog.at_level("INFO", logger="asyncrl"):
         ended(FakePipeline(Interrupted("stopped after step 3")), FakeTrainer())
         ended(FakePipeline(ExecutorFailed("rollout-0 failed")), FakeTrainer())
@@ -91,7 +89,7 @@ def test_a_stop_that_was_asked_for_is_no_error_in_the_log(caplog: pytest.LogCapt
     assert told == [("INFO", "stopped after step 3", False), ("ERROR", "rollout-0 failed", True)]
 
 
-def test_a_cancellation_from_outside_ends_the_loop_and_is_passed_on() -> None:
+def test_a_cancellation_from_outside_ends_the_loop_and_is_passed_on():
     async def main() -> None:
         pipeline, observers = FakePipeline(lasts_s=1e6), FakeObservers()
         running = asyncio.create_task(
@@ -107,7 +105,7 @@ def test_a_cancellation_from_outside_ends_the_loop_and_is_passed_on() -> None:
 
 
 @pytest.mark.parametrize(("number", "again"), [(signal.SIGINT, "another Ctrl-C"), (None, "a second request")])
-def test_a_first_request_is_answered_on_the_screen(number: int | None, again: str) -> None:
+def test_a_first_request_is_answered_on_the_screen(number, again):
     async def main() -> list[str]:
         requests, observers = StopRequests(), FakeObservers()
         pipeline = FakePipeline(lasts_s=0.05)
@@ -120,7 +118,7 @@ def test_a_first_request_is_answered_on_the_screen(number: int | None, again: st
     assert asyncio.run(main()) == [f"stopping after this train step; {again} ends the run at once"]
 
 
-def test_outside_the_main_thread_signals_are_left_alone() -> None:
+def test_outside_the_main_thread_signals_are_left_alone():
     errors: list[BaseException] = []
 
     async def main() -> None:
@@ -139,7 +137,7 @@ def test_outside_the_main_thread_signals_are_left_alone() -> None:
     assert errors == []
 
 
-def test_a_stop_file_that_cannot_be_read_for_a_while_is_read_later(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_stop_file_that_cannot_be_read_for_a_while_is_read_later(caplog):
     answers = [0, OSError("stale file handle"), OSError("stale file handle"), 1]
     stops: list[int] = []
 
@@ -162,7 +160,7 @@ def test_a_stop_file_that_cannot_be_read_for_a_while_is_read_later(caplog: pytes
     assert [message.count("stale file handle") for message in told] == [1]
 
 
-def test_a_full_disk_is_told_with_the_checkpoints_step(tmp_path: Path) -> None:
+def test_a_full_disk_is_told_with_the_checkpoints_step(tmp_path):
     async def write_trainer(directory: Path, cut: Cut) -> None:
         raise OSError(28, "No space left on device")
 

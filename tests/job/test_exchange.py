@@ -207,7 +207,7 @@ def exchange_of(actor: Actor) -> tuple[PartExchange, Handle]:
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_every_part_comes_back_once_with_its_own_arrays_and_calls_do_not_grow_with_parts(seed: int) -> None:
+def test_every_part_comes_back_once_with_its_own_arrays_and_calls_do_not_grow_with_parts(seed):
     rng = random.Random(seed)
     num_parts, at_once = rng.randint(1, 120), rng.randint(1, 24)
     durations = [rng.choice([0.0, rng.uniform(0.01, 0.3), rng.uniform(0.3, 3.0)]) for _ in range(num_parts)]
@@ -250,7 +250,7 @@ def test_every_part_comes_back_once_with_its_own_arrays_and_calls_do_not_grow_wi
     run_virtual(main(), loop_factory=loop_of(seed))
 
 
-def test_the_last_part_of_a_worker_is_told_without_delay() -> None:
+def test_the_last_part_of_a_worker_is_told_without_delay():
     """Nothing is left that could come along: on-policy's windows, and colocate's phases, end with it."""
 
     async def main() -> float:
@@ -262,7 +262,7 @@ def test_the_last_part_of_a_worker_is_told_without_delay() -> None:
     assert run_virtual(main()) == pytest.approx(WAY_S)
 
 
-def test_many_parts_that_end_together_come_one_answer_after_the_other() -> None:
+def test_many_parts_that_end_together_come_one_answer_after_the_other():
     """No debounce between them: all trajectories at the token limit, say."""
 
     async def main() -> float:
@@ -274,7 +274,7 @@ def test_many_parts_that_end_together_come_one_answer_after_the_other() -> None:
     assert run_virtual(main()) == pytest.approx(WAY_S + (24 / PARTS_PER_ANSWER - 1) * (2 * WAY_S + SETTLE_S))
 
 
-def test_a_request_does_not_wait_for_an_answer_that_is_not_due() -> None:
+def test_a_request_does_not_wait_for_an_answer_that_is_not_due():
     async def main() -> tuple[float, list[str]]:
         exchange, handle, runner = exchange_with(lambda request: 0.01)
         now = asyncio.get_running_loop().time
@@ -289,7 +289,7 @@ def test_a_request_does_not_wait_for_an_answer_that_is_not_due() -> None:
     assert calls.count("submit") == 1  # all three
 
 
-def test_a_part_that_raises_fails_the_worker_with_its_own_error() -> None:
+def test_a_part_that_raises_fails_the_worker_with_its_own_error():
     async def main() -> tuple[Exception | None, int]:
         exchange, _, _ = exchange_with(lambda request: -0.2 if request.seed == 1 else 60.0)
         async with followed(exchange) as follower:
@@ -303,7 +303,7 @@ def test_a_part_that_raises_fails_the_worker_with_its_own_error() -> None:
     assert (failure.message, num_ended) == ("rollout-0 failed: ValueError: no engine for p1@0.0/0", 0)
 
 
-def test_parts_that_ended_before_a_failure_are_not_lost_with_it() -> None:
+def test_parts_that_ended_before_a_failure_are_not_lost_with_it():
     async def main() -> tuple[list[str], Any]:
         exchange, _, _ = exchange_with(
             lambda request: -0.25 if request.seed == 0 else 0.2 + request.seed / 1000
@@ -318,7 +318,7 @@ def test_parts_that_ended_before_a_failure_are_not_lost_with_it() -> None:
     assert failure.message == "rollout-0 failed: ValueError: no engine for p0@0.0/0"
 
 
-def test_a_part_that_is_cancelled_within_the_worker_fails() -> None:
+def test_a_part_that_is_cancelled_within_the_worker_fails():
     async def main() -> Any:
         runner = Runner(lambda request: 1.0)
         runner.run = cancelled_from_within  # type: ignore[method-assign]
@@ -334,7 +334,7 @@ def test_a_part_that_is_cancelled_within_the_worker_fails() -> None:
     assert run_virtual(main()).message == "rollout-0 failed: part p0@0.0/0 was cancelled"
 
 
-def test_a_process_that_dies_loses_its_parts_at_once() -> None:
+def test_a_process_that_dies_loses_its_parts_at_once():
     async def main() -> tuple[Any, float]:
         exchange, handle, _ = exchange_with(lambda request: 60.0)
         async with followed(exchange) as follower:
@@ -351,7 +351,7 @@ def test_a_process_that_dies_loses_its_parts_at_once() -> None:
     assert "its process ended during a progress report" in lost.message
 
 
-def test_a_part_may_take_longer_than_any_call() -> None:
+def test_a_part_may_take_longer_than_any_call():
     async def main() -> float:
         exchange, _, _ = exchange_with(lambda request: 10 * CALL_TIMEOUT_S)
         async with followed(exchange) as follower:
@@ -361,7 +361,7 @@ def test_a_part_may_take_longer_than_any_call() -> None:
     assert run_virtual(main()) > 10 * CALL_TIMEOUT_S
 
 
-def test_the_limit_of_a_load_counts_from_the_end_of_its_drain() -> None:
+def test_the_limit_of_a_load_counts_from_the_end_of_its_drain():
     """Sequences of version 3 run for 900 s; those that begin after the load do not put it off."""
 
     async def main() -> tuple[str, float]:
@@ -409,7 +409,7 @@ def rollout_report(gauges: dict[str, float]) -> ExecutorReport:
     )
 
 
-def test_an_abort_never_overtakes_the_requests_of_its_group() -> None:
+def test_an_abort_never_overtakes_the_requests_of_its_group():
     async def main() -> list[AttemptKey]:
         runner = Runner(lambda request: 1.0)
         handle = Handle(Actor(runner))
@@ -427,9 +427,7 @@ def test_an_abort_never_overtakes_the_requests_of_its_group() -> None:
     assert run_virtual(main()) == [part(index).key.attempt for index in range(3)]
 
 
-def test_a_node_that_ray_cannot_tell_of_counts_as_living(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_node_that_ray_cannot_tell_of_counts_as_living(monkeypatch, caplog):
     def no_answer() -> None:
         raise RaySystemError("Failed to connect to GCS")
 
@@ -439,7 +437,7 @@ def test_a_node_that_ray_cannot_tell_of_counts_as_living(
     assert "cannot tell whether the node of rollout-0 is gone" in caplog.text
 
 
-def test_parts_that_are_ended_by_a_stop_are_no_failures(caplog: pytest.LogCaptureFixture) -> None:
+def test_parts_that_are_ended_by_a_stop_are_no_failures(caplog):
     """Whether a part is cancelled or its engine, which is closed next, tells it to end."""
 
     class Closing(Runner):

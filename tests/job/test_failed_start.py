@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,9 +18,7 @@ from asyncrl_cli.job.driver_run import Run
 from .crew import small_profile
 
 
-def test_a_start_that_fails_gives_the_runs_name_free_and_keeps_its_logs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_start_that_fails_gives_the_runs_name_free_and_keeps_its_logs(tmp_path, monkeypatch):
     seen: list[list[str]] = []
 
     async def prepare(*args: Any) -> Any:
@@ -51,7 +48,7 @@ def test_a_start_that_fails_gives_the_runs_name_free_and_keeps_its_logs(
     assert (tmp_path / "runs" / ".otter-failed-start" / "attempt-1" / "driver.log").exists()
 
 
-def test_a_stop_does_not_wait_for_a_dump_that_hangs(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+def test_a_stop_does_not_wait_for_a_dump_that_hangs(caplog, tmp_path):
     async def hang() -> None:
         await asyncio.Event().wait()
 

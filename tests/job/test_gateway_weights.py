@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import json
 from contextlib import AbstractAsyncContextManager
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -51,9 +50,7 @@ async def curl(gateway: Gateway, path: str, body: Any = None, key: str | None = 
 
 
 @pytest.mark.slow
-def test_a_worker_loads_what_another_trainer_has_written_and_samples_with_it(
-    tmp_path: Path, model: Any, model_dir: Path
-) -> None:
+def test_a_worker_loads_what_another_trainer_has_written_and_samples_with_it(tmp_path, model, model_dir):
     weights = tiny.weights_after(model, 1)
     version = tmp_path / "theirs"
     version.mkdir()

@@ -75,15 +75,13 @@ def dripping(request: str) -> Iterator[bytes]:
 @pytest.mark.parametrize(
     ("answer", "why"), [(endless, "longer than 16 MiB"), (endless_headers, "Too many headers")]
 )
-def test_an_answer_without_end_is_given_up_after_its_bytes(
-    answer: Callable[[str], Iterator[bytes]], why: str
-) -> None:
+def test_an_answer_without_end_is_given_up_after_its_bytes(answer, why):
     with server(answer) as address, pytest.raises(PreflightError, match=why) as refused:
         JobServer(address)
     assert address in refused.value.message
 
 
-def test_an_answer_that_drips_is_given_up_after_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_answer_that_drips_is_given_up_after_its_time(monkeypatch):
     monkeypatch.setattr(job_client, "ANSWER_S", 0.3)
     with server(dripping) as address, pytest.raises(PreflightError, match="no whole answer within"):
         JobServer(address)
@@ -92,13 +90,13 @@ def test_an_answer_that_drips_is_given_up_after_its_time(monkeypatch: pytest.Mon
 @pytest.mark.parametrize(
     "content", [b"", b"[]", b"{}", b"null", b'{"ray_version": 7}', b'{"ray_version": "x"}', b"[" * 10**6]
 )
-def test_an_answer_that_is_none_of_rays_is_one_error(content: bytes) -> None:
+def test_an_answer_that_is_none_of_rays_is_one_error(content):
     with server(lambda request: whole(content)) as address, pytest.raises(PreflightError, match=address):
         JobServer(address)
 
 
 @pytest.mark.parametrize("content", [b"7", b"[7]", b'[{"type": 7}]', b"null"])
-def test_a_list_of_jobs_that_is_none_is_one_error(content: bytes) -> None:
+def test_a_list_of_jobs_that_is_none_is_one_error(content):
     with (
         server(lambda request: whole(VERSION if "/version" in request else content)) as address,
         pytest.raises(PreflightError, match=address),
@@ -106,7 +104,7 @@ def test_a_list_of_jobs_that_is_none_is_one_error(content: bytes) -> None:
         assert JobServer(address).runs() != []
 
 
-def test_the_token_goes_only_to_a_server_that_asks_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_token_goes_only_to_a_server_that_asks_for_one(monkeypatch):
     """And only once it has asked."""
     monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
     monkeypatch.setenv("RAY_AUTH_TOKEN", "0123456789abcdef")

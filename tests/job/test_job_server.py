@@ -17,9 +17,7 @@ from asyncrl_cli.job.submit.cargo import PROFILE, Cargo
 from asyncrl_cli.job.submit.job_server import COMMAND, MARK, Job, JobServer, _without_rays_own
 
 
-def test_the_entrypoint_keeps_what_was_shipped_and_becomes_the_driver(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_entrypoint_keeps_what_was_shipped_and_becomes_the_driver(tmp_path, monkeypatch):
     """Run by a shell, as Ray does, in a directory that is gone afterwards."""
     shipped = tmp_path / "shipped"
     shipped.mkdir()
@@ -43,7 +41,7 @@ def test_the_entrypoint_keeps_what_was_shipped_and_becomes_the_driver(
     assert out == f"{MARK}\n{process.pid} {kept} {arguments}\nname = 'x'"
 
 
-def test_of_a_jobs_log_only_what_the_command_said_is_passed_on() -> None:
+def test_of_a_jobs_log_only_what_the_command_said_is_passed_on():
     """Ray's line about the entrypoint is buffered, and may come late."""
     said: list[str] = []
     write = _without_rays_own(said.append)
@@ -58,26 +56,26 @@ def test_of_a_jobs_log_only_what_the_command_said_is_passed_on() -> None:
     assert said == ["one", "two"]
 
 
-def test_a_resumed_run_ships_nothing() -> None:
+def test_a_resumed_run_ships_nothing():
     job = Job(arguments=["resume", "first"], run="first", runs_dir=Path("/runs"))
     assert job.entrypoint == f"echo {MARK}; exec {COMMAND} resume first --runs-dir /runs --ui plain"
 
 
-def test_a_job_knows_the_address_with_which_its_run_is_found() -> None:
+def test_a_job_knows_the_address_with_which_its_run_is_found():
     server = Tailed([[]], ["RUNNING"])
     server.submit(Job(arguments=["train"], run="first", runs_dir=Path("/runs")))
     variables = {"RAY_JOB_STOP_WAIT_TIME_S": "3600", ADDRESS_VARIABLE: "http://head:8265"}
     assert server.submitted["runtime_env"] == {"env_vars": variables}
 
 
-def test_an_address_of_something_else_is_refused_with_what_it_should_be() -> None:
+def test_an_address_of_something_else_is_refused_with_what_it_should_be():
     for address in ("ray://head:10001", "head:6379", "auto"):
         with pytest.raises(ConfigError, match="not the address of a job server") as refused:
             JobServer(address)
         assert "http://HEAD:8265" in refused.value.hint
 
 
-def test_an_address_that_does_not_answer_is_an_error_at_once() -> None:
+def test_an_address_that_does_not_answer_is_an_error_at_once():
     with pytest.raises(PreflightError, match=r"no job server answers at http://127\.0\.0\.1:9"):
         JobServer("http://127.0.0.1:9")
 
@@ -121,9 +119,7 @@ BEGINNING = [f"{MARK}\none\ntw"]
 
 
 @pytest.mark.parametrize("closing", ["RUNNING", "broken RUNNING"])
-def test_a_log_that_closes_while_the_job_runs_is_opened_again_and_no_line_is_told_twice(
-    closing: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_log_that_closes_while_the_job_runs_is_opened_again_and_no_line_is_told_twice(closing, monkeypatch):
     monkeypatch.setattr(job_server, "LOOK_EVERY_S", 0.01)
     server = Tailed(
         [BEGINNING, [f"{MARK}\n", "one\n", "two\nthree"]], [closing, "FAILED"], f"{MARK}\none\ntwo\nthree"
@@ -134,7 +130,7 @@ def test_a_log_that_closes_while_the_job_runs_is_opened_again_and_no_line_is_tol
 
 
 @pytest.mark.parametrize("closing", ["FAILED", "broken FAILED"])
-def test_of_a_log_that_closes_at_the_jobs_end_the_rest_is_fetched(closing: str) -> None:
+def test_of_a_log_that_closes_at_the_jobs_end_the_rest_is_fetched(closing):
     """Also of one that a proxy closes in order."""
     said: list[str] = []
     server = Tailed([BEGINNING], [closing], f"{MARK}\none\ntwo\nthree\n")
@@ -143,9 +139,7 @@ def test_of_a_log_that_closes_at_the_jobs_end_the_rest_is_fetched(closing: str) 
 
 
 @pytest.mark.parametrize("beginning", [BEGINNING, ["Ray's own\n"]])
-def test_the_exit_code_of_a_job_whose_last_lines_cannot_be_fetched_is_known_all_the_same(
-    beginning: list[str],
-) -> None:
+def test_the_exit_code_of_a_job_whose_last_lines_cannot_be_fetched_is_known_all_the_same(beginning):
     said: list[str] = []
     warned: list[str] = []
     assert Tailed([beginning], ["broken FAILED"]).follow("a job", said.append, warned.append) == 4
@@ -156,16 +150,14 @@ def test_the_exit_code_of_a_job_whose_last_lines_cannot_be_fetched_is_known_all_
 
 
 @pytest.mark.parametrize("beginning", [BEGINNING, ["Ray's own\n"]])
-def test_a_command_whose_last_lines_cannot_be_fetched_fails(beginning: list[str]) -> None:
+def test_a_command_whose_last_lines_cannot_be_fetched_fails(beginning):
     said: list[str] = []
     with pytest.raises(PreflightError, match="the head is busy"):
         Tailed([beginning], ["RUNNING", "broken SUCCEEDED"]).call(["status", "--json"], said.append)
     assert said == ["one"] * (beginning is BEGINNING)
 
 
-def test_a_log_that_cannot_be_opened_again_is_tried_until_the_job_ends(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_log_that_cannot_be_opened_again_is_tried_until_the_job_ends(monkeypatch):
     monkeypatch.setattr(job_server, "LOOK_EVERY_S", 0.01)
     said: list[str] = []
     server = Tailed(
@@ -175,7 +167,7 @@ def test_a_log_that_cannot_be_opened_again_is_tried_until_the_job_ends(
     assert said == ["one", "two"]
 
 
-def test_a_command_that_never_ends_is_not_followed_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_command_that_never_ends_is_not_followed_for_ever(monkeypatch):
     monkeypatch.setattr(job_server, "LOOK_EVERY_S", 0.01)
     monkeypatch.setattr(job_server, "LONGEST_COMMAND_S", 0.1)
     monkeypatch.setattr(job_server, "START_S", 0.1)
@@ -184,16 +176,16 @@ def test_a_command_that_never_ends_is_not_followed_for_ever(monkeypatch: pytest.
         server.call(["status"], print)
 
 
-def test_a_line_without_end_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_line_without_end_is_not_kept(monkeypatch):
     monkeypatch.setattr(job_server, "LONGEST_LINE", 100)
     with pytest.raises(PreflightError, match="a line of more than 100 characters"):
         Tailed([["x" * 60] * 2], ["RUNNING"]).follow("a job", print)
 
 
-def test_a_job_that_was_stopped_was_interrupted() -> None:
+def test_a_job_that_was_stopped_was_interrupted():
     assert Tailed([[]], ["STOPPED"], "").follow("a job", print) == 130
 
 
-def test_a_log_that_cannot_be_opened_is_an_error() -> None:
+def test_a_log_that_cannot_be_opened_is_an_error():
     with pytest.raises(PreflightError, match="closed unexpectedly"):
         Tailed([[]], ["broken RUNNING"]).follow("a job", print)

@@ -64,9 +64,7 @@ async def only_the_impatient() -> None:
     await asyncio.wait([patient])
 
 
-def test_a_dead_raylet_fails_every_call_at_once_and_by_its_name(
-    daemons: dict[str, subprocess.Popen[bytes]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_dead_raylet_fails_every_call_at_once_and_by_its_name(daemons, monkeypatch):
     monkeypatch.setattr(module, "CHECKPOINT_S", NEVER_S)
     with watched(daemons):
         assert lost_session() is None
@@ -76,9 +74,7 @@ def test_a_dead_raylet_fails_every_call_at_once_and_by_its_name(
     assert lost_session() is None
 
 
-def test_an_actor_that_ends_because_its_raylet_is_ending_is_not_blamed(
-    daemons: dict[str, subprocess.Popen[bytes]],
-) -> None:
+def test_an_actor_that_ends_because_its_raylet_is_ending_is_not_blamed(daemons):
     """Ray tells of the actor before the raylet's process is gone."""
 
     async def fails() -> None:
@@ -92,9 +88,7 @@ def test_an_actor_that_ends_because_its_raylet_is_ending_is_not_blamed(
 
 
 @pytest.mark.slow
-def test_a_head_that_takes_no_connections_is_lost_after_a_while_and_one_that_comes_back_is_not(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_head_that_takes_no_connections_is_lost_after_a_while_and_one_that_comes_back_is_not(monkeypatch):
     monkeypatch.setattr(module, "HEAD_S", 0.3)
     monkeypatch.setattr(module, "ANSWER_S", 0.05)
     monkeypatch.setattr(module, "CHECKPOINT_S", NEVER_S)
@@ -118,9 +112,7 @@ def test_a_head_that_takes_no_connections_is_lost_after_a_while_and_one_that_com
 
 
 @pytest.mark.slow
-def test_without_its_gcs_server_the_trainer_has_time_for_a_checkpoint(
-    daemons: dict[str, subprocess.Popen[bytes]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_its_gcs_server_the_trainer_has_time_for_a_checkpoint(daemons, monkeypatch):
     monkeypatch.setattr(module, "CHECKPOINT_S", NEVER_S)
     with watched(daemons):
         daemons["gcs_server"].kill()
@@ -136,7 +128,7 @@ def test_without_its_gcs_server_the_trainer_has_time_for_a_checkpoint(
         assert "gcs_server" in str(lost_session()), "who died first is to blame"
 
 
-def test_a_call_that_is_answered_is_not_disturbed(daemons: dict[str, subprocess.Popen[bytes]]) -> None:
+def test_a_call_that_is_answered_is_not_disturbed(daemons):
     async def main() -> str:
         future = asyncio.get_running_loop().create_future()
         asyncio.get_running_loop().call_later(2 * module.LOOK_EVERY_S, future.set_result, "done")
@@ -184,9 +176,7 @@ with lifeline.lifeline({"gcs_server": daemon}, lambda: None):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("how", "exit_code"), [("awake", 0), ("deaf", 1)])
-def test_a_driver_that_cannot_hear_of_a_daemons_end_is_ended_and_one_that_can_is_not(
-    how: str, exit_code: int
-) -> None:
+def test_a_driver_that_cannot_hear_of_a_daemons_end_is_ended_and_one_that_can_is_not(how, exit_code):
     """A driver in a call of Ray's that blocks would wait for a gcs_server for a minute."""
     done = subprocess.run([sys.executable, "-c", DRIVER, how], capture_output=True, timeout=60, check=False)
     assert done.returncode == exit_code, done.stderr

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,8 +20,8 @@ STOP = 'rollout.stop=["END"]'
     [(["rollout.engine=vllm"], True), ([STOP], True), (["rollout.engine=vllm", STOP], False)],
 )
 def test_kept_responses_start_again_if_the_engine_would_miss_a_stop_string_that_began_in_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sets: list[str], continues: bool
-) -> None:
+    tmp_path, monkeypatch, sets, continues
+):
     given: list[World] = []
     monkeypatch.setattr(driver_loop, "Pipeline", lambda settings, world: given.append(world))
     task = SimpleNamespace(train=[{"uid": "a", "metadata": {}}], eval=[], eval_sets={})

@@ -4,7 +4,6 @@ buckets, of a KV cache."""
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -60,7 +59,7 @@ def num_bytes(tensors: object) -> int:
 
 
 @pytest.mark.parametrize("config", one_in(3, CONFIGS.values()), ids=CONFIGS)
-def test_a_trainers_bytes_are_those_of_its_tensors(config: PretrainedConfig, tmp_path: Path) -> None:
+def test_a_trainers_bytes_are_those_of_its_tensors(config, tmp_path):
 
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     profile, _, estimate = planned(
@@ -86,9 +85,7 @@ def test_a_trainers_bytes_are_those_of_its_tensors(config: PretrainedConfig, tmp
 
 
 @pytest.mark.parametrize("config", one_in(3, CONFIGS.values()), ids=CONFIGS)
-def test_the_bytes_of_a_reference_and_a_critic_are_those_of_their_tensors(
-    config: PretrainedConfig, tmp_path: Path
-) -> None:
+def test_the_bytes_of_a_reference_and_a_critic_are_those_of_their_tensors(config, tmp_path):
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     profile, _, estimate = planned(
         str(tmp_path), 'algorithm.adv_estimator="gae"', "algorithm.use_kl_in_reward=true"
@@ -107,7 +104,7 @@ def test_the_bytes_of_a_reference_and_a_critic_are_those_of_their_tensors(
     assert "reference" not in sizes(planned(str(tmp_path))[2], TRAINER)
 
 
-def test_the_windows_first_weights_are_kept_only_where_they_are_needed() -> None:
+def test_the_windows_first_weights_are_kept_only_where_they_are_needed():
     recompute = 'algorithm.old_logprobs="recompute"'
     assert "window's first weights" not in sizes(planned("builtin:tiny", recompute)[2], TRAINER)
     kept = sizes(
@@ -119,7 +116,7 @@ def test_the_windows_first_weights_are_kept_only_where_they_are_needed() -> None
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("config", one_in(3, CONFIGS.values()), ids=CONFIGS)
-def test_activations_are_what_autograd_saves(config: PretrainedConfig, dtype: torch.dtype) -> None:
+def test_activations_are_what_autograd_saves(config, dtype):
     model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").to(dtype).eval()
     weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     saved: dict[int, torch.UntypedStorage] = {}
@@ -145,7 +142,7 @@ def test_activations_are_what_autograd_saves(config: PretrainedConfig, dtype: to
 
 
 @pytest.mark.parametrize("config", one_in(3, CONFIGS.values()), ids=CONFIGS)
-def test_the_kv_cache_is_that_of_the_slots_at_full_length(config: PretrainedConfig, tmp_path: Path) -> None:
+def test_the_kv_cache_is_that_of_the_slots_at_full_length(config, tmp_path):
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     lengths = ("rollout.slots=8", "rollout.max_prompt_tokens=32", "rollout.max_response_tokens=64")
     profile, _, estimate = planned(str(tmp_path), *lengths)
@@ -158,14 +155,14 @@ def test_the_kv_cache_is_that_of_the_slots_at_full_length(config: PretrainedConf
     assert sizes(estimate, ROLLOUT)["weights"] == num_bytes(model.parameters())
 
 
-def test_without_a_second_buffer_a_load_holds_nothing_beside_the_model() -> None:
+def test_without_a_second_buffer_a_load_holds_nothing_beside_the_model():
     weights = sizes(planned("builtin:tiny")[2], ROLLOUT)["weights"]
     assert 2**20 < weights < 2**27
     assert sizes(planned("builtin:tiny")[2], ROLLOUT)["load buffer"] == weights
     assert "load buffer" not in sizes(planned("builtin:tiny", "weights.dual_buffer=false")[2], ROLLOUT)
 
 
-def test_vllm_holds_what_it_loads_once_as_the_other_engine_does() -> None:
+def test_vllm_holds_what_it_loads_once_as_the_other_engine_does():
     one, other = (
         planned("builtin:tiny", f"rollout.engine={engine}")[2] for engine in ("vllm", "transformers")
     )
@@ -173,7 +170,7 @@ def test_vllm_holds_what_it_loads_once_as_the_other_engine_does() -> None:
     assert one.peak_bytes(ROLLOUT, "host") - processes == other.peak_bytes(ROLLOUT, "host")
 
 
-def test_ranks_share_what_fsdp_shards_and_nothing_else() -> None:
+def test_ranks_share_what_fsdp_shards_and_nothing_else():
     sets = ("rollout.workers=1", "trainer.ppo_mini_batch_size=32")
     alone, shared = (
         sizes(planned("builtin:tiny", f"placement.trainer_workers={ranks}", *sets, gpus=9)[2], TRAINER)
@@ -186,7 +183,7 @@ def test_ranks_share_what_fsdp_shards_and_nothing_else() -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_on_cpus_every_rank_holds_whole_parameters_and_gradients(ranks: int, tmp_path: Path) -> None:
+def test_on_cpus_every_rank_holds_whole_parameters_and_gradients(ranks, tmp_path):
     """No memory is saved there by gathering layer by layer: see train/policy_model.py."""
     model = AutoModelForCausalLM.from_config(CONFIGS["llama"])
     model.save_pretrained(tmp_path)
@@ -201,7 +198,7 @@ def test_on_cpus_every_rank_holds_whole_parameters_and_gradients(ranks: int, tmp
     assert {item.processes for item in found.values()} == {ranks}
 
 
-def test_a_trajectory_longer_than_the_budget_counts_whole() -> None:
+def test_a_trajectory_longer_than_the_budget_counts_whole():
     budget = sizes(planned("builtin:tiny", "trainer.max_tokens_per_microbatch=1024")[2], TRAINER)
     long = (
         "trainer.max_tokens_per_microbatch=1024",
@@ -212,9 +209,7 @@ def test_a_trajectory_longer_than_the_budget_counts_whole() -> None:
 
 
 @pytest.mark.parametrize(("ranks", "tokens"), [(1, 640), (2, 320), (3, 320)])
-def test_a_microbatch_has_no_more_tokens_than_its_ranks_part_of_an_optimizer_step(
-    ranks: int, tokens: int
-) -> None:
+def test_a_microbatch_has_no_more_tokens_than_its_ranks_part_of_an_optimizer_step(ranks, tokens):
     """2 groups of 2 trajectories, of at most 160 tokens to be predicted: 8,192 tokens, the default, never
     come together."""
     step = (
@@ -228,13 +223,13 @@ def test_a_microbatch_has_no_more_tokens_than_its_ranks_part_of_an_optimizer_ste
     assert how.startswith(f"{tokens} tokens of a microbatch")
 
 
-def test_a_head_that_is_not_trained_has_no_gradient() -> None:
+def test_a_head_that_is_not_trained_has_no_gradient():
     trained, frozen = (sizes(planned("builtin:tiny", f"lora.rank={rank}")[2], TRAINER) for rank in (0, 8))
     shape = shape_of("builtin:tiny")
     assert trained["logits"] - frozen["logits"] == 4 * shape.vocab_size * shape.hidden_size
 
 
-def test_ranks_that_divide_a_long_trajectory_hold_their_share_of_it() -> None:
+def test_ranks_that_divide_a_long_trajectory_hold_their_share_of_it():
     long = "rollout.max_prompt_tokens=49 rollout.max_response_tokens=4048 placement.trainer_workers=4"
     sets = ("trainer.max_tokens_per_microbatch=1024", *long.split())
     alone, shared = (
@@ -245,7 +240,7 @@ def test_ranks_that_divide_a_long_trajectory_hold_their_share_of_it() -> None:
     assert alone["optimizer"] == shared["optimizer"]
 
 
-def test_offloaded_moments_are_on_the_host_but_for_the_optimizers_step() -> None:
+def test_offloaded_moments_are_on_the_host_but_for_the_optimizers_step():
     kept, offloaded = (
         planned("builtin:tiny", f"trainer.offload_optimizer={is_offloaded}", gpus=2)[2]
         for is_offloaded in ("false", "true")
@@ -263,8 +258,8 @@ def test_offloaded_moments_are_on_the_host_but_for_the_optimizers_step() -> None
     ids=["Qwen2.5-7B", "Qwen3-32B"],
 )
 def test_large_models_with_responses_of_28k_tokens_fit_where_layers_are_computed_again(
-    kind: str, sizes: tuple[int, ...], heads: tuple[int, int], limit_gib: int
-) -> None:
+    kind, sizes, heads, limit_gib
+):
     names = (
         "hidden_size",
         "intermediate_size",
@@ -284,7 +279,7 @@ def test_large_models_with_responses_of_28k_tokens_fit_where_layers_are_computed
     assert peaks["full"] < limit_gib < peaks["none"]
 
 
-def test_a_peak_is_what_always_stays_and_the_most_expensive_phase() -> None:
+def test_a_peak_is_what_always_stays_and_the_most_expensive_phase():
     estimate = planned("builtin:tiny")[2]
     items = {item.what: item for item in estimate.of(ROLLOUT, "device")}
     made = replace(
@@ -299,7 +294,7 @@ def test_a_peak_is_what_always_stays_and_the_most_expensive_phase() -> None:
     assert made.peak_bytes(ROLLOUT, "device") == 17
 
 
-def test_gpus_that_are_too_small_are_named() -> None:
+def test_gpus_that_are_too_small_are_named():
     long = ("trainer.max_tokens_per_microbatch=4194304", "rollout.max_response_tokens=40000")
     estimate = replace(planned("builtin:tiny", *long, "rollout.slots=8", gpus=2)[2], available_bytes=80 * GIB)
     needs = device_needs(estimate)
@@ -310,7 +305,7 @@ def test_gpus_that_are_too_small_are_named() -> None:
     assert shortage(device_needs(replace(estimate, available_bytes=None))) is None
 
 
-def test_a_cache_that_the_engine_would_cut_is_warned_of() -> None:
+def test_a_cache_that_the_engine_would_cut_is_warned_of():
     profile, plan, estimate = planned("builtin:tiny", "rollout.slots=64", gpus=2)
     cache, weights = sizes(estimate, ROLLOUT)["KV cache"], sizes(estimate, ROLLOUT)["weights"]
     available = weights + int(cache * 1.5)
@@ -318,7 +313,7 @@ def test_a_cache_that_the_engine_would_cut_is_warned_of() -> None:
     assert any("rollout.slots = 48 fits" in warning for warning in warnings)
 
 
-def test_colocated_sides_share_a_gpu() -> None:
+def test_colocated_sides_share_a_gpu():
     estimate = planned("builtin:tiny", "placement.colocate=true", gpus=2)[2]
     (need,) = device_needs(estimate)
     assert need.roles == (TRAINER, ROLLOUT)
@@ -326,7 +321,7 @@ def test_colocated_sides_share_a_gpu() -> None:
     assert need.fits is None
 
 
-def test_a_tensor_parallel_worker_shares_weights_and_cache() -> None:
+def test_a_tensor_parallel_worker_shares_weights_and_cache():
     one = sizes(planned("builtin:tiny", gpus=2)[2], ROLLOUT)
     two = sizes(
         planned("builtin:tiny", "placement.gpus_per_rollout_worker=2", 'placement.ratio="1:1"', gpus=4)[2],

@@ -36,7 +36,7 @@ def where(plan: JobPlan, cluster: ClusterResources) -> dict[str, Counter[str]]:
     return {name: Counter(on) for name, on in found.items()}
 
 
-def test_a_shape_is_a_bundle_on_each_of_its_nodes_which_the_processes_share() -> None:
+def test_a_shape_is_a_bundle_on_each_of_its_nodes_which_the_processes_share():
     plan = job(FIVE, NODES, "placement.gpus_per_rollout_worker=2", "placement.cpus_per_worker=3")
     assert (plan.trainer_workers, plan.rollout_workers, plan.gpus) == (8, 8, 24)
     assert plan.groups == {"trainer": [Bundle(gpus=8, cpus=24)], "rollout": [Bundle(gpus=8, cpus=12)] * 2}
@@ -47,7 +47,7 @@ def test_a_shape_is_a_bundle_on_each_of_its_nodes_which_the_processes_share() ->
     assert where(plan, FIVE) == {"trainer": {"node-1": 1}, "rollout": {"node-2": 1, "node-3": 1}}
 
 
-def test_a_shape_of_one_role_leaves_the_rest_to_the_other() -> None:
+def test_a_shape_of_one_role_leaves_the_rest_to_the_other():
     plan = job(TWO, "trainer.n_gpus_per_node=4")
     assert (plan.trainer_workers, plan.rollout_workers) == (4, 12)
     plan = job(TWO, "rollout.nnodes=2", "rollout.n_gpus_per_node=6")
@@ -69,7 +69,7 @@ def test_a_shape_of_one_role_leaves_the_rest_to_the_other() -> None:
         (f"placement.colocate=true {DISJOINT}", ["placement.disjoint_nodes = true"]),
     ],
 )
-def test_contradictions_are_refused_with_their_keys(sets: str, keys: list[str]) -> None:
+def test_contradictions_are_refused_with_their_keys(sets, keys):
     with pytest.raises(ConfigError) as refused:
         job(FIVE, sets)
     assert all(key in refused.value.message for key in keys), refused.value.message
@@ -88,9 +88,7 @@ def test_contradictions_are_refused_with_their_keys(sets: str, keys: list[str]) 
         ('placement.trainer_labels={zone="!in(a,c)"}', {"node-4": 4}, {"node-1": 4}),
     ],
 )
-def test_strategies_labels_and_disjoint_nodes_say_where(
-    sets: str, trainer: dict[str, int], rollout: dict[str, int]
-) -> None:
+def test_strategies_labels_and_disjoint_nodes_say_where(sets, trainer, rollout):
     zones = ("", "a", "a", "a", "b")
     cluster = replace(
         FIVE,
@@ -119,9 +117,7 @@ def test_strategies_labels_and_disjoint_nodes_say_where(
         (nodes((64, 8)), f'{DISJOINT} placement.trainer_labels={{zone="b"}}', "bundle 1 of 4 of the trainer"),
     ],
 )
-def test_what_finds_no_node_is_told_with_all_nodes_and_a_hint_that_fits(
-    cluster: ClusterResources, sets: str, bundle: str
-) -> None:
+def test_what_finds_no_node_is_told_with_all_nodes_and_a_hint_that_fits(cluster, sets, bundle):
     with pytest.raises(PreflightError) as refused:
         job(cluster, sets)
     assert bundle in refused.value.message
@@ -134,12 +130,12 @@ def test_what_finds_no_node_is_told_with_all_nodes_and_a_hint_that_fits(
     job(cluster, *changed.values())
 
 
-def test_an_autoscaler_may_bring_what_is_missing() -> None:
+def test_an_autoscaler_may_bring_what_is_missing():
     more = "placement.autoscaler=true placement.gpus=24 placement.device=cuda"
     assert job(nodes((16, 0)), NODES, more).gpus == 24
 
 
-def test_selectors_are_rays() -> None:
+def test_selectors_are_rays():
     spot = {"market": "spot", "zone": "a"}
     for selector, fits in (
         ({}, True),

@@ -34,7 +34,7 @@ def free_gpus(expected: float, within_s: float = 60.0) -> float:
 
 
 @pytest.mark.usefixtures("eight_gpus")
-def test_every_worker_sees_its_own_gpus_and_no_others() -> None:
+def test_every_worker_sees_its_own_gpus_and_no_others():
     seen = in_place(witnesses, nodes((16, 8)), ratio="1:3", gpus_per_rollout_worker=2)
     devices = {name: [gpus.split(",") for gpus, _ in found] for name, found in seen.items()}
     assert [len(gpus) for gpus in devices[TRAINER]] == [1, 1]
@@ -46,7 +46,7 @@ def test_every_worker_sees_its_own_gpus_and_no_others() -> None:
 
 
 @pytest.mark.usefixtures("eight_gpus")
-def test_a_colocated_rank_and_worker_see_the_same_gpu() -> None:
+def test_a_colocated_rank_and_worker_see_the_same_gpu():
     seen = in_place(witnesses, nodes((16, 8)), colocate=True, gpus=4)
     pairs = [(rank[0], worker[0]) for rank, worker in zip(seen[TRAINER], seen[ROLLOUT], strict=True)]
     assert all(rank == worker != "" for rank, worker in pairs), pairs
@@ -54,7 +54,7 @@ def test_a_colocated_rank_and_worker_see_the_same_gpu() -> None:
 
 
 @pytest.mark.usefixtures("eight_gpus")
-def test_colocated_ranks_that_share_a_bundle_of_several_gpus_have_one_each_and_so_have_the_workers() -> None:
+def test_colocated_ranks_that_share_a_bundle_of_several_gpus_have_one_each_and_so_have_the_workers():
     profile = small_profile(placement={"colocate": True}, trainer={"n_gpus_per_node": 4})
     plan = compile_job(profile, nodes((16, 8)))
     assert [bundle.gpus for bundle in plan.bundles] == [4]
@@ -65,7 +65,7 @@ def test_colocated_ranks_that_share_a_bundle_of_several_gpus_have_one_each_and_s
 
 
 @pytest.mark.usefixtures("eight_gpus")
-def test_a_plan_that_the_cluster_cannot_hold_is_refused_at_once() -> None:
+def test_a_plan_that_the_cluster_cannot_hold_is_refused_at_once():
     plan = compile_job(small_profile(placement={"gpus": 16}), nodes((16, 8), (16, 8)))
     began_s = time.monotonic()
     with pytest.raises(
@@ -77,7 +77,7 @@ def test_a_plan_that_the_cluster_cannot_hold_is_refused_at_once() -> None:
 
 
 @pytest.mark.usefixtures("eight_gpus")
-def test_a_cluster_that_others_use_is_refused_after_the_timeout_and_nothing_stays_reserved() -> None:
+def test_a_cluster_that_others_use_is_refused_after_the_timeout_and_nothing_stays_reserved():
     def taken(plan: JobPlan, options: Any) -> float:
         wanted = compile_job(small_profile(placement={"gpus": 4}), nodes((16, 8)))
         began_s = time.monotonic()

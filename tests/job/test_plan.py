@@ -35,16 +35,14 @@ def job(cluster: Any = LAPTOP, *, workers: int | None = None, **placement: Any) 
         ("float32", False, False),
     ],
 )
-def test_bfloat16_on_a_cpu_that_would_emulate_it_is_warned_of(
-    dtype: str, has_instructions: bool | None, warns: bool
-) -> None:
+def test_bfloat16_on_a_cpu_that_would_emulate_it_is_warned_of(dtype, has_instructions, warns):
     asked = small_profile().model_copy(update={"model": ModelSection.model_validate({"dtype": dtype})})
     plan = compile_job(asked, replace(LAPTOP, cpu_bfloat16=has_instructions))
     assert [("emulates" in warning) for warning in plan.warnings] == ([True] if warns else [])
 
 
 @pytest.mark.parametrize("cluster", [LAPTOP, nodes((16, 8))], ids=["cpu", "cuda"])
-def test_moments_that_are_on_the_host_already_are_not_moved_there(cluster: Any) -> None:
+def test_moments_that_are_on_the_host_already_are_not_moved_there(cluster):
     asked = small_profile().model_copy(update={"trainer": TrainerSection(offload_optimizer=True)})
     warnings = compile_job(asked, cluster).warnings
     assert ["offload_optimizer changes nothing" in warning for warning in warnings] == [True] * (
@@ -52,7 +50,7 @@ def test_moments_that_are_on_the_host_already_are_not_moved_there(cluster: Any) 
     )
 
 
-def test_ranks_that_cannot_be_divided_into_sequence_groups_are_refused() -> None:
+def test_ranks_that_cannot_be_divided_into_sequence_groups_are_refused():
     asked = profile(trainer_workers=6).model_copy(
         update={"trainer": TrainerSection(sequence_parallel_size=4)}
     )
@@ -74,9 +72,7 @@ def test_ranks_that_cannot_be_divided_into_sequence_groups_are_refused() -> None
         (10000, 4, "10000 on 4 workers|39808 slots|slots=48)"),
     ],
 )
-def test_slots_for_too_few_groups_or_for_more_than_are_ever_under_way_are_warned_of(
-    slots: int, workers: int, says: str
-) -> None:
+def test_slots_for_too_few_groups_or_for_more_than_are_ever_under_way_are_warned_of(slots, workers, says):
     """B = W = 16 and eta = 0.5: 24 groups of 8 are admitted."""
     asked = Profile.model_validate(
         {
@@ -104,7 +100,7 @@ def shape(plan: JobPlan) -> dict[str, tuple[int, float, int, int]]:
     }
 
 
-def test_a_laptop_gets_one_rank_and_one_worker_with_one_core_each() -> None:
+def test_a_laptop_gets_one_rank_and_one_worker_with_one_core_each():
     plan = job()
     assert (plan.device, plan.cpus, plan.gpus) == ("cpu", 2, 0)
     assert shape(plan) == {"trainer": (1, 0, 1, 1), "rollout": (1, 0, 1, 1)}
@@ -112,7 +108,7 @@ def test_a_laptop_gets_one_rank_and_one_worker_with_one_core_each() -> None:
     assert plan.warnings == ()
 
 
-def test_colocated_sides_have_a_rank_and_a_worker_on_every_core_that_they_would_use_apart() -> None:
+def test_colocated_sides_have_a_rank_and_a_worker_on_every_core_that_they_would_use_apart():
     plan = job(colocate=True)
     assert [(name, len(bundles)) for name, bundles in plan.groups.items()] == [("colocated", 2)]
     assert shape(plan) == {"trainer": (2, 0, 1, 1), "rollout": (2, 0, 0, 1)}
@@ -120,13 +116,13 @@ def test_colocated_sides_have_a_rank_and_a_worker_on_every_core_that_they_would_
     assert plan.cpus == job().cpus
 
 
-def test_a_local_session_may_ask_for_more_cpus_than_cores_and_is_warned() -> None:
+def test_a_local_session_may_ask_for_more_cpus_than_cores_and_is_warned():
     plan = job(workers=2)
     assert plan.cpus == 3
     assert plan.warnings == ("the job's workers compute with 3 threads on 2 cores and slow each other down",)
 
 
-def test_gpus_are_shared_by_ratio_in_whole_rollout_workers() -> None:
+def test_gpus_are_shared_by_ratio_in_whole_rollout_workers():
     plan = job(nodes((16, 8)), ratio="1:3", gpus_per_rollout_worker=2)
     assert plan.device == "cuda"
     assert shape(plan) == {"trainer": (2, 1, 1, 1), "rollout": (3, 2, 1, 1)}
@@ -142,9 +138,7 @@ def test_gpus_are_shared_by_ratio_in_whole_rollout_workers() -> None:
         ({"gpus": 4}, 2, 2),
     ],
 )
-def test_explicit_counts_win_and_the_other_side_gets_the_rest(
-    asked: dict[str, int], trainer: int, rollout: int
-) -> None:
+def test_explicit_counts_win_and_the_other_side_gets_the_rest(asked, trainer, rollout):
     plan = job(nodes((16, 8)), **asked)
     assert (plan.role("trainer").workers, plan.role("rollout").workers) == (trainer, rollout)
 
@@ -157,7 +151,7 @@ def kl_job(cluster: Any, **placement: Any) -> JobPlan:
     return compile_job(asked.model_copy(update={"algorithm": AlgorithmSection(use_kl_loss=True)}), cluster)
 
 
-def test_a_reference_with_resources_of_its_own_gets_its_share() -> None:
+def test_a_reference_with_resources_of_its_own_gets_its_share():
     assert shape(kl_job(nodes((64, 16)), ratios=(2, 1, 1))) == {
         "trainer": (8, 1, 1, 1),
         "ref": (4, 1, 1, 1),
@@ -176,7 +170,7 @@ def test_a_reference_with_resources_of_its_own_gets_its_share() -> None:
     assert kl_job(LAPTOP, ratios=(2, 1, 3)).cpus == 6
 
 
-def test_a_reward_model_has_processes_of_its_own_wherever_it_is_named() -> None:
+def test_a_reward_model_has_processes_of_its_own_wherever_it_is_named():
     judged = {"reward_model": RewardModelSection(path="judge")}
     assert compile_job(profile().model_copy(update=judged), LAPTOP).scorers == {"reward": 1}
     named = profile(tasks=(("train",), ("reward",), ("rollout",)), ratios=(2, 1, 1)).model_copy(update=judged)
@@ -189,27 +183,27 @@ def test_a_reward_model_has_processes_of_its_own_wherever_it_is_named() -> None:
 @pytest.mark.parametrize(
     ("placement", "numbers"), [({}, ["no"]), ({"ratios": (1, 1, 1)}, ["[1, 1, 1]", "16 GPUs"])]
 )
-def test_shares_that_come_to_no_whole_gpus_are_refused(placement: dict[str, Any], numbers: list[str]) -> None:
+def test_shares_that_come_to_no_whole_gpus_are_refused(placement, numbers):
     with pytest.raises(ConfigError) as refused:
         kl_job(nodes((64, 16)), **placement)
     assert all(number in str(refused.value) for number in numbers)
     assert "--set placement." in refused.value.hint
 
 
-def test_a_colocated_rank_has_more_than_half_of_its_gpu_and_the_worker_the_rest() -> None:
+def test_a_colocated_rank_has_more_than_half_of_its_gpu_and_the_worker_the_rest():
     plan = job(nodes((16, 4)), colocate=True)
     assert shape(plan) == {"trainer": (4, 0.6, 1, 2), "rollout": (4, 0.4, 1, 2)}
     assert {(role.placement_group, role.workers) for role in plan.roles} == {("colocated", 4)}
 
 
-def test_colocated_places_on_cpus_have_as_many_threads_as_cores() -> None:
+def test_colocated_places_on_cpus_have_as_many_threads_as_cores():
     plan = job(nodes((12, 0)), colocate=True, workers=2, cpus_per_worker=4)
     assert shape(plan) == {"trainer": (3, 0, 4, 4), "rollout": (3, 0, 0, 4)}
     assert [bundle.cpus for bundle in plan.bundles] == [4, 4, 4]
 
 
 @pytest.mark.parametrize(("ranks", "workers"), [(1, 1), (2, 2), (1, 3)])
-def test_on_cpus_the_same_keys_give_both_placements_the_same_cores(ranks: int, workers: int) -> None:
+def test_on_cpus_the_same_keys_give_both_placements_the_same_cores(ranks, workers):
     apart = job(nodes((12, 0)), trainer_workers=ranks, workers=workers)
     assert job(nodes((12, 0)), colocate=True, trainer_workers=ranks, workers=workers).cpus == apart.cpus
 
@@ -226,9 +220,7 @@ def test_on_cpus_the_same_keys_give_both_placements_the_same_cores(ranks: int, w
         (1, {}, ["1 GPU"]),
     ],
 )
-def test_numbers_that_do_not_go_together_are_refused_with_the_numbers(
-    gpus: int, asked: dict[str, Any], numbers: list[str]
-) -> None:
+def test_numbers_that_do_not_go_together_are_refused_with_the_numbers(gpus, asked, numbers):
     with pytest.raises(ConfigError) as refused:
         job(nodes((16, gpus)), **asked)
     assert all(number in str(refused.value) for number in numbers), str(refused.value)
@@ -253,9 +245,7 @@ TOO_MUCH = [
 
 
 @pytest.mark.parametrize(("cluster", "asked"), TOO_MUCH)
-def test_too_little_hardware_is_a_preflight_error_and_its_hint_fits(
-    cluster: Any, asked: dict[str, Any]
-) -> None:
+def test_too_little_hardware_is_a_preflight_error_and_its_hint_fits(cluster, asked):
     with pytest.raises(PreflightError) as refused:
         job(cluster, **asked)
     hinted = re.findall(r"--set (?:placement|rollout)\.(\w+)=(\w+)", refused.value.hint)
@@ -264,7 +254,7 @@ def test_too_little_hardware_is_a_preflight_error_and_its_hint_fits(
     compile_job(profile(**(asked | values)), cluster)
 
 
-def test_the_hint_of_shares_that_do_not_divide_fits_the_cluster() -> None:
+def test_the_hint_of_shares_that_do_not_divide_fits_the_cluster():
     with pytest.raises(ConfigError) as refused:
         job(nodes((16, 4)), gpus=7)
     assert refused.value.hint == "--set placement.gpus=4"
@@ -274,7 +264,7 @@ def test_the_hint_of_shares_that_do_not_divide_fits_the_cluster() -> None:
     ("num_nodes", "hint"),
     [(1, "rollout.nnodes=1 --set rollout.n_gpus_per_node=7"), (2, "rollout.n_gpus_per_node=7")],
 )
-def test_the_hint_of_a_shape_fits_the_nodes_that_are_there(num_nodes: int, hint: str) -> None:
+def test_the_hint_of_a_shape_fits_the_nodes_that_are_there(num_nodes, hint):
     shaped = profile().model_copy(
         update={"rollout": profile().rollout.model_copy(update={"nnodes": 2, "n_gpus_per_node": 8})}
     )
@@ -283,12 +273,12 @@ def test_the_hint_of_a_shape_fits_the_nodes_that_are_there(num_nodes: int, hint:
     assert refused.value.hint == f"--set {hint}"
 
 
-def test_a_ratio_beside_counts_is_said_to_be_unused() -> None:
+def test_a_ratio_beside_counts_is_said_to_be_unused():
     (warning,) = job(nodes((16, 8)), ratio="3:1", trainer_workers=4).warnings
     assert warning == 'placement.ratio = "3:1" is not used: placement.trainer_workers decides instead'
 
 
-def test_the_message_says_what_was_asked_and_what_there_is() -> None:
+def test_the_message_says_what_was_asked_and_what_there_is():
     with pytest.raises(PreflightError) as refused:
         job(nodes((16, 8)), trainer_workers=4, workers=8)
     assert "4 trainer ranks and 8 rollout workers ask for 12 GPUs and 12 CPUs" in str(refused.value)
@@ -296,13 +286,13 @@ def test_the_message_says_what_was_asked_and_what_there_is() -> None:
     assert refused.value.exit_code == 3
 
 
-def test_gpus_that_a_cpu_job_cannot_use_are_said_and_not_counted() -> None:
+def test_gpus_that_a_cpu_job_cannot_use_are_said_and_not_counted():
     plan = job(nodes((16, 8)), device="cpu", gpus=8)
     assert plan.gpus == 0
     assert plan.warnings == ("placement.gpus = 8 is not used: the job runs on CPUs",)
 
 
-def test_logical_gpus_are_counted_and_claimed_as_gpus_and_the_job_computes_on_cpus() -> None:
+def test_logical_gpus_are_counted_and_claimed_as_gpus_and_the_job_computes_on_cpus():
     asked = {"ratio": "1:3", "gpus_per_rollout_worker": 2, "gpus": 8}
     real, rehearsal = job(nodes((16, 8)), **asked), job(LAPTOP, device="cpu", gpu_bundles=True, **asked)
     assert rehearsal.groups == real.groups
@@ -318,9 +308,7 @@ def test_logical_gpus_are_counted_and_claimed_as_gpus_and_the_job_computes_on_cp
     assert refused.value.hint == "--set placement.gpus=8"
 
 
-def test_a_model_is_shared_by_all_gpus_of_a_worker_and_on_cpus_by_as_many_processes_as_are_asked_for() -> (
-    None
-):
+def test_a_model_is_shared_by_all_gpus_of_a_worker_and_on_cpus_by_as_many_processes_as_are_asked_for():
     def shared_by(processes: int, gpus: int, **placement: Any) -> JobPlan:
         rollout = {"engine": "vllm", "tensor_parallel_size": processes}
         return compile_job(small_profile(placement=placement, rollout=rollout), nodes((16, gpus)))
@@ -334,12 +322,12 @@ def test_a_model_is_shared_by_all_gpus_of_a_worker_and_on_cpus_by_as_many_proces
     assert refused.value.hint.startswith("--set placement.gpus_per_rollout_worker=4")
 
 
-def test_the_bundles_of_a_role_are_ranges() -> None:
+def test_the_bundles_of_a_role_are_ranges():
     rows = plan_rows(job(cluster=nodes((200, 64), (200, 64))))
     assert [row["bundles"] for row in rows] == ["0-63", "0-63"]
 
 
-def test_rows_are_plain_values_one_per_role() -> None:
+def test_rows_are_plain_values_one_per_role():
     rows = plan_rows(job())
     assert [row["role"] for row in rows] == ["trainer", "rollout"]
     assert all(isinstance(value, str | int | float) for row in rows for value in row.values())
@@ -348,7 +336,7 @@ def test_rows_are_plain_values_one_per_role() -> None:
 @pytest.mark.parametrize(
     "module", ["asyncrl_cli.job", "asyncrl_cli.plan.compiler", "asyncrl_cli.job.ray.session"]
 )
-def test_planning_imports_neither_ray_nor_torch(module: str) -> None:
+def test_planning_imports_neither_ray_nor_torch(module):
     code = (
         f"import sys, {module}; print(sorted({{'ray', 'torch', 'transformers', 'numpy'}} & set(sys.modules)))"
     )

@@ -42,7 +42,7 @@ def found(*wrong: dict[str, Any]) -> list[Finding]:
     return list(findings(HERE, there, WANTED))
 
 
-def test_nodes_like_the_drivers_are_fine_and_may_have_another_build_and_patch() -> None:
+def test_nodes_like_the_drivers_are_fine_and_may_have_another_build_and_patch():
     lines = found({}, {"python": "3.11.2", "versions": VERSIONS | {"torch": "2.13.0+cu130"}})
     assert [(line.what, line.ok) for line in lines] == [("10.0.0.1", True), ("10.0.0.2", True)]
     assert "torch 2.13.0+cu130" in lines[1].found
@@ -80,9 +80,7 @@ BROKEN = [
 
 
 @pytest.mark.parametrize(("facts", "problem", "fix"), BROKEN)
-def test_a_broken_node_is_refused_by_its_address_with_a_fix(
-    facts: dict[str, Any], problem: str, fix: str
-) -> None:
+def test_a_broken_node_is_refused_by_its_address_with_a_fix(facts, problem, fix):
     with pytest.raises(PreflightError) as refused:
         refuse(found({}, facts))
     assert refused.value.exit_code == 3
@@ -100,25 +98,25 @@ def test_a_broken_node_is_refused_by_its_address_with_a_fix(
         ({"shared_memory_bytes": 64 * 2**20}, "64 MiB free in /dev/shm"),
     ],
 )
-def test_skewed_clocks_and_small_shared_memory_are_warned_of(facts: dict[str, Any], said: str) -> None:
+def test_skewed_clocks_and_small_shared_memory_are_warned_of(facts, said):
     (warning,) = refuse(found({}, facts))
     assert said in warning
 
 
-def test_all_problems_of_all_nodes_are_told_at_once() -> None:
+def test_all_problems_of_all_nodes_are_told_at_once():
     with pytest.raises(PreflightError) as refused:
         refuse(found({"python": "3.10.1", "missing_models": ("model.path",)}, {"error": "silent"}))
     assert refused.value.message.count("\n  - ") == 3
     assert refused.value.hint.count("\n") == 2
 
 
-def test_a_clock_is_ahead_only_as_far_as_the_way_of_its_answer_cannot_explain() -> None:
+def test_a_clock_is_ahead_only_as_far_as_the_way_of_its_answer_cannot_explain():
     assert ahead_s(10.0, 10.4, 11.0) == 0.0
     assert ahead_s(10.0, 13.0, 11.0) == 2.0
     assert ahead_s(10.0, 9.0, 11.0) == -1.0
 
 
-def test_nodes_are_asked_for_the_models_that_were_found_before() -> None:
+def test_nodes_are_asked_for_the_models_that_were_found_before():
     profile = small_profile().model_copy(
         update={"model": ModelSection(path="builtin:tiny"), "ref": RefSection(path="Qwen/Qwen3-0.6B")}
     )
@@ -127,7 +125,7 @@ def test_nodes_are_asked_for_the_models_that_were_found_before() -> None:
     assert (wanted.downloads, wanted.builtin) == ({"ref.path": "Qwen/Qwen3-0.6B"}, {"model.path"})
 
 
-def test_a_probe_reads_the_token_and_writes_beside_it(tmp_path: Path) -> None:
+def test_a_probe_reads_the_token_and_writes_beside_it(tmp_path):
     (tmp_path / "token").write_text("token")
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
@@ -144,8 +142,8 @@ def test_a_probe_reads_the_token_and_writes_beside_it(tmp_path: Path) -> None:
 
 
 def test_the_token_and_what_probes_write_beside_it_go_also_where_somebody_else_removes_some(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, monkeypatch
+):
     async def main() -> None:
         async with token_in(tmp_path) as token:
             (tmp_path / f"{token}.node").touch()
@@ -162,7 +160,7 @@ def test_the_token_and_what_probes_write_beside_it_go_also_where_somebody_else_r
     assert not list(tmp_path.iterdir())
 
 
-def test_a_probe_reaches_a_port_that_listens_and_no_other() -> None:
+def test_a_probe_reaches_a_port_that_listens_and_no_other():
     listening, asking = Probe(), Probe()
     assert asking.reach("127.0.0.1", listening.listen(), 60.0) == ""
     listening.listening.close()

@@ -42,7 +42,7 @@ def tokenizer() -> Any:
     return tiny_tokenizer("0123456789=äö")
 
 
-def test_the_longest_prompt_of_both_splits_is_named_with_its_length(tokenizer: Any) -> None:
+def test_the_longest_prompt_of_both_splits_is_named_with_its_length(tokenizer):
     task = task_of(["1" * 8, "1" * 9], ["2" * 12])
     with pytest.raises(
         ConfigError, match=r"prompt e-0 has 12 tokens, rollout\.max_prompt_tokens is 8 \(2 prompts"
@@ -51,11 +51,11 @@ def test_the_longest_prompt_of_both_splits_is_named_with_its_length(tokenizer: A
     assert "--set rollout.max_prompt_tokens=12" in caught.value.hint
 
 
-def test_tokens_are_counted_and_not_bytes(tokenizer: Any) -> None:
+def test_tokens_are_counted_and_not_bytes(tokenizer):
     check_prompt_lengths(profile_of(8), task_of(["ä" * 8, "1" * 8], []), partial(tokens, tokenizer))
 
 
-def test_what_adapters_cannot_fit_is_refused_before_workers_start(tmp_path: Path) -> None:
+def test_what_adapters_cannot_fit_is_refused_before_workers_start(tmp_path):
     kinds = {"plain": (LlamaForCausalLM, LlamaConfig), "joined": (Qwen3MoeForCausalLM, Qwen3MoeConfig)}
     shape = {
         "vocab_size": 8,
@@ -77,7 +77,7 @@ def test_what_adapters_cannot_fit_is_refused_before_workers_start(tmp_path: Path
         check_adapters(able, tmp_path / "joined")
 
 
-def test_each_message_of_a_prompt_counts(tokenizer: Any) -> None:
+def test_each_message_of_a_prompt_counts(tokenizer):
     chat = [{"role": "system", "content": "1" * 5}, {"role": "user", "content": "2" * 4}]
     with pytest.raises(ConfigError, match="prompt t-1 has 9 tokens"):
         check_prompt_lengths(profile_of(8), task_of(["1" * 8, chat], []), partial(tokens, tokenizer))
@@ -102,7 +102,7 @@ def saved(directory: Path, **changes: Any) -> Path:
     return directory
 
 
-def test_a_tokenizer_that_cannot_be_loaded_or_is_of_another_model_is_told(tmp_path: Path) -> None:
+def test_a_tokenizer_that_cannot_be_loaded_or_is_of_another_model_is_told(tmp_path):
     model = saved(tmp_path / "model")
     tiny_tokenizer(map(chr, range(0x100, 0x140))).save_pretrained(model)
     with pytest.raises(PreflightError, match=r"the tokenizer in .* has 67 tokens, the model 32"):
@@ -145,14 +145,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str, int]] = {
 
 
 @pytest.mark.parametrize(("changes", "key", "message", "code"), REFUSED.values(), ids=REFUSED)
-def test_what_a_run_cannot_open_is_refused_by_a_dry_run(
-    changes: dict[str, Any],
-    key: str,
-    message: str,
-    code: int,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_what_a_run_cannot_open_is_refused_by_a_dry_run(changes, key, message, code, tmp_path, capsys):
     sets = [*own(saved(tmp_path / "model", **changes)), *([key] if key else [])]
     options = [word for entry in sets for word in ("--set", entry)]
     assert (
@@ -165,7 +158,7 @@ def test_what_a_run_cannot_open_is_refused_by_a_dry_run(
     assert not (tmp_path / "runs").exists()
 
 
-def test_a_model_that_can_be_opened_is_planned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_model_that_can_be_opened_is_planned(tmp_path, capsys):
     rope = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}
     model = saved(tmp_path / "model", rope_parameters=rope, max_position_embeddings=64)
     options = [word for entry in own(model) for word in ("--set", entry)]
@@ -193,9 +186,7 @@ def test_a_model_that_can_be_opened_is_planned(tmp_path: Path, capsys: pytest.Ca
         (["--name", "taken"], 4, "a run of that name exists"),
     ],
 )
-def test_a_dry_run_refuses_what_a_run_refuses(
-    arguments: list[str], code: int, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_dry_run_refuses_what_a_run_refuses(arguments, code, message, tmp_path, capsys):
     (tmp_path / "taken").mkdir()
     command = ["train", "-p", "partial-rollout", "--runs-dir", str(tmp_path), *arguments]
     for dry in (["--dry-run"], []):

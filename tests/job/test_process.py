@@ -1,7 +1,5 @@
 """A process of ours, set up: what OpenMP makes of it."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -19,9 +17,7 @@ import torch
 @pytest.mark.parametrize(
     ("of_the_user", "policy"), [({}, "PASSIVE"), ({"OMP_WAIT_POLICY": "active"}, "ACTIVE")]
 )
-def test_threads_that_wait_leave_their_core_to_others_unless_the_user_says_otherwise(
-    of_the_user: dict[str, str], policy: str
-) -> None:
+def test_threads_that_wait_leave_their_core_to_others_unless_the_user_says_otherwise(of_the_user, policy):
     """As OpenMP itself tells it when it is loaded."""
     # vLLM's tests leave an OpenMP in LD_PRELOAD, which would read its variables before our set-up.
     environment = {

@@ -64,9 +64,7 @@ async def run_parts(worker: Any, *requests: PartRequest) -> list[PartResult]:
     return [ended[request.key] for request in requests]
 
 
-def test_a_round_of_generate_train_publish_load_checkpoint_and_resume(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_round_of_generate_train_publish_load_checkpoint_and_resume(tmp_path, monkeypatch):
     from asyncrl_cli.job.ray.session import ray_session
 
     # vLLM's tests leave an OpenMP in it, which would load before any log is open

@@ -72,7 +72,7 @@ def foreign() -> Iterator[SharedMemory]:
     memory.unlink()
 
 
-def test_what_cannot_be_removed_keeps_nothing_else() -> None:
+def test_what_cannot_be_removed_keeps_nothing_else():
     """A directory in the place of a file: to unlink it is an error for every user."""
     memory = SharedMemory(create=True, size=64)
     resource_tracker.unregister(f"/{memory.name}", "shared_memory")
@@ -87,9 +87,7 @@ def test_what_cannot_be_removed_keeps_nothing_else() -> None:
         directory.rmdir()
 
 
-def test_shared_memory_that_only_the_last_look_meets_is_told(
-    foreign: SharedMemory, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_shared_memory_that_only_the_last_look_meets_is_told(foreign, monkeypatch, tmp_path):
     program = tmp_path / "driver.py"
     program.write_text(HOLD_SHARED_MEMORY)
     driver = subprocess.Popen(
@@ -115,9 +113,7 @@ def test_shared_memory_that_only_the_last_look_meets_is_told(
 
 
 @pytest.mark.slow
-def test_shared_memory_of_a_killed_drivers_processes_goes_with_them(
-    tmp_path: Path, foreign: SharedMemory
-) -> None:
+def test_shared_memory_of_a_killed_drivers_processes_goes_with_them(tmp_path, foreign):
     program, directory = tmp_path / "driver.py", tmp_path / "ray"
     program.write_text(HOLD_SHARED_MEMORY)
     directory.mkdir()
@@ -175,7 +171,7 @@ sys.stdin.readline()
 
 
 @pytest.mark.slow
-def test_what_the_driver_had_before_the_session_outlives_it(tmp_path: Path) -> None:
+def test_what_the_driver_had_before_the_session_outlives_it(tmp_path):
     directory = tmp_path / "ray"
     directory.mkdir()
     driver = subprocess.Popen(
@@ -217,7 +213,7 @@ time.sleep(600)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("killed", ["raylet", "driver"])
-def test_only_a_raylet_that_has_ended_before_the_driver_is_blamed(tmp_path: Path, killed: str) -> None:
+def test_only_a_raylet_that_has_ended_before_the_driver_is_blamed(tmp_path, killed):
     """A process of that name stands for the raylet. The pipe of a driver that is killed closes last: after
     its raylet's end."""
     raylet = shutil.copy(shutil.which("sleep") or "", tmp_path / "raylet")
@@ -257,9 +253,7 @@ def wait_until_ended(process: psutil.Process) -> None:
 
 
 @pytest.mark.parametrize("last_word", [b"", reaper.GOODBYE])
-def test_a_driver_that_ends_without_a_goodbye_has_its_last_word_said(
-    tmp_path: Path, last_word: bytes
-) -> None:
+def test_a_driver_that_ends_without_a_goodbye_has_its_last_word_said(tmp_path, last_word):
     driver = subprocess.Popen(["sleep", "60"])
     words = [sys.executable, "-P", reaper.__file__, str(driver.pid), str(tmp_path / "ray")]
     driver.kill()
@@ -275,7 +269,7 @@ def test_a_driver_that_ends_without_a_goodbye_has_its_last_word_said(
         assert "asyncrl status" in hint
 
 
-def test_a_worker_that_no_look_has_seen_does_not_make_the_directory_again(tmp_path: Path) -> None:
+def test_a_worker_that_no_look_has_seen_does_not_make_the_directory_again(tmp_path):
     """As Ray's do that were started just before the session's end; who only reads there goes on."""
     directory = tmp_path / "session"
     token = {"RAY_AUTH_TOKEN_PATH": str(directory / "token")}
@@ -295,9 +289,7 @@ def test_a_worker_that_no_look_has_seen_does_not_make_the_directory_again(tmp_pa
             reader.kill()
 
 
-def test_a_reaper_that_does_not_end_in_time_leaves_no_directory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_reaper_that_does_not_end_in_time_leaves_no_directory(tmp_path, monkeypatch):
     """As on a machine that is busy with what a hostile reward has forked."""
     directory = tmp_path / "session"
     directory.mkdir()

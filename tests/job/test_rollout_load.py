@@ -103,7 +103,7 @@ def sent(
 
 
 @pytest.mark.parametrize("interrupt", ["keep-kv", "drain"])
-def test_generation_stands_still_for_the_load_and_its_probe(interrupt: Interrupt) -> None:
+def test_generation_stands_still_for_the_load_and_its_probe(interrupt):
     manifest: Any = SimpleNamespace(
         version=3,
         fingerprint="",
@@ -132,7 +132,7 @@ def test_generation_stands_still_for_the_load_and_its_probe(interrupt: Interrupt
     assert state_s[State.LOADING] == 2.5 - drained_s
 
 
-def test_an_engine_that_scores_beside_generation_is_not_called_loading_meanwhile() -> None:
+def test_an_engine_that_scores_beside_generation_is_not_called_loading_meanwhile():
     engine = SlowEngine()
     engine.stops_to_score = False
     actor = Worker(engine)
@@ -149,7 +149,7 @@ def test_an_engine_that_scores_beside_generation_is_not_called_loading_meanwhile
 
 
 @pytest.mark.parametrize("is_loaded", [True, False])
-def test_a_load_tells_whether_the_engine_computes_with_the_new_weights(is_loaded: bool) -> None:
+def test_a_load_tells_whether_the_engine_computes_with_the_new_weights(is_loaded):
     """The version moves each logprob by some 1e-4, far below any limit of the difference itself."""
     old = [-2.0 - index / 10 for index in range(20)]
     new = [logprob + 1e-4 * (-1) ** index for index, logprob in enumerate(old)]
@@ -174,7 +174,7 @@ def test_a_load_tells_whether_the_engine_computes_with_the_new_weights(is_loaded
     assert report.logprob_abs_diff == (0.0 if is_loaded else pytest.approx(1e-4))
 
 
-def test_without_a_second_buffer_the_fetch_is_a_part_of_the_stall() -> None:
+def test_without_a_second_buffer_the_fetch_is_a_part_of_the_stall():
     engine = SlowEngine()
     actor = Worker(engine, dual_buffer=False)
     manifest, buckets = sent({"a": torch.ones(4), "b": torch.zeros(4)}, 3, 16)
@@ -200,9 +200,7 @@ def test_without_a_second_buffer_the_fetch_is_a_part_of_the_stall() -> None:
     assert State.BUSY not in {state for state, seconds in state_s.items() if seconds}
 
 
-def test_a_taker_that_stops_at_a_bucket_has_only_the_next_ones_fetched(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_taker_that_stops_at_a_bucket_has_only_the_next_ones_fetched(monkeypatch):
     begun: list[int] = []
 
     class Counting(ThreadPoolExecutor):
@@ -220,7 +218,7 @@ def test_a_taker_that_stops_at_a_bucket_has_only_the_next_ones_fetched(
     assert len(begun) == 8
 
 
-def test_late_and_repeated_manifests_are_refused() -> None:
+def test_late_and_repeated_manifests_are_refused():
     async def main() -> None:
         weights = {"a": torch.ones(4)}
         actor = Worker(SlowEngine())
@@ -242,7 +240,7 @@ def test_late_and_repeated_manifests_are_refused() -> None:
     asyncio.run(main())
 
 
-def test_a_version_that_arrives_after_a_newer_one_does_not_replace_it() -> None:
+def test_a_version_that_arrives_after_a_newer_one_does_not_replace_it():
     async def main() -> None:
         actor, newer_is_here = Worker(SlowEngine()), threading.Event()
         actor.engine.receive = lambda buckets: {"bucket": next(iter(buckets))}  # type: ignore
@@ -294,7 +292,7 @@ KNOBS = list(itertools.product((True, False), (True, False), (2**17, 2**24)))
 
 @pytest.mark.slow
 @pytest.mark.parametrize("tied", [False, True])
-def test_the_same_bits_arrive_whatever_the_knobs(tied: bool, tmp_path: Path) -> None:
+def test_the_same_bits_arrive_whatever_the_knobs(tied, tmp_path):
     """One engine loads a version per combination: dual_buffer, overlap, gather bucket."""
     model = tiny.make_model(tied=tied)
     model_dir = tiny.save(model, tmp_path)
@@ -321,9 +319,7 @@ def test_the_same_bits_arrive_whatever_the_knobs(tied: bool, tmp_path: Path) -> 
 @pytest.mark.slow
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("dual_buffer", [True, False])
-def test_a_damaged_last_bucket_leaves_the_old_version_serving(
-    dual_buffer: bool, overlap: bool, tmp_path: Path
-) -> None:
+def test_a_damaged_last_bucket_leaves_the_old_version_serving(dual_buffer, overlap, tmp_path):
     model = tiny.make_model()
     model_dir = tiny.save(model, tmp_path)
     manifest, buckets = sent(tiny.weights_after(model, 1), 4)
@@ -354,7 +350,7 @@ def test_a_damaged_last_bucket_leaves_the_old_version_serving(
     asyncio.run(main())
 
 
-def test_without_a_second_buffer_weights_that_do_not_fit_change_nothing(tmp_path: Path) -> None:
+def test_without_a_second_buffer_weights_that_do_not_fit_change_nothing(tmp_path):
     model = tiny.make_model()
     model_dir = tiny.save(model, tmp_path)
     weights = tiny.weights_after(model, 1)

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.slow
 TASKS = (("train",), ("ref",), ("prox",), ("reward",), ("rollout",))
 
 
-def test_all_scorers_score_what_the_trainer_then_trains_and_are_restarted_as_one(tmp_path: Path) -> None:
+def test_all_scorers_score_what_the_trainer_then_trains_and_are_restarted_as_one(tmp_path):
     from asyncrl_cli.job.ray.session import ray_session
 
     model_dir, judge = make_model(tmp_path / "model"), make_classifier(tmp_path / "judge")
@@ -87,9 +87,7 @@ async def _score_and_train(plan: Any, profile: Any, model_dir: Path, tmp_path: P
         await asyncio.gather(trainer.stop(5.0), *(scorer.stop(5.0) for scorer in scorers.values()))
 
 
-def test_a_critic_apart_learns_what_was_trained_is_in_the_checkpoint_and_is_not_replaced(
-    tmp_path: Path,
-) -> None:
+def test_a_critic_apart_learns_what_was_trained_is_in_the_checkpoint_and_is_not_replaced(tmp_path):
     from asyncrl_cli.job.ray.session import ray_session
 
     model_dir = make_model(tmp_path / "model")

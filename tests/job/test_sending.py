@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Collection
-from pathlib import Path
 
 import pytest
 import torch
@@ -65,7 +64,7 @@ def packing() -> Packing:
     return Packing(plan_layout(specs_of(TENSORS), 64))
 
 
-def test_overlapped_a_bucket_is_sent_before_the_next_one_is_gathered() -> None:
+def test_overlapped_a_bucket_is_sent_before_the_next_one_is_gathered():
     transport, gathered = Transport(), packing()
     sending = Sending(transport, overlap=True)
     on_full = sending.of(1)
@@ -80,7 +79,7 @@ def test_overlapped_a_bucket_is_sent_before_the_next_one_is_gathered() -> None:
     assert transport.versions == ["begin 1", "finish 1"]
 
 
-def test_a_slow_transport_does_not_hold_up_the_gather() -> None:
+def test_a_slow_transport_does_not_hold_up_the_gather():
     transport, gathered = Transport(), packing()
     transport.held.clear()
     sending = Sending(transport, overlap=True)
@@ -94,7 +93,7 @@ def test_a_slow_transport_does_not_hold_up_the_gather() -> None:
     assert sending.sent(*published(1, gathered)) == [0, 1, 2, 3, 4]
 
 
-def test_without_overlap_nothing_is_sent_before_the_publish() -> None:
+def test_without_overlap_nothing_is_sent_before_the_publish():
     transport, gathered = Transport(), packing()
     sending = Sending(transport, overlap=False)
     on_full = sending.of(1)
@@ -106,7 +105,7 @@ def test_without_overlap_nothing_is_sent_before_the_publish() -> None:
     assert sending.sent(*published(1, gathered)) == [0, 1, 2, 3, 4]
 
 
-def test_a_version_that_no_gather_brought_is_sent_by_its_publish() -> None:
+def test_a_version_that_no_gather_brought_is_sent_by_its_publish():
     transport, gathered = Transport(), packing()
     for name, tensor in TENSORS.items():
         gathered.put(name, tensor)
@@ -114,7 +113,7 @@ def test_a_version_that_no_gather_brought_is_sent_by_its_publish() -> None:
     assert {*transport.threads, *transport.finished_in} == {"send_0"}
 
 
-def test_a_failed_send_is_the_error_of_its_publish() -> None:
+def test_a_failed_send_is_the_error_of_its_publish():
     class Full(Transport):
         def put(self, bucket: Bucket) -> int:
             raise OSError("the object store is full")
@@ -130,7 +129,7 @@ def test_a_failed_send_is_the_error_of_its_publish() -> None:
         sending.sent(*published(1, gathered))
 
 
-def test_what_was_sent_of_a_version_that_is_never_published_is_let_go_of() -> None:
+def test_what_was_sent_of_a_version_that_is_never_published_is_let_go_of():
     transport, gathered = Transport(), packing()
     sending = Sending(transport, overlap=True)
     on_full = sending.of(1)
@@ -143,9 +142,7 @@ def test_what_was_sent_of_a_version_that_is_never_published_is_let_go_of() -> No
 
 @pytest.mark.parametrize("gather_mb", [0.1, 16], ids=["many buckets", "one bucket"])
 @pytest.mark.parametrize("overlap", [True, False])
-def test_what_arrives_is_bit_for_bit_the_trainers_weights(
-    overlap: bool, gather_mb: float, tmp_path: Path
-) -> None:
+def test_what_arrives_is_bit_for_bit_the_trainers_weights(overlap, gather_mb, tmp_path):
     from transformers import AutoModelForCausalLM
 
     from tests.trainers import trainer_parts

@@ -74,7 +74,7 @@ class Driver:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["return", "raise"])
-def test_a_driver_that_ends_leaves_no_process_behind(how: str) -> None:
+def test_a_driver_that_ends_leaves_no_process_behind(how):
     if how == "raise":
         driver = Driver("raise")
         _, stderr = driver.end()
@@ -89,7 +89,7 @@ def test_a_driver_that_ends_leaves_no_process_behind(how: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_a_driver_that_is_killed_leaves_no_process_behind(number: signal.Signals) -> None:
+def test_a_driver_that_is_killed_leaves_no_process_behind(number):
     driver = Driver("return")
     driver.process.send_signal(number)
     assert driver.process.wait(60) == -number
@@ -101,7 +101,7 @@ def test_a_driver_that_is_killed_leaves_no_process_behind(number: signal.Signals
 
 
 @pytest.mark.slow
-def test_a_ctrl_c_at_the_terminal_reaches_the_driver_alone() -> None:
+def test_a_ctrl_c_at_the_terminal_reaches_the_driver_alone():
     driver = Driver("return")
     os.killpg(driver.process.pid, signal.SIGINT)
     stdout, stderr = driver.end()
@@ -111,7 +111,7 @@ def test_a_ctrl_c_at_the_terminal_reaches_the_driver_alone() -> None:
 
 
 @pytest.mark.slow
-def test_the_sigterm_handler_is_the_same_inside_and_after_a_session() -> None:
+def test_the_sigterm_handler_is_the_same_inside_and_after_a_session():
     def mine(number: int, frame: object) -> None: ...
 
     before = signal.signal(signal.SIGTERM, mine)
@@ -144,9 +144,7 @@ def _restored_token() -> Iterator[None]:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("_restored_token")
-def test_a_session_is_two_daemons_and_a_token_in_a_directory_that_nobody_else_can_enter(
-    tmp_path: Path,
-) -> None:
+def test_a_session_is_two_daemons_and_a_token_in_a_directory_that_nobody_else_can_enter(tmp_path):
     import ray
 
     before, others = dict(os.environ), psutil.Process().children()
@@ -169,7 +167,7 @@ def test_a_session_is_two_daemons_and_a_token_in_a_directory_that_nobody_else_ca
 
 
 @pytest.mark.slow
-def test_a_dead_reaper_is_replaced_and_the_session_goes_on(tmp_path: Path) -> None:
+def test_a_dead_reaper_is_replaced_and_the_session_goes_on(tmp_path):
     import ray
 
     others = families([os.getpid()])  # with what tests before this one left running
@@ -205,7 +203,7 @@ RAYS_TENTH = {
 
 
 @pytest.mark.slow
-def test_daemons_that_get_no_core_for_a_minute_are_not_dead(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_daemons_that_get_no_core_for_a_minute_are_not_dead(monkeypatch):
     """As on an overloaded machine. By Ray's own limits (5 health checks of 10 s) they would be; here all in a
     tenth of the time."""
     import ray
@@ -236,7 +234,7 @@ def name_of(process: psutil.Process) -> str:
     return next((name for name in ("reaper", "resource_tracker") if name in words), process.name())
 
 
-def test_a_plan_that_does_not_fit_is_refused_before_ray_starts() -> None:
+def test_a_plan_that_does_not_fit_is_refused_before_ray_starts():
     import ray
 
     with (
@@ -264,9 +262,7 @@ def session_of_a_7b(directory: Path, monkeypatch: pytest.MonkeyPatch, free_gib: 
         return round(started.pop() / 2**30, 1)
 
 
-def test_the_object_store_holds_two_versions_in_the_dtype_in_which_they_travel(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_object_store_holds_two_versions_in_the_dtype_in_which_they_travel(tmp_path, monkeypatch):
     """7,615,616,512 parameters: 4 * 7.6e9 bytes in bfloat16 are 28.4 GiB; a quarter of a GiB for payloads is
     added."""
     assert session_of_a_7b(tmp_path, monkeypatch, 60, "model.dtype=bfloat16") == 28.6
@@ -283,7 +279,7 @@ def test_the_object_store_holds_two_versions_in_the_dtype_in_which_they_travel(
     )
 
 
-def test_an_address_nobody_listens_at_is_refused_in_time() -> None:
+def test_an_address_nobody_listens_at_is_refused_in_time():
     with socket.socket() as kept:  # keeps the port from others, and does not listen
         kept.bind(("127.0.0.1", 0))
         port = kept.getsockname()[1]
@@ -297,6 +293,6 @@ def test_an_address_nobody_listens_at_is_refused_in_time() -> None:
 
 
 @pytest.mark.parametrize("address", ["ray://head:10001", "head", "head:port"])
-def test_an_address_of_another_kind_is_a_configuration_error(address: str) -> None:
+def test_an_address_of_another_kind_is_a_configuration_error(address):
     with pytest.raises(ConfigError, match="--address"), ray_session(small_profile(), address=address):
         pass

@@ -34,7 +34,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_modules_that_keys_name_and_what_is_to_be_shipped_go_along_and_the_rest_stays(here: Path) -> None:
+def test_modules_that_keys_name_and_what_is_to_be_shipped_go_along_and_the_rest_stays(here):
     sets = [
         "task.reward=rewards:score",
         "task.environment=package.inner.game:Game",
@@ -58,7 +58,7 @@ def test_modules_that_keys_name_and_what_is_to_be_shipped_go_along_and_the_rest_
     } == shipped | {PROFILE}
 
 
-def test_a_module_beside_the_profile_goes_along_with_its_place(here: Path) -> None:
+def test_a_module_beside_the_profile_goes_along_with_its_place(here):
     (here / "package" / "my.toml").write_text('extends = "base"\n[task]\nreward = "scores:score"\n')
     (here / "package" / "scores.py").touch()
     (here / "my.toml").write_text('extends = "base"\n[task]\nreward = "rewards:score"\n')
@@ -76,7 +76,7 @@ def test_a_module_beside_the_profile_goes_along_with_its_place(here: Path) -> No
         )
 
 
-def test_an_entry_of_the_tasks_own_that_is_called_import_path_stays(here: Path) -> None:
+def test_an_entry_of_the_tasks_own_that_is_called_import_path_stays(here):
     sets = [f"task.import_path={here}", f"task.params.import_path={here}", "task.reward=rewards:score"]
     cargo = cargo_of(load("partial-rollout", sets), here)
     task = tomllib.loads(cargo.profile_toml)["task"]
@@ -84,7 +84,7 @@ def test_an_entry_of_the_tasks_own_that_is_called_import_path_stays(here: Path) 
     assert task["params"] == {"import_path": str(here)}
 
 
-def test_a_module_beside_a_profile_outside_the_working_directory_is_one_note(here: Path) -> None:
+def test_a_module_beside_a_profile_outside_the_working_directory_is_one_note(here):
     (here / "package" / "below").mkdir()
     (here / "my.toml").write_text('extends = "base"\n[task]\nreward = "rewards:score"\n')
     cargo = cargo_of(load(str(here / "my.toml")), here / "package" / "below")
@@ -92,9 +92,7 @@ def test_a_module_beside_a_profile_outside_the_working_directory_is_one_note(her
     assert cargo_of(load(str(here / "my.toml")), here).notes == ()
 
 
-def test_the_job_resolves_to_the_profile_that_was_resolved_here(
-    here: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_job_resolves_to_the_profile_that_was_resolved_here(here, monkeypatch):
     """Elsewhere, without the chain's files and the environment; only paths of what was shipped are those of
     the copies."""
     (here / "low.toml").write_text('extends = "stale-samples"\n[run]\nseed = 7\n')
@@ -115,7 +113,7 @@ def test_the_job_resolves_to_the_profile_that_was_resolved_here(
     assert again.model_copy(update={"task": task}) == loaded.profile
 
 
-def test_what_the_cluster_must_have_is_said(here: Path) -> None:
+def test_what_the_cluster_must_have_is_said(here):
     sets = ["task.reward=json:loads", f"task.source=jsonl:{here}/data/large.bin"]
     module, data = cargo_of(load("partial-rollout", sets), here).notes
     assert module.startswith("the module json is not in ")
@@ -127,6 +125,6 @@ def test_what_the_cluster_must_have_is_said(here: Path) -> None:
 @pytest.mark.parametrize(
     ("pattern", "why"), [("../x", "not within"), ("/etc/passwd", "not within"), ("nothing*", "no file")]
 )
-def test_a_pattern_that_names_nothing_here_is_refused(here: Path, pattern: str, why: str) -> None:
+def test_a_pattern_that_names_nothing_here_is_refused(here, pattern, why):
     with pytest.raises(ConfigError, match=why):
         cargo_of(load("partial-rollout", [f'run.ship=["{pattern}"]']), here)

@@ -74,8 +74,8 @@ def recorded(monkeypatch: pytest.MonkeyPatch, *, colocate: bool) -> list[str]:
 
 
 def test_where_gpus_are_shared_the_trainer_takes_its_memory_only_when_every_worker_has_measured_what_is_free(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     seen = recorded(monkeypatch, colocate=True)
     assert seen.index("trainer has its processes") < seen.index("rollout-0 is made")
     assert seen.index("trainer begins to start") > max(
@@ -83,7 +83,7 @@ def test_where_gpus_are_shared_the_trainer_takes_its_memory_only_when_every_work
     )
 
 
-def test_sides_with_gpus_of_their_own_start_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sides_with_gpus_of_their_own_start_at_once(monkeypatch):
     seen = recorded(monkeypatch, colocate=False)
     assert seen.index("rollout-0 begins to start") < seen.index("trainer has started")
     assert seen.count("warned: it is slow") == 1
@@ -93,17 +93,13 @@ def test_sides_with_gpus_of_their_own_start_at_once(monkeypatch: pytest.MonkeyPa
     ("attention", "device", "is_warned"),
     [("eager", "cuda", True), ("eager", "cpu", False), ("sdpa", "cuda", False)],
 )
-def test_a_trainer_on_a_gpu_warns_of_attention_that_is_slow_there(
-    attention: str, device: str, is_warned: bool
-) -> None:
+def test_a_trainer_on_a_gpu_warns_of_attention_that_is_slow_there(attention, device, is_warned):
     found = attention_warnings(attention, is_on_gpu=device == "cuda")
     assert bool(found) == is_warned
     assert all("eager" in warning and "trainer-0" in warning for warning in found)
 
 
-def test_what_is_renamed_while_the_directory_is_removed_goes_too(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_renamed_while_the_directory_is_removed_goes_too(tmp_path, monkeypatch):
     weights_dir = tmp_path / "weights"
     weights_dir.mkdir()
     rmtree, calls = shutil.rmtree, []

@@ -32,7 +32,7 @@ def _handlers_as_they_were() -> Iterator[None]:
         signal.signal(number, handler)
 
 
-def test_requests_do_one_thing_after_the_other_and_the_last_again_and_again() -> None:
+def test_requests_do_one_thing_after_the_other_and_the_last_again_and_again():
     done: list[str] = []
     requests = StopRequests(lambda: done.append("never"))
     requests.mean(lambda: done.append("stop"), lambda: done.append("abort"), lambda: done.append("out"))
@@ -42,7 +42,7 @@ def test_requests_do_one_thing_after_the_other_and_the_last_again_and_again() ->
 
 
 @pytest.mark.parametrize("number", SIGNALS)
-def test_each_signal_is_a_request_and_goes_back_to_whoever_had_it(number: signal.Signals) -> None:
+def test_each_signal_is_a_request_and_goes_back_to_whoever_had_it(number):
     heard: list[int] = []
     signal.signal(number, lambda *_: heard.append(0))
     requests = StopRequests(lambda: heard.append(1))
@@ -52,7 +52,7 @@ def test_each_signal_is_a_request_and_goes_back_to_whoever_had_it(number: signal
     assert heard == [1, 0]
 
 
-def test_all_notices_of_machines_are_one_request_and_only_people_insist() -> None:
+def test_all_notices_of_machines_are_one_request_and_only_people_insist():
     """A shutdown sends SIGTERM and SIGHUP, SLURM SIGUSR1 and later SIGTERM: that must not abort the step that
     is being finished."""
     done: list[str] = []
@@ -73,7 +73,7 @@ with requests.within(0.3):
 """
 
 
-def test_a_process_that_hangs_after_a_request_is_ended_and_says_so() -> None:
+def test_a_process_that_hangs_after_a_request_is_ended_and_says_so():
     done = subprocess.run(
         [sys.executable, "-c", HANGING], capture_output=True, text=True, timeout=30, check=False
     )
@@ -81,7 +81,7 @@ def test_a_process_that_hangs_after_a_request_is_ended_and_says_so() -> None:
     assert done.stderr.startswith("0.3 s after the stop request the run is ended at once")
 
 
-def test_a_signal_that_is_ignored_from_the_start_stays_ignored() -> None:
+def test_a_signal_that_is_ignored_from_the_start_stays_ignored():
     """As SIGHUP under nohup."""
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     heard: list[int] = []
@@ -91,7 +91,7 @@ def test_a_signal_that_is_ignored_from_the_start_stays_ignored() -> None:
     assert heard == [1]
 
 
-def test_what_is_started_while_hangups_are_blocked_survives_one_and_we_hear_it_afterwards() -> None:
+def test_what_is_started_while_hangups_are_blocked_survives_one_and_we_hear_it_afterwards():
     heard: list[int] = []
     with StopRequests(lambda: heard.append(1)).on_signals():
         with blocked(signal.SIGHUP):
@@ -109,7 +109,7 @@ def test_what_is_started_while_hangups_are_blocked_survives_one_and_we_hear_it_a
         child.wait()
 
 
-def test_a_cancelled_preparation_is_not_waited_for() -> None:
+def test_a_cancelled_preparation_is_not_waited_for():
     """An import cannot be interrupted; it ends by itself, or with the process."""
     started, goes_on, looked = threading.Event(), threading.Event(), threading.Event()
 
@@ -137,9 +137,7 @@ def test_a_cancelled_preparation_is_not_waited_for() -> None:
 
 
 @pytest.mark.slow
-def test_a_request_while_the_run_starts_ends_it_and_leaves_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_request_while_the_run_starts_ends_it_and_leaves_nothing(tmp_path, monkeypatch):
     """By signal and by file; seen from the start: a status that says what is being done, and a log."""
     seen: list[str] = []
 
@@ -163,9 +161,7 @@ def test_a_request_while_the_run_starts_ends_it_and_leaves_nothing(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_failure_whose_clean_up_is_interrupted_stays_the_runs_failure(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failure_whose_clean_up_is_interrupted_stays_the_runs_failure(tmp_path, monkeypatch):
     from asyncrl_cli.job import driver_run as module
 
     async def prepare(*_: object) -> None:
@@ -201,7 +197,7 @@ app.main()
 
 
 @pytest.mark.slow
-def test_a_process_that_leaves_a_thread_behind_takes_its_half_written_directory_along(tmp_path: Path) -> None:
+def test_a_process_that_leaves_a_thread_behind_takes_its_half_written_directory_along(tmp_path):
     done = subprocess.run(
         [sys.executable, "-c", LEAVER, str(tmp_path)], capture_output=True, timeout=60, check=False
     )
@@ -209,9 +205,7 @@ def test_a_process_that_leaves_a_thread_behind_takes_its_half_written_directory_
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_end_right_after_a_directory_was_made_takes_it_along(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_end_right_after_a_directory_was_made_takes_it_along(tmp_path, monkeypatch):
     mkdir = Path.mkdir
 
     def made(path: Path, *args: object, **options: object) -> None:
@@ -224,7 +218,7 @@ def test_an_end_right_after_a_directory_was_made_takes_it_along(
         raise KeyboardInterrupt
 
 
-def test_a_directory_that_was_finished_stays(tmp_path: Path) -> None:
+def test_a_directory_that_was_finished_stays(tmp_path):
     with appearing_directory(tmp_path / "tiny"):
         pass
     assert [path.name for path in tmp_path.iterdir()] == ["tiny"]

@@ -1,7 +1,5 @@
 """Two fake nodes, reached by address: how the roles are packed."""
 
-from __future__ import annotations
-
 import pytest
 
 from asyncrl_cli.job.ray.session import ray_session
@@ -12,7 +10,7 @@ from .crew import in_place, nodes, small_profile, witnesses
 
 
 @pytest.mark.slow
-def test_two_nodes_are_packed_role_by_role_and_reached_by_address() -> None:
+def test_two_nodes_are_packed_role_by_role_and_reached_by_address():
     with ray_nodes((8, 4), (8, 4)) as cluster, ray_session(small_profile(), address=cluster.address) as plan:
         assert (plan.role(TRAINER).workers, plan.role(ROLLOUT).workers) == (4, 4)
         seen = in_place(witnesses, nodes((8, 4), (8, 4)))

@@ -1,7 +1,5 @@
 """observe/ and checkpoint/ import light: no ray, no torch, no W&B until it is asked for."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

@@ -1,8 +1,6 @@
 """The formulas of docs/metrics.md on numbers worked out by hand, and against a second computation with
 numpy."""
 
-from __future__ import annotations
-
 import json
 import random
 

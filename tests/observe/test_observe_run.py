@@ -1,7 +1,5 @@
 """Whole runs of the real loop on simulated workers, watched by real observers and their files."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from dataclasses import replace

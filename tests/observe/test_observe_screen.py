@@ -1,7 +1,5 @@
 """The screen and the plain lines, drawn from the status of a realistic run."""
 
-from __future__ import annotations
-
 import io
 import re
 import time

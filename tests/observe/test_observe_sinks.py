@@ -1,8 +1,6 @@
 """The files of a run: whole lines, also after a kill; one line per step, also after a resume; sinks that
 fail."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

@@ -1,7 +1,5 @@
 """`asyncrl status` of live, ended, killed and unknown runs."""
 
-from __future__ import annotations
-
 import io
 import json
 import os
@@ -178,7 +176,7 @@ def test_a_status_of_another_schema_is_refused(tmp_path, facts):
         read_status("future", tmp_path)
 
 
-def test_a_single_eval_is_told_once() -> None:
+def test_a_single_eval_is_told_once():
     evals = [
         {"version": version, "reward_mean": 0.3 + version / 10, "num_prompts": 512} for version in (0, 2, 4)
     ]
@@ -186,7 +184,7 @@ def test_a_single_eval_is_told_once() -> None:
     assert evals_text(evals) == "0.300 (version 0) -> 0.700 (version 4), 512 prompts"
 
 
-def test_an_evals_interval_is_told_and_kept_and_its_rewards_are_not(facts) -> None:
+def test_an_evals_interval_is_told_and_kept_and_its_rewards_are_not(facts):
     live = Observers(facts, [], clock=lambda: 0.0).live
     eval_event = {
         "event": "eval",

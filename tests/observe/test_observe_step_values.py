@@ -1,7 +1,5 @@
 """Overlap of busy intervals, compared with counting points on a grid."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """timeline.jsonl: spans on the run's time, one line per step, also after a resume."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 

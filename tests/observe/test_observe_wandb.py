@@ -1,7 +1,5 @@
 """A real offline W&B run, read back from its own file."""
 
-from __future__ import annotations
-
 import json
 import struct
 import subprocess

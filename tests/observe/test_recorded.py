@@ -1,7 +1,5 @@
 """Reading a run's files back: of killed, resumed and running ones too."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

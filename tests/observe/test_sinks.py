@@ -37,7 +37,7 @@ LINES = [
 BASE = load("base", environ={}).profile
 
 
-def test_prometheus_scrapes_the_loops_gauges_from_loopback(facts, make) -> None:
+def test_prometheus_scrapes_the_loops_gauges_from_loopback(facts, make):
     from prometheus_client.parser import text_string_to_metric_families
 
     sink = Prometheus(BASE, Path("brave-otter"))
@@ -71,7 +71,7 @@ def test_prometheus_scrapes_the_loops_gauges_from_loopback(facts, make) -> None:
     check_sinks(taken)
 
 
-def test_the_dashboard_asks_for_gauges_that_there_are(facts, make) -> None:
+def test_the_dashboard_asks_for_gauges_that_there_are(facts, make):
     sink = Prometheus(BASE, Path("brave-otter"))
     observers = Observers(facts, [sink], clock=lambda: 118.0)
     for step in (117, 118):
@@ -93,7 +93,7 @@ def test_the_dashboard_asks_for_gauges_that_there_are(facts, make) -> None:
     assert len(asked) > 15
 
 
-def test_tags_name_what_runs_are_filtered_by() -> None:
+def test_tags_name_what_runs_are_filtered_by():
     profile = load("one-step-off", ["model.path=Qwen/Qwen3-0.6B"], environ={}).profile
     assert list(tags_of(profile).values()) == ["one-step-off", "one-step-off", "transformers", "Qwen3-0.6B"]
 
@@ -101,16 +101,14 @@ def test_tags_name_what_runs_are_filtered_by() -> None:
 @pytest.mark.parametrize(
     ("key", "extra"), [("tensorboard=true", "tensorboard"), ("mlflow_uri=http://x:1", "mlflow")]
 )
-def test_a_sink_whose_package_is_missing_is_refused_before_the_run(
-    monkeypatch: pytest.MonkeyPatch, key: str, extra: str
-) -> None:
+def test_a_sink_whose_package_is_missing_is_refused_before_the_run(monkeypatch, key, extra):
     monkeypatch.setattr(service_sinks, "find_spec", lambda name: None)
     with pytest.raises(PreflightError, match="it is not installed") as refused:
         check_sinks(load("base", [f"logging.{key}"], environ={}).profile)
     assert f"pip install 'asyncrl-cli[{extra}]'" in refused.value.hint
 
 
-def test_slow_services_finish_at_the_same_time(facts, tmp_path) -> None:
+def test_slow_services_finish_at_the_same_time(facts, tmp_path):
     together = threading.Barrier(2, timeout=30)
     met = []
 
@@ -131,7 +129,7 @@ def test_slow_services_finish_at_the_same_time(facts, tmp_path) -> None:
 
 
 @pytest.mark.slow
-def test_tensorboard_reads_what_was_written_before_and_after_a_resume(tmp_path, done) -> None:
+def test_tensorboard_reads_what_was_written_before_and_after_a_resume(tmp_path, done):
     pytest.importorskip("tensorboard")
     from tensorboard.compat.proto.event_pb2 import Event
 
@@ -154,9 +152,7 @@ def test_tensorboard_reads_what_was_written_before_and_after_a_resume(tmp_path, 
     assert not any(tag in ("step", "staleness/histogram") for tag, _ in written)
 
 
-def test_mlflow_gets_parameters_once_and_a_resumed_run_goes_on(
-    tmp_path, done, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_mlflow_gets_parameters_once_and_a_resumed_run_goes_on(tmp_path, done, monkeypatch):
     """Against a stand-in for its client: the store of the smallest MLflow is a server."""
 
     monkeypatch.setattr(service_sinks, "EARLY_CLOSE_TIMEOUT_S", service_sinks.CLOSE_TIMEOUT_S)

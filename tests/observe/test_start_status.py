@@ -1,7 +1,5 @@
 """status.json from the moment that the command was typed."""
 
-from __future__ import annotations
-
 import io
 import json
 import time

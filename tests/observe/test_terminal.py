@@ -38,9 +38,7 @@ def said_by(console_options: dict[str, object], text: object) -> str:
 
 
 @pytest.mark.parametrize("size", ["0", "00"])
-def test_a_terminal_that_says_it_has_no_columns_is_one_of_unknown_size(
-    size: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_terminal_that_says_it_has_no_columns_is_one_of_unknown_size(size, monkeypatch):
     monkeypatch.setenv("COLUMNS", size)
     monkeypatch.setenv("LINES", size)
     assert SafeConsole(file=io.StringIO()).size >= (80, 25)
@@ -49,7 +47,7 @@ def test_a_terminal_that_says_it_has_no_columns_is_one_of_unknown_size(
 
 
 @pytest.mark.parametrize("text", HOSTILE.values(), ids=HOSTILE)
-def test_control_sequences_are_shown_as_escapes(text: str) -> None:
+def test_control_sequences_are_shown_as_escapes(text):
     table = Table(title=text)
     table.add_column(text)
     table.add_row(text)
@@ -60,7 +58,7 @@ def test_control_sequences_are_shown_as_escapes(text: str) -> None:
 
 
 @pytest.mark.parametrize("text", ["[bold]x[/bold]", "[link=http://x]y[/link]", "[/]", "[red", ":bomb:"])
-def test_markup_of_others_is_text(text: str) -> None:
+def test_markup_of_others_is_text(text):
     table = Table(box=None)
     table.add_column("name")
     table.add_row(text)
@@ -68,7 +66,7 @@ def test_markup_of_others_is_text(text: str) -> None:
     assert text in said_by({"force_terminal": True, "color_system": None}, table)
 
 
-def test_our_own_styles_still_become_colours() -> None:
+def test_our_own_styles_still_become_colours():
     from rich.text import Text
 
     assert "\x1b[1;31m" in said_by(
@@ -76,16 +74,16 @@ def test_our_own_styles_still_become_colours() -> None:
     )
 
 
-def test_text_that_harms_nobody_stays_as_it_is() -> None:
+def test_text_that_harms_nobody_stays_as_it_is():
     text = "Größe\t3 ≤ 4 → ▁▂▃\n日本語 🙂\n"
     assert neutral(text) == text
 
 
-def test_a_logs_colours_go_and_its_other_sequences_are_shown() -> None:
+def test_a_logs_colours_go_and_its_other_sequences_are_shown():
     assert uncoloured("\x1b[31mERROR\x1b[0m \x1b[2Jgone") == "ERROR \\x1b[2Jgone"
 
 
-def test_progress_and_plain_lines_are_neutral() -> None:
+def test_progress_and_plain_lines_are_neutral():
     stream = io.StringIO()
     Plain(stream).event({"event": "warning", "time_s": 1.0, "message": "\x1b[2Jx"})
     with ProgressLine("plain", SafeConsole(file=stream)) as say:
@@ -94,7 +92,7 @@ def test_progress_and_plain_lines_are_neutral() -> None:
     assert "\\x1b[2Jx" in stream.getvalue()
 
 
-def test_where_the_terminal_has_ascii_only_bars_are_drawn_in_it() -> None:
+def test_where_the_terminal_has_ascii_only_bars_are_drawn_in_it():
     stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii", errors="backslashreplace")
     SafeConsole(file=stream, width=80).print("━━ x · █▌ ▁▄▇ é")
     stream.flush()

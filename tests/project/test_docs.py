@@ -1,8 +1,6 @@
 """docs/: references that are as the code is, a meaning for every metric, and a place in the site for every
 page."""
 
-from __future__ import annotations
-
 import json
 import re
 

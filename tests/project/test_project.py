@@ -1,7 +1,5 @@
 """Promises of the project's own files: pins, profiles, public names, rooms."""
 
-from __future__ import annotations
-
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -18,7 +16,7 @@ PROJECT = tomli.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["pr
 PROFILES = sorted((ROOT / "profiles").glob("*.toml"))
 
 
-def test_the_public_names_are_these() -> None:
+def test_the_public_names_are_these():
     assert asyncrl_cli.__all__ == ["Run", "__version__"]
     assert {name for name, value in vars(errors).items() if isinstance(value, type)} == {
         "AsyncrlError",
@@ -35,7 +33,7 @@ def test_the_public_names_are_these() -> None:
     }
 
 
-def test_the_package_exports_run_and_refuses_other_names() -> None:
+def test_the_package_exports_run_and_refuses_other_names():
     from asyncrl_cli.job.driver_run import Run
 
     assert asyncrl_cli.Run is Run
@@ -43,7 +41,7 @@ def test_the_package_exports_run_and_refuses_other_names() -> None:
         _ = asyncrl_cli.Runn  # type: ignore[attr-defined]
 
 
-def test_doctor_checks_the_versions_that_are_pinned() -> None:
+def test_doctor_checks_the_versions_that_are_pinned():
     pins = {
         name.split("[")[0]: version
         for name, _, version in (text.partition("==") for text in PROJECT["dependencies"])
@@ -52,7 +50,7 @@ def test_doctor_checks_the_versions_that_are_pinned() -> None:
     assert {name: start for name, start in NEEDED.items() if start} == exact
 
 
-def test_tools_for_developers_are_only_in_the_test_extra() -> None:
+def test_tools_for_developers_are_only_in_the_test_extra():
     runtime = " ".join(PROJECT["dependencies"])
     assert not any(tool in runtime for tool in ("pytest", "ruff", "mypy", "hypothesis", "import-linter"))
     assert set(PROJECT["optional-dependencies"]) == {
@@ -67,7 +65,7 @@ def test_tools_for_developers_are_only_in_the_test_extra() -> None:
 
 
 @pytest.mark.parametrize("path", PROFILES, ids=lambda path: path.stem)
-def test_every_line_of_a_shipped_profile_says_its_purpose(path: Path) -> None:
+def test_every_line_of_a_shipped_profile_says_its_purpose(path):
     lines = [
         line
         for line in path.read_text(encoding="utf-8").splitlines()
@@ -78,12 +76,12 @@ def test_every_line_of_a_shipped_profile_says_its_purpose(path: Path) -> None:
     assert path.stem == "base" or 'extends = "base"' in lines
 
 
-def test_every_room_says_its_purpose_in_one_line() -> None:
+def test_every_room_says_its_purpose_in_one_line():
     for init in (ROOT / "src" / "asyncrl_cli").glob("*/__init__.py"):
         assert init.read_text(encoding="utf-8").startswith('"""'), init
 
 
-def test_no_module_imports_itself_by_way_of_others_not_even_for_a_type() -> None:
+def test_no_module_imports_itself_by_way_of_others_not_even_for_a_type():
     graph = grimp.build_graph("asyncrl_cli", cache_dir=None)
     imports = {module: graph.find_modules_directly_imported_by(module) for module in graph.modules}
     TopologicalSorter(imports).prepare()  # CycleError names the circle

@@ -117,7 +117,7 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         del sys.modules[name]
 
 
-def test_a_loss_of_another_package_trains_a_step_and_its_figures_are_reduced(tmp_path: Path) -> None:
+def test_a_loss_of_another_package_trains_a_step_and_its_figures_are_reduced(tmp_path):
     check_loss("sequence-ratio")
     metas, payloads = make_step(1, num_groups=2)
     (plan,) = planned(metas)
@@ -156,7 +156,7 @@ class Lengths:
         return float(len(response_text))
 
 
-def test_an_environment_and_an_engine_of_another_package_make_a_group() -> None:
+def test_an_environment_and_an_engine_of_another_package_make_a_group():
     from asyncrl_cli.engines.port import Sampling
 
     check_environment("echo")
@@ -178,7 +178,7 @@ def test_an_environment_and_an_engine_of_another_package_make_a_group() -> None:
     ] * 2
 
 
-def test_a_sink_of_another_package_gets_the_lines_of_a_run_that_names_it(tmp_path: Path) -> None:
+def test_a_sink_of_another_package_gets_the_lines_of_a_run_that_names_it(tmp_path):
     from asyncrl_cli.base.errors import ConfigError, PreflightError
     from asyncrl_cli.observe.sinks import check_sinks, make_sinks
     from asyncrl_cli.profile.loaded import load

@@ -32,7 +32,7 @@ TAPLO = shutil.which("taplo")
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_committed_schema_is_that_of_the_code(kind: str) -> None:
+def test_the_committed_schema_is_that_of_the_code(kind):
     path, made = KINDS[kind]
     stale = f"stale: asyncrl schema {kind} > {path.relative_to(ROOT)}"
     assert json.loads(path.read_text(encoding="utf-8")) == json.loads(json.dumps(made(), default=str)), stale
@@ -42,7 +42,7 @@ def test_the_committed_schema_is_that_of_the_code(kind: str) -> None:
 @pytest.mark.parametrize(
     ("kind", "path"), FILES, ids=lambda value: getattr(value, "parent", Path(str(value))).name
 )
-def test_every_shipped_file_names_its_schema_and_keeps_to_it(kind: str, path: Path) -> None:
+def test_every_shipped_file_names_its_schema_and_keeps_to_it(kind, path):
     text = path.read_text(encoding="utf-8")
     assert text.startswith(f"#:schema ./{kind}.schema.json\n")
     assert [
@@ -61,7 +61,7 @@ def test_every_shipped_file_names_its_schema_and_keeps_to_it(kind: str, path: Pa
         ("workload", "[profiles.colocate.rollout]\nslotz = 3", "slotz"),
     ],
 )
-def test_the_schema_refuses_what_the_loader_refuses(kind: str, text: str, wrong: str) -> None:
+def test_the_schema_refuses_what_the_loader_refuses(kind, text, wrong):
     messages = [
         error.message for error in Draft202012Validator(KINDS[kind][1]()).iter_errors(tomllib.loads(text))
     ]
@@ -69,7 +69,7 @@ def test_the_schema_refuses_what_the_loader_refuses(kind: str, text: str, wrong:
 
 
 @pytest.mark.skipif(TAPLO is None, reason="taplo is not installed")
-def test_taplo_accepts_the_shipped_files_and_names_a_misspelt_key(tmp_path: Path) -> None:
+def test_taplo_accepts_the_shipped_files_and_names_a_misspelt_key(tmp_path):
     def check(*paths: Path) -> subprocess.CompletedProcess[str]:
         command = [str(TAPLO), "check", "--no-auto-config", *map(str, paths)]
         return subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=tmp_path, check=False)

@@ -45,7 +45,7 @@ def copy_distribution(distribution: metadata.Distribution, site_packages: Path) 
 
 
 @pytest.mark.slow
-def test_the_wheel_in_an_empty_environment_lists_profiles_and_templates(tmp_path: Path) -> None:
+def test_the_wheel_in_an_empty_environment_lists_profiles_and_templates(tmp_path):
     build = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(tmp_path), str(ROOT)]
     built = subprocess.run(build, capture_output=True, text=True, timeout=120, check=False)
     assert built.returncode == 0, built.stdout + built.stderr

@@ -1,7 +1,5 @@
 """`--out` of reports and traces: an earlier one is renewed, anything else is left as it is."""
 
-from __future__ import annotations
-
 import pytest
 
 from asyncrl_cli.base.errors import ConfigError, RefusedError

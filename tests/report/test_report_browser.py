@@ -1,8 +1,6 @@
 """The page in a real browser, where there is one (Debian's `chromium`; CI installs none). The page's data is
 tested without."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -1,8 +1,6 @@
 """Which file a report is, of runs and of a bench's directory. The plotting library is not needed: the pages
 hold a word instead."""
 
-from __future__ import annotations
-
 import json
 import re
 

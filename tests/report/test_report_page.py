@@ -1,8 +1,6 @@
 """The page of runs: its data is that of their files, its words follow from their figures, and it needs
 nothing but itself."""
 
-from __future__ import annotations
-
 import json
 import re
 

@@ -48,14 +48,14 @@ def runs(tmp_path: Path) -> list[Recorded]:
     return [slow, fast]
 
 
-def test_configurations_differ_where_they_do(runs: list[Recorded]) -> None:
+def test_configurations_differ_where_they_do(runs):
     assert compared(runs).differences == {
         "async_training.staleness_threshold": [0, 1],
         "task.params.max_numbers": [None, 7],
     }
 
 
-def test_rewards_are_compared_at_equal_samples_and_at_equal_time(runs: list[Recorded]) -> None:
+def test_rewards_are_compared_at_equal_samples_and_at_equal_time(runs):
     made = compared(runs, target=0.4)
     found = {figure.label: figure.values for figure in made.figures}
     # 40 samples: a's tenth step, b's tenth; a window of 4 samples is one step of either.
@@ -70,7 +70,7 @@ def test_rewards_are_compared_at_equal_samples_and_at_equal_time(runs: list[Reco
     assert found["mode"] == ["on-policy-pipeline", "one-step-off"]
 
 
-def test_the_target_is_what_all_have_reached_and_longer_steps_have_the_same_window(tmp_path: Path) -> None:
+def test_the_target_is_what_all_have_reached_and_longer_steps_have_the_same_window(tmp_path):
     noisy = record(tmp_path, "noisy", [], [0.0, 1.0] * 100, step_s=1.0, groups=1)
     calm = record(tmp_path, "calm", [], [0.5] * 5, step_s=40.0, groups=40)
     made = compared([noisy, calm])
@@ -79,9 +79,7 @@ def test_the_target_is_what_all_have_reached_and_longer_steps_have_the_same_wind
     assert found["reward at 1,600 samples"] == pytest.approx([0.5, 0.5])
 
 
-def test_compare_prints_the_figures_as_json_and_doubts_tasks_that_differ(
-    runs: list[Recorded], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_compare_prints_the_figures_as_json_and_doubts_tasks_that_differ(runs, tmp_path, capsys):
     assert run(["compare", "a", "b", "--runs-dir", str(tmp_path), "--json"]) == 0
     printed = capsys.readouterr()
     assert json.loads(printed.out)["figures"]["reward at 40 samples"] == pytest.approx([1.0, 0.5])
@@ -89,9 +87,7 @@ def test_compare_prints_the_figures_as_json_and_doubts_tasks_that_differ(
     assert run(["compare", "a", "--runs-dir", str(tmp_path)]) == 2
 
 
-def test_compare_writes_the_report_of_the_runs_side_by_side(
-    runs: list[Recorded], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_compare_writes_the_report_of_the_runs_side_by_side(runs, tmp_path, capsys):
     out = tmp_path / "two.html"
     assert run(["compare", "a", "b", "--reward", "0.4", "--out", str(out), "--runs-dir", str(tmp_path)]) == 0
     assert capsys.readouterr().out == f"{out}\n"
@@ -100,17 +96,13 @@ def test_compare_writes_the_report_of_the_runs_side_by_side(
         assert words in page
 
 
-def test_a_run_that_has_trained_nothing_is_compared_without_rewards(
-    runs: list[Recorded], tmp_path: Path
-) -> None:
+def test_a_run_that_has_trained_nothing_is_compared_without_rewards(runs, tmp_path):
     comparison = compared([runs[0], record(tmp_path, "young", [], [], step_s=1.0, groups=1)])
     assert "rewards are not compared" in comparison.doubts[-1]
     assert not any(figure.label.startswith("reward at") for figure in comparison.figures)
 
 
-def test_last_evals_have_intervals_and_their_difference_says_whether_it_is_clear(
-    runs: list[Recorded],
-) -> None:
+def test_last_evals_have_intervals_and_their_difference_says_whether_it_is_clear(runs):
     """64 prompts of which 16 and 40 are right; of the same prompts one run has all that the other has, and 24
     more."""
     ends = {"reward_low": 0.1, "reward_high": 0.9, "num_prompts": 64, "prompts": "same"}

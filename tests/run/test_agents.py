@@ -1,10 +1,7 @@
 """Two agents that know nothing of asyncrl are trained by one run: a loop over the openai client, and
 smolagents."""
 
-from __future__ import annotations
-
 import textwrap
-from pathlib import Path
 
 import pytest
 
@@ -96,7 +93,7 @@ SETS = (
 )
 
 
-def test_unchanged_agents_are_trained_for_ten_steps(tmp_path: Path) -> None:
+def test_unchanged_agents_are_trained_for_ten_steps(tmp_path):
     (tmp_path / "my_agent.py").write_text(textwrap.dedent(AGENTS))
     words = ("--profile", "partial-rollout", "--name", "agents", "--ui", "plain")
     process = start(tmp_path, "train", *words, sets=(*SETS, "task.agent=my_agent:either"))

@@ -7,7 +7,6 @@ import json
 import os
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -33,7 +32,7 @@ def cluster() -> Iterator[RayNodes]:
         yield nodes
 
 
-def test_a_profile_for_gpus_trains_on_logical_gpus_of_two_nodes(cluster: RayNodes, tmp_path: Path) -> None:
+def test_a_profile_for_gpus_trains_on_logical_gpus_of_two_nodes(cluster, tmp_path):
     sets = (*SMALL, *GPUS, *SHAPES, "run.train_steps=2", "checkpoint.every_steps=0", "eval.prompts=0")
     words = ("--profile", "partial-rollout", "--name", "far", "--ui", "plain", "--address", cluster.address)
     code, out, err = finish(start(tmp_path, "train", *words, sets=sets))
@@ -45,7 +44,7 @@ def test_a_profile_for_gpus_trains_on_logical_gpus_of_two_nodes(cluster: RayNode
     assert not list((tmp_path / "runs" / "far").glob(".preflight*"))
 
 
-def test_a_bench_makes_its_runs_on_the_cluster(cluster: RayNodes, tmp_path: Path) -> None:
+def test_a_bench_makes_its_runs_on_the_cluster(cluster, tmp_path):
     # bench sets these itself
     own = ("run.train_steps=10", "checkpoint.every_steps=2", "eval.every_versions=0")
     sets = (
@@ -78,9 +77,7 @@ def test_a_bench_makes_its_runs_on_the_cluster(cluster: RayNodes, tmp_path: Path
         assert trained[-1]["groups_trained"] == 48
 
 
-def test_plan_and_doctor_look_where_they_are_told(
-    cluster: RayNodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_plan_and_doctor_look_where_they_are_told(cluster, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:9")  # as within a job of another cluster
     there = ("--address", cluster.address, "--json")
     sets = [word for text in (*GPUS, *SHAPES) for word in ("--set", text)]
@@ -114,7 +111,7 @@ def where(
     return asyncio.run(main())
 
 
-def test_nodes_are_disjoint_labelled_waited_for_and_missed(cluster: RayNodes) -> None:
+def test_nodes_are_disjoint_labelled_waited_for_and_missed(cluster):
     with connected(cluster.address) as there:
         apart = where(plan_for(there, *SHAPES))
         assert apart["trainer"].isdisjoint(apart["rollout"])
@@ -158,9 +155,7 @@ def wait_until_all_is_free() -> None:
         time.sleep(0.1)
 
 
-def test_probes_tell_what_is_wrong_on_which_node(
-    cluster: RayNodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_probes_tell_what_is_wrong_on_which_node(cluster, tmp_path, monkeypatch):
     from asyncrl_cli.job.driver_preflight import Wanted, cluster_findings, examined
 
     about, *found = cluster_findings(cluster.address, tmp_path / "runs", lambda text: None)

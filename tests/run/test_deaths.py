@@ -1,8 +1,6 @@
 """Processes are killed in the middle of a run: a worker's or its engine's, which a restart replaces, and
 Ray's, which end it."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,8 +1,6 @@
 """A run that its terminal does not own: detached, ended by what a scheduler sends, and begun again by the
 same command, which a terminal owns and takes along."""
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import json

@@ -2,8 +2,6 @@
 test_deaths.py, the signals of schedulers and terminals in test_detached.py, two interrupts in
 test_lost_nodes.py."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

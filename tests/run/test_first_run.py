@@ -1,7 +1,5 @@
 """The first run builds its model: what is said meanwhile, and what an interrupt leaves of it."""
 
-from __future__ import annotations
-
 import re
 import signal
 

@@ -1,7 +1,5 @@
 """Nodes of a cluster die under a run: SIGKILL to a raylet and all of its workers."""
 
-from __future__ import annotations
-
 import signal
 import time
 

@@ -109,9 +109,7 @@ def no_variable_of_ray(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("no_variable_of_ray")
-def test_a_run_is_submitted_watched_and_stopped_on_a_head_that_asks_for_its_users_token(
-    tmp_path: Path,
-) -> None:
+def test_a_run_is_submitted_watched_and_stopped_on_a_head_that_asks_for_its_users_token(tmp_path):
     with plain_head() as head:
         there, run = ("--address", head.dashboard), tmp_path / "runs" / "sent"
         cache = (f"model.cache_dir={tmp_path / 'models'}",)
@@ -162,7 +160,7 @@ def test_a_run_is_submitted_watched_and_stopped_on_a_head_that_asks_for_its_user
 
 
 @pytest.mark.usefixtures("no_variable_of_ray")
-def test_a_head_that_asks_for_no_token_gets_none(tmp_path: Path) -> None:
+def test_a_head_that_asks_for_no_token_gets_none(tmp_path):
     with plain_head(RAY_AUTH_MODE="disabled") as head:
         code, _, err = asked(tmp_path, head, "status", "--address", head.dashboard)
         assert (code, "no run was submitted" in err) == (0, True), err

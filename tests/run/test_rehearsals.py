@@ -1,7 +1,5 @@
 """The small twin of each template, run from elsewhere and without a network."""
 
-from __future__ import annotations
-
 import pytest
 
 from asyncrl_cli.cli.app import run as asyncrl
