@@ -11,7 +11,7 @@ import pytest
 
 from asyncrl_cli.checkpoint.run_directory import RunDirectory
 from asyncrl_cli.cli.app import run
-from asyncrl_cli.cli.logs import follow_lines
+from asyncrl_cli.cli.watch import follow_lines
 from tests.statuses import write_status
 
 

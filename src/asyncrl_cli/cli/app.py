@@ -19,7 +19,7 @@ from typer.exceptions import TyperException
 from asyncrl_cli import __version__
 from asyncrl_cli.base.errors import AsyncrlError, ConfigError, PreflightError
 from asyncrl_cli.base.paths import MAX_NAME_BYTES, MAX_PATH_BYTES, is_path
-from asyncrl_cli.cli import bench, export, logs, plan, profiles, records, runs, setup, submit, tune, watch
+from asyncrl_cli.cli import bench, plan, profiles, records, runs, setup, submit, tune, watch
 from asyncrl_cli.cli.console import (
     STDOUT,
     begin,
@@ -34,10 +34,9 @@ from asyncrl_cli.cli.console import (
 app = typer.Typer(
     name="asyncrl",
     help="Asynchronous RL for language models: turns a TOML profile into a Ray job and shows live who is "
-    "idle, why, "
-    "and how stale the data is.",
-    epilog="Start with [bold]asyncrl train --profile partial-rollout[/]: it needs no GPU and takes a few "
-    "minutes.",
+    "idle, why, and how stale the data is.",
+    epilog="Start with [bold]asyncrl train --profile partial-rollout[/]: "
+    "it needs no GPU and takes a few minutes.",
     rich_markup_mode="rich",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
@@ -51,10 +50,10 @@ for command, examples in (
     (watch.status, watch.STATUS_EXAMPLES),
     (records.compare, records.COMPARE_EXAMPLES),
     (watch.stop, watch.STOP_EXAMPLES),
-    (logs.logs, logs.EXAMPLES),
+    (watch.logs, watch.LOGS_EXAMPLES),
     (records.samples, records.SAMPLES_EXAMPLES),
     (records.trace, records.TRACE_EXAMPLES),
-    (export.export, export.EXAMPLES),
+    (records.export, records.EXPORT_EXAMPLES),
     (records.report, records.REPORT_EXAMPLES),
     (bench.bench, bench.EXAMPLES),
     (plan.plan, plan.EXAMPLES),
@@ -107,9 +106,7 @@ def _answer(args: Sequence[str]) -> int:
     """Run the command, print its error if it fails, and return the exit code. Raises OSError only if stdout
     cannot be written."""
     try:
-        _check_working_directory()
-        _refuse_long_names(args)
-        _refuse_empty_words(args)
+        _check(args)
         return app(args=list(args), prog_name="asyncrl", standalone_mode=False) or 0
     except SystemExit as ended:
         # On a closed pipe, Typer and rich exit with 1.
@@ -119,12 +116,15 @@ def _answer(args: Sequence[str]) -> int:
             raise
         if isinstance(error, TyperException) and not error.format_message():
             return error.exit_code  # `asyncrl` without a command: the help has been printed
-        verbose = not {"--verbose", "-v"}.isdisjoint(args)
-        shown = (
-            _usage_error(error, args)
-            if isinstance(error, TyperException)
-            else in_our_words(error, verbose=verbose)
-        )
+        if isinstance(error, TyperException):
+            # in our form of a message, and without pydantic's prefix
+            message, context = error.format_message(), getattr(error, "ctx", None)
+            message = message[:1].lower() + message[1:].rstrip(".").replace(": Value error, ", ": ")
+            word = next((word for word in args if not word.startswith("-")), "")
+            command = context.command_path if context is not None else f"asyncrl {word}".rstrip()
+            shown: AsyncrlError = ConfigError(message, hint=f"`{command} --help` shows how it is used")
+        else:
+            shown = in_our_words(error, verbose=not {"--verbose", "-v"}.isdisjoint(args))
     tell(shown)
     if "--json" in args:
         with suppress(OSError):  # stdout cannot be written: only the exit code is left
@@ -132,45 +132,27 @@ def _answer(args: Sequence[str]) -> int:
     return shown.exit_code
 
 
-def _check_working_directory() -> None:
+def _check(args: Sequence[str]) -> None:
+    """Raises ConfigError for arguments that no command can use, PreflightError if the working directory is
+    gone."""
     try:
         os.getcwd()
     except OSError as error:
         why = f"the working directory no longer exists: {error.strerror}"
         raise PreflightError(why, hint="cd to one that does") from error
-
-
-def _refuse_long_names(args: Sequence[str]) -> None:
-    """Raises ConfigError for an argument that is longer than any path. Only values of `--set` may be
-    longer."""
     for before, argument in zip(("", *args), args, strict=False):
+        # only values of --set may be longer than any path
         if before != "--set" and not argument.startswith("--set=") and not is_path(argument):
             what = f"{argument[:40]}... is too long for a name or a path: it has {len(argument):,} characters"
             hint = f"a name has at most {MAX_NAME_BYTES} bytes, a path {MAX_PATH_BYTES:,}"
             raise ConfigError(what, hint=hint)
-
-
-def _refuse_empty_words(args: Sequence[str]) -> None:
-    """Raises ConfigError for an empty argument, usually that of a variable that is not set: as a path it
-    would be this directory, and as a name any."""
-    for before, argument in zip(("", *args), args, strict=False):
-        option, _, value = argument.partition("=")
-        if argument == "":
-            what = f"{before} has an empty value" if before.startswith("-") else "an argument is empty"
-        elif argument.startswith("--") and argument != option and not value:
-            what = f"{option} has an empty value"
-        else:
-            continue
-        raise ConfigError(what, hint="give a value, or leave it out")
-
-
-def _usage_error(error: TyperException, args: Sequence[str]) -> AsyncrlError:
-    message, context = error.format_message(), getattr(error, "ctx", None)
-    # removes pydantic's prefix
-    message = message[:1].lower() + message[1:].rstrip(".").replace(": Value error, ", ": ")
-    word = next((word for word in args if not word.startswith("-")), "")
-    command = context.command_path if context is not None else f"asyncrl {word}".rstrip()
-    return ConfigError(message, hint=f"`{command} --help` shows how it is used")
+        # usually of a variable that is not set: as a path it would be this directory, and as a name any
+        option, equals, value = argument.partition("=")
+        is_option = argument.startswith("--")
+        if argument == "" or (is_option and equals and not value):
+            named = option or (before if before.startswith("-") else "")
+            what = f"{named} has an empty value" if named else "an argument is empty"
+            raise ConfigError(what, hint="give a value, or leave it out")
 
 
 def _lose_stdout() -> None:

@@ -148,22 +148,17 @@ def in_our_words(error: BaseException, *, verbose: bool) -> AsyncrlError:
     printed first."""
     if verbose:
         stderr().print(Text("".join(traceback.format_exception(error)), style="dim"), soft_wrap=True)
-    hint = "" if verbose else "this is a bug; `asyncrl -v ...` shows where"
-    text = f"{type(error).__name__}: {error}"
-    return _known(error) or _stray_package_error(text) or AsyncrlError(text, hint=hint)
-
-
-def _stray_package_error(text: str) -> AsyncrlError | None:
-    """The error caused by a package that transformers imports whenever it is installed, but that was built
-    for another torch."""
+    if (known := _known(error)) is not None:
+        return known
     from asyncrl_cli.engines.vllm.vllm_kind import STRAY_PACKAGES, broken_packages
 
+    text = f"{type(error).__name__}: {error}"
     for name in STRAY_PACKAGES:
+        # transformers imports such a package whenever it is installed, though it was built for another torch
         if name in text and name in broken_packages():
-            return PreflightError(
-                text, hint=f"asyncrl doctor --fix removes {name}, which does not fit this torch"
-            )
-    return None
+            fix = f"asyncrl doctor --fix removes {name}, which does not fit this torch"
+            return PreflightError(text, hint=fix)
+    return AsyncrlError(text, hint="" if verbose else "this is a bug; `asyncrl -v ...` shows where")
 
 
 def _known(error: BaseException) -> AsyncrlError | None:

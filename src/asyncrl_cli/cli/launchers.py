@@ -91,7 +91,7 @@ def rendered(template: Path, launch: Launch) -> dict[str, str]:
     for refusal in _refusals(launcher, launch, named, by_role=by_role):
         raise refusal
     nodes, plan = _fewest(launch.loaded.profile, launch.gpus, launch.nodes)
-    values = _values(launch, nodes) | (_pods(launch, plan) if by_role else {})
+    values = _values(launch, nodes, plan)
     return {file: VARIABLE.sub(lambda match: str(values[match[1]]), text) for file, text in texts.items()}
 
 
@@ -140,11 +140,11 @@ def _fewest(profile: Profile, gpus_per_node: int, nodes: int | None) -> tuple[in
     raise refusals[0]
 
 
-def _values(launch: Launch, nodes: int) -> dict[str, object]:
+def _values(launch: Launch, nodes: int, plan: JobPlan) -> dict[str, object]:
     runs_dir = launch.directory / "runs"
     run = ["--profile", str(launch.profile), *set_words(launch.set), "--name", launch.run]
     run += ["--runs-dir", str(runs_dir)]
-    return {
+    values: dict[str, object] = {
         "name": launch.run,
         "nodes": nodes,
         "num_workers": nodes - 1,
@@ -156,19 +156,16 @@ def _values(launch: Launch, nodes: int) -> dict[str, object]:
         "runs_dir": runs_dir,
         "train": shlex.join(["asyncrl", "train", *run, "--resume", "auto", "--ui", "plain"]),
         "submit": shlex.join(["asyncrl", "submit", *run]),
+        "rollout_labels": "{}" if plan.colocate else '{group = "rollout"}',
     }
-
-
-def _pods(launch: Launch, plan: JobPlan) -> dict[str, object]:
-    """Two kinds of pods: for trainer, scorers and colocated rollout workers, and for other rollout workers.
-    Pods of one kind have the same number of GPUs."""
-    values: dict[str, object] = {"rollout_labels": "{}" if plan.colocate else '{group = "rollout"}'}
+    # Two kinds of pods: for trainer, scorers and colocated rollout workers, and for other rollout workers.
+    # Pods of one kind have the same number of GPUs.
     for role in (TRAINER, ROLLOUT):
         names = [name for name in plan.groups if (name == ROLLOUT) == (role == ROLLOUT)]
         bundles = [bundle for name in names for bundle in plan.groups[name]]
         spread = [name for name in names if plan.spot(name).strategy == "strict_spread"]
         apart = sum(len(plan.groups[name]) for name in spread)
-        largest = max((bundle.gpus for bundle in bundles), default=1)  # each bundle is within one pod
+        largest = max((bundle.gpus for bundle in bundles), default=1) or 1  # each bundle is within one pod
         total = -(-sum(bundle.gpus for bundle in bundles) // largest)  # in units of the largest
         pods = max(-(-total // max(launch.gpus // largest, 1)), apart)
         share = -(-total // max(pods, 1))

@@ -66,12 +66,9 @@ def print_memory(
     if isinstance(memory, str):
         print_prose(f"\nmemory: no estimate: {memory}")
         return
-    each = "process" if plan.device == "cpu" else "GPU and process"
-    title = (
-        f"\nmemory per {each}, an estimate ({memory.shape.model_type}, {memory.shape.parameters:,} "
-        "parameters)"
-    )
     is_apart = plan.device != "cpu"  # the GPU's memory is not the host's
+    model = f"{memory.shape.model_type}, {memory.shape.parameters:,} parameters"
+    title = f"\nmemory per {'GPU and process' if is_apart else 'process'}, an estimate ({model})"
     rows: list[list[str | Text]] = []
     for role, grouped in groupby(memory.items, key=lambda item: item.role):
         items = list(grouped)
@@ -79,21 +76,24 @@ def print_memory(
         for item in items:
             where = ["GPU" if item.kind == "device" else "host"] if is_apart else []
             rows.append([item.what, item.phase, size(item.num_bytes), *where, item.how])
-    places = ["where"] if is_apart else []
-    columns: list[str | Column] = [
-        "what",
-        "when",
-        Column("size", justify="right", no_wrap=True),
-        *places,
-        "meaning",
-    ]
-    print_table(columns, rows, title)
-    for line in (
-        *map(_need_line, needs),
-        _store_line(memory, is_here=is_here),
-        *memory.shape.remarks,
-        NOT_COUNTED,
-    ):
+    sizes, places = Column("size", justify="right", no_wrap=True), ["where"] if is_apart else []
+    print_table(["what", "when", sizes, *places, "meaning"], rows, title)
+    for need in needs:
+        one = "one node's host" if need.device == NODE else f"one {need.device}"
+        line = f"{' and '.join(need.roles)} on {one}: about {size(need.num_bytes)} at the peak"
+        if need.available_bytes is None:
+            flag = "--node-memory" if need.device == NODE else "--gpu-memory"
+            print_prose(f"{line} (the memory of a {need.device} is not known here: {flag} GIB)")
+        else:
+            fits = "fits" if need.fits else "does not fit"
+            print_prose(f"{line} of {size(need.available_bytes)}: {fits}, by this estimate")
+    needed, free = memory.store_bytes, free_shared_memory()
+    room = f" ({SHARED_MEMORY})"
+    if is_here and free is not None:
+        enough = "enough" if needed <= free else "not enough"
+        room = f", {SHARED_MEMORY} has {size(free)} free: {enough}"
+    print_prose(f"object store of a local session: {size(needed)} of shared memory{room}")
+    for line in (*memory.shape.remarks, NOT_COUNTED):
         print_prose(line)
 
 
@@ -101,24 +101,3 @@ def size(num_bytes: int) -> str:
     """The size in MiB below one GiB, otherwise in GiB."""
     mib = num_bytes / MIB
     return f"{mib / 1024:.1f} GiB" if mib >= 1024 else f"{mib:.1f} MiB"
-
-
-def _store_line(memory: MemoryEstimate, *, is_here: bool) -> str:
-    needed, free = memory.store_bytes, free_shared_memory()
-    line = f"object store of a local session: {size(needed)} of shared memory"
-    if not is_here or free is None:
-        return f"{line} ({SHARED_MEMORY})"
-    return f"{line}, {SHARED_MEMORY} has {size(free)} free: {'enough' if needed <= free else 'not enough'}"
-
-
-def _need_line(need: memory_fit.DeviceNeed) -> str:
-    who = " and ".join(need.roles)
-    text = f"{who} on one {need.device}: about {size(need.num_bytes)} at the peak"
-    if need.device == NODE:
-        text = text.replace("one node", "one node's host")
-    if need.available_bytes is None:
-        flag = "--node-memory" if need.device == NODE else "--gpu-memory"
-        return f"{text} (the memory of a {need.device} is not known here: {flag} GIB)"
-    return (
-        f"{text} of {size(need.available_bytes)}: {'fits' if need.fits else 'does not fit'}, by this estimate"
-    )

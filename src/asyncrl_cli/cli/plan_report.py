@@ -4,7 +4,6 @@ fits the devices."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -95,11 +94,12 @@ def print_plan(
         document |= {"defaults": _derived(loaded), "rehearsal": rehearsal.document()}
         print_json(document | ({"cluster": there.rows(job)} if shows_nodes else {}))
     else:
-        _print_tables(profile, schedule, job)
+        _print_schedule_and_placement(profile, schedule, job)
         if shows_nodes:
             there.print(job)
         print_memory(memory, job, needs, is_here=is_here)
-        _print_defaults(loaded)
+        for key, (value, why) in _derived(loaded).items():
+            print_prose(f"{key} = {f'{value:,.0f} s' if isinstance(value, float) else value} ({why})")
         print_text("\n" + "\n".join(rehearsal.lines()))
     if refusal is not None and isinstance(memory, MemoryEstimate):
         raise with_hint(refusal, memory, there.all)
@@ -223,12 +223,6 @@ def _derived(loaded: Loaded) -> dict[str, tuple[Any, str]]:
     }
 
 
-def _print_defaults(loaded: Loaded) -> None:
-    for key, (value, why) in _derived(loaded).items():
-        shown = f"{value:,.0f} s" if isinstance(value, float) else value
-        print_prose(f"{key} = {shown} ({why})")
-
-
 def _document(profile: Profile, schedule: Schedule, job: JobPlan, memory: dict[str, Any]) -> dict[str, Any]:
     of_job = {name: getattr(job, name) for name in ("device", "engine", "colocate", "gpus", "cpus")}
     return {
@@ -240,34 +234,29 @@ def _document(profile: Profile, schedule: Schedule, job: JobPlan, memory: dict[s
 
 
 def plan_rows(plan: JobPlan) -> list[dict[str, str | int | float]]:
-    """One row per role, for `asyncrl plan`: plain values, ready for a table or for JSON."""
-    bundles = {
-        role.role: {plan.bundle_of(role, index) for index in range(role.workers)} for role in plan.roles
-    }
-    return [asdict(role) | {"bundles": _ranges(bundles[role.role])} for role in plan.roles]
+    """One row per role, for `asyncrl plan`: plain values, ready for a table or for JSON. Numbers of bundles
+    are ascending, with ranges of consecutive ones: `0-3 8`."""
+    rows: list[dict[str, str | int | float]] = []
+    for role in plan.roles:
+        ranges = list[list[int]]()
+        for bundle in sorted({plan.bundle_of(role, index) for index in range(role.workers)}):
+            if ranges and bundle == ranges[-1][-1] + 1:
+                ranges[-1] = [ranges[-1][0], bundle]
+            else:
+                ranges.append([bundle])
+        rows.append(asdict(role) | {"bundles": " ".join("-".join(map(str, one)) for one in ranges)})
+    return rows
 
 
-def _ranges(numbers: Collection[int]) -> str:
-    """Ascending, with ranges of consecutive numbers: `0-3 8`."""
-    found = list[list[int]]()
-    for number in sorted(numbers):
-        if found and number == found[-1][-1] + 1:
-            found[-1].append(number)
-        else:
-            found.append([number])
-    return " ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in found)
-
-
-def schedule_rows(schedule: Schedule, on_stale: str) -> list[tuple[str, str, str]]:
-    """Rows of (name, value, meaning), with the terms of the documentation."""
-    strict = (
-        ("strict: no trained token is older")
-        if on_stale == "wait"
-        else f'not strict: on_stale = "{on_stale}"'
-    )
+def _print_schedule_and_placement(profile: Profile, schedule: Schedule, job: JobPlan) -> None:
+    """Two tables, the first with the terms of the documentation."""
+    on_stale = profile.async_training.on_stale
+    strict = f'not strict: on_stale = "{on_stale}"'
+    if on_stale == "wait":
+        strict = "strict: no trained token is older"
     last = schedule.last_window_groups
     shorter = "" if last == schedule.window_groups else f", the last window has {last} groups"
-    return [
+    meanings = [
         ("mode", schedule.mode, "follows from colocate, K, eta and partial_rollout"),
         ("B", str(schedule.mini_batch_groups), "groups per optimizer step"),
         ("R", str(schedule.step_groups), "groups per train step"),
@@ -280,13 +269,7 @@ def schedule_rows(schedule: Schedule, on_stale: str) -> list[tuple[str, str, str
         ("groups", str(schedule.groups), "trained by the whole run"),
         ("syncs", str(schedule.syncs), f"weight syncs, one at the end of each window{shorter}"),
     ]
-
-
-def _print_tables(profile: Profile, schedule: Schedule, job: JobPlan) -> None:
-    columns: list[str | Column] = ["", Column("value", justify="right"), "meaning"]
-    print_table(
-        columns, schedule_rows(schedule, profile.async_training.on_stale), f"{profile.name}: schedule"
-    )
+    print_table(["", Column("value", justify="right"), "meaning"], meanings, f"{profile.name}: schedule")
     rows = plan_rows(job)
     headers = [header.replace("_", " ") for header in rows[0]]
     print_table(headers, (map(str, row.values()) for row in rows), f"\nplacement: {job}")

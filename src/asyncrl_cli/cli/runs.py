@@ -23,7 +23,7 @@ from asyncrl_cli.cli.options import (
     UiOption,
     run_argument,
 )
-from asyncrl_cli.cli.submit import resume_there, say_next, set_words
+from asyncrl_cli.cli.submit import say_next, send, set_words
 
 if TYPE_CHECKING:
     from asyncrl_cli.job.driver_run import Run
@@ -75,9 +75,7 @@ def train(
 
     loaded = load_profile(profile, sets, name)
     settings = loaded.profile
-    has_begun = go_on == "auto" and _has_begun(settings.run.name, runs_dir)
-    if has_begun and not dry_run:
-        has_begun = not _is_cleared(runs_dir / str(settings.run.name))
+    has_begun = go_on == "auto" and _has_begun(settings.run.name, runs_dir, is_cleared=not dry_run)
     if settings.run.name is not None and not has_begun:
         check_free(runs_dir, settings.run.name)
     if dry_run:
@@ -98,30 +96,26 @@ def train(
     run_to_its_end(_run_of(loaded, runs_dir, ui, address, is_resumed=has_begun), as_json=as_json)
 
 
-def _has_begun(name: str | None, runs_dir: Path) -> bool:
-    """Whether there is a run of this name to resume. Exits with 0 if that run is done."""
+def _has_begun(name: str | None, runs_dir: Path, *, is_cleared: bool) -> bool:
+    """Whether there is a run of this name to resume. Exits with 0 if that run is done. `is_cleared`: a run
+    that was killed before its first checkpoint cannot be resumed, and gives its name free again."""
     from asyncrl_cli.checkpoint.lookup import last_status
-    from asyncrl_cli.checkpoint.run_directory import never_began
+    from asyncrl_cli.checkpoint.run_directory import clear_lost, never_began
 
     if name is None:
         raise ConfigError("--resume auto needs the run's name", hint="--name NAME, the same each time")
-    if last_status(runs_dir / name).get("phase") == "done":
-        longer = f"`asyncrl resume {as_typed(runs_dir / name)} --set run.train_steps=N` makes it longer"
+    run_dir = runs_dir / name
+    if last_status(run_dir).get("phase") == "done":
+        longer = f"`asyncrl resume {as_typed(run_dir)} --set run.train_steps=N` makes it longer"
         say(f"run '{name}' is done: nothing is left to train; {longer}")
         raise typer.Exit
-    return (runs_dir / name).exists() and not never_began(runs_dir / name)
-
-
-def _is_cleared(run_dir: Path) -> bool:
-    """Whether the run cannot be resumed because it was killed before its first checkpoint. If so, its name is
-    free again."""
-    from asyncrl_cli.checkpoint.run_directory import clear_lost
-
-    logs = clear_lost(run_dir)
-    if logs is not None:
-        killed = f"run '{run_dir.name}' was killed before its first checkpoint and starts anew"
+    if not run_dir.exists() or never_began(run_dir):
+        return False
+    if is_cleared and (logs := clear_lost(run_dir)) is not None:
+        killed = f"run '{name}' was killed before its first checkpoint and starts anew"
         warn(f"{killed}; its old logs are in {logs}")
-    return logs is not None
+        return False
+    return True
 
 
 def _run_of(loaded: Loaded, runs_dir: Path, ui: str, address: str | None, *, is_resumed: bool) -> Run:
@@ -193,7 +187,12 @@ def resume(
     from asyncrl_cli.job.ray.session import is_job_server
 
     if address is not None and is_job_server(address):
-        return resume_there(address, target, runs_dir, sets or (), as_json=as_json)
+        from asyncrl_cli.job.submit.job_server import Job, JobServer
+
+        server = JobServer(address)
+        name, place = server.find(target, runs_dir)
+        job = Job(arguments=["resume", name, *set_words(sets)], run=name, runs_dir=place)
+        return send(server, job, as_json=as_json)
     if detach:
         run = resolve(target, runs_dir).resolve().parent.parent
         return _detach(["resume", target, *set_words(sets)], run.name, run.parent, address, as_json=as_json)

@@ -72,7 +72,12 @@ def doctor(
     from asyncrl_cli.plan import machine
 
     if fix and (broken := vllm_kind.broken_packages()):
-        _uninstall(broken)
+        listed = ", ".join(broken)
+        say(f"uninstalling {listed}: not usable with this torch, and not needed by vLLM")
+        pip = [sys.executable, "-m", "pip", "uninstall", "--yes", "--quiet"]
+        if subprocess.run([*pip, *broken], check=False).returncode:
+            hint = f"remove them by hand: pip uninstall {' '.join(broken)}"
+            raise PreflightError(f"pip could not uninstall {listed}", hint=hint)
         # A failed import leaves traces in this process, so check again in a fresh one.
         again = [sys.executable, "-m", "asyncrl_cli", "doctor", *(["--json"] if as_json else [])]
         raise typer.Exit(subprocess.run(again, check=False).returncode)
@@ -94,14 +99,6 @@ def doctor(
         print_table((), rows)
     if any(finding.ok is False for finding in findings):
         raise typer.Exit(3)
-
-
-def _uninstall(packages: list[str]) -> None:
-    listed, pip = ", ".join(packages), [sys.executable, "-m", "pip", "uninstall", "--yes", "--quiet"]
-    say(f"uninstalling {listed}: not usable with this torch, and not needed by vLLM")
-    if subprocess.run([*pip, *packages], check=False).returncode:
-        hint = f"remove them by hand: pip uninstall {' '.join(packages)}"
-        raise PreflightError(f"pip could not uninstall {listed}", hint=hint)
 
 
 def init(
@@ -153,6 +150,9 @@ def init(
     import shutil
 
     from asyncrl_cli.cli.launchers import Launch, rendered
+    from asyncrl_cli.plan.cluster import local_cluster
+    from asyncrl_cli.plan.compiler import asked_gpus
+    from asyncrl_cli.profile.loaded import load
     from asyncrl_cli.profile.toml_files import shipped_templates
     from asyncrl_cli.profile.validation import profile_schema
 
@@ -179,18 +179,8 @@ def init(
             print_text(str(path))
     following = str(directory / "README.md")
     if is_task:
-        gpus = _missing_gpus(directory / "profile.toml")
-        following = f"cd {directory} && asyncrl plan --profile profile.toml{gpus}"
+        following = f"cd {directory} && asyncrl plan --profile profile.toml"
+        settings = load(str(directory / "profile.toml"), environ={}).profile
+        if settings.placement.device == "cuda" and not local_cluster().gpus:
+            following += f" --gpus {asked_gpus(settings) or 8}"  # `plan` would look for them here
     say(f"next: {following}")
-
-
-def _missing_gpus(profile: Path) -> str:
-    """The option that `asyncrl plan` needs for the profile on a machine without GPUs; empty if it needs
-    none."""
-    from asyncrl_cli.plan.cluster import local_cluster
-    from asyncrl_cli.plan.compiler import asked_gpus
-    from asyncrl_cli.profile.loaded import load
-
-    settings = load(str(profile), environ={}).profile
-    needs = settings.placement.device == "cuda" and not local_cluster().gpus
-    return f" --gpus {asked_gpus(settings) or 8}" if needs else ""

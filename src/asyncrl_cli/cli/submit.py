@@ -141,15 +141,6 @@ def set_words(sets: Sequence[str] | None) -> list[str]:
     return [word for text in sets or () for word in ("--set", text)]
 
 
-def resume_there(address: str, run: str, runs_dir: Path, sets: Sequence[str], *, as_json: bool) -> None:
-    """Submit a job that resumes the run."""
-    from asyncrl_cli.job.submit.job_server import Job, JobServer
-
-    server = JobServer(address)
-    name, place = server.find(run, runs_dir)
-    send(server, Job(arguments=["resume", name, *set_words(sets)], run=name, runs_dir=place), as_json=as_json)
-
-
 def followed_there(address: str, run: str | None, runs_dir: Path) -> tuple[str, Callable[[Take, Wait], None]]:
     """The run's name (default: the newest run), and a function that passes its status to `take`: a job there
     prints it once a second."""
