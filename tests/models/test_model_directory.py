@@ -19,7 +19,7 @@ from asyncrl_cli.models.inspection import check_model_directory
 from asyncrl_cli.models.model_directory import resolve_model
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.tasks.task import load_task
-from tests.models.conftest import tiny_profile
+from tests.builtin.conftest import tiny_profile
 from tests.train.conftest import rank_context as rank_context
 
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from random import Random
 
 import torch
@@ -45,15 +44,29 @@ def warm_start(
         raise ValueError(
             f"{recipe.steps} steps of {recipe.batch_size} lessons need more than the {len(lessons)} given"
         )
-    optimizers = _optimizers(model, recipe)
+    matrices, others = list[torch.nn.Parameter](), list[torch.nn.Parameter]()
+    for name, weight in model.named_parameters():
+        (matrices if weight.ndim == 2 and ".layers." in name else others).append(weight)
+    optimizers = (
+        Muon(matrices, lr=recipe.matrix_lr),
+        torch.optim.AdamW(others, lr=recipe.lr, betas=recipe.betas, weight_decay=0.0),
+    )
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     peaks = [group["lr"] for group in groups]
     losses: list[float] = []
     model.train()
-    with _one_thread():
-        for step, batch in enumerate(_batches(lessons, recipe, Random(seed))):
+    # One thread: with matrices this small, a second one saves a tenth of the time on idle cores, but takes ten
+    # times as long beside one busy process, because threads spin while they wait. How they wait is fixed when
+    # torch is loaded.
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        for step, batch in enumerate(batches_of(lessons, recipe, Random(seed))):
+            # Linear warm-up times a half cosine to zero, so that RL does not start from the noise of large steps.
+            warmup = min(1.0, (step + 1) / recipe.lr_warmup_steps)
+            cosine = 0.5 * (1 + math.cos(math.pi * step / recipe.steps))
             for group, peak in zip(groups, peaks, strict=True):
-                group["lr"] = peak * _schedule(step, recipe)
+                group["lr"] = peak * warmup * cosine
             loss = _loss(model, batch)
             loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), recipe.grad_clip)
@@ -62,41 +75,13 @@ def warm_start(
             model.zero_grad()
             losses.append(loss.item())
             progress(losses)
+    finally:
+        torch.set_num_threads(num_threads)
     model.eval()
     return losses
 
 
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """Compute with one thread. With matrices this small, a second thread saves a tenth of the time on idle
-    cores, but takes ten times as long beside one busy process, because threads spin while they wait. How they
-    wait is fixed when torch is loaded."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
-def _optimizers(model: PreTrainedModel, recipe: Recipe) -> list[torch.optim.Optimizer]:
-    matrices, others = list[torch.nn.Parameter](), list[torch.nn.Parameter]()
-    for name, weight in model.named_parameters():
-        (matrices if weight.ndim == 2 and ".layers." in name else others).append(weight)
-    return [
-        Muon(matrices, lr=recipe.matrix_lr),
-        torch.optim.AdamW(others, lr=recipe.lr, betas=recipe.betas, weight_decay=0.0),
-    ]
-
-
-def _schedule(step: int, recipe: Recipe) -> float:
-    """Linear warm-up times a half cosine that ends at zero, so that RL does not start from the noise of large
-    last steps."""
-    warmup = min(1.0, (step + 1) / recipe.lr_warmup_steps)
-    return warmup * 0.5 * (1 + math.cos(math.pi * step / recipe.steps))
-
-
-def _batches(lessons: Sequence[Taught], recipe: Recipe, rng: Random) -> Iterator[list[Taught]]:
+def batches_of(lessons: Sequence[Taught], recipe: Recipe, rng: Random) -> Iterator[list[Taught]]:
     """`recipe.steps` batches of lessons of similar length, in random order within a bucket."""
     size = recipe.batch_size
     wanted = lessons[: recipe.steps * size]

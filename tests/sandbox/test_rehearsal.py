@@ -15,7 +15,7 @@ from asyncrl_cli.sandbox import rehearsal
 from asyncrl_cli.sandbox.rehearsal import EMPTY, FOILS, FORMS, OTHER, PROMPT, Rehearsal, rehearse
 from asyncrl_cli.tasks.task import load_task
 
-MATH_500 = json.loads((Path(__file__).parent / "math500_answers.json").read_text(encoding="utf-8"))
+MATH_500 = json.loads((Path(__file__).parents[1] / "tasks/math500_answers.json").read_text(encoding="utf-8"))
 REWARDS = """
 import re
 import time

@@ -1,4 +1,4 @@
-"""The supervised warm start: what it teaches, in which order, and by what."""
+"""The supervised warm start: what it teaches, in which order, and by what. Muon in float32, against torch's own."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 from asyncrl_cli.base.errors import ConfigError
 from asyncrl_cli.builtin.tiny import IGNORED, Recipe, Taught, make_lessons, tiny_model
-from asyncrl_cli.builtin.warm_start import _batches, warm_start
+from asyncrl_cli.builtin.warm_start import Muon, batches_of, orthogonalised, warm_start
 from asyncrl_cli.contracts.reward_spec import RewardSpec
 from asyncrl_cli.tasks.task import Task
 from tests.products import counted_products
@@ -39,7 +39,7 @@ def test_a_model_learns_to_answer_and_its_prompts_are_not_learned():
 
 def test_every_lesson_is_used_once_and_batches_hold_lessons_of_like_length():
     lessons = [(tokens, [index]) for index, (tokens, _) in enumerate(lessons_of(64))]
-    batches = list(_batches(lessons, Recipe(steps=16, batch_size=4, bucket_batches=16), Random(1)))
+    batches = list(batches_of(lessons, Recipe(steps=16, batch_size=4, bucket_batches=16), Random(1)))
     assert [len(batch) for batch in batches] == [4] * 16
     assert sorted(labels[0] for batch in batches for _, labels in batch) == list(range(64))
     spread = [
@@ -101,3 +101,36 @@ def test_a_task_without_demonstrations_is_refused():
     with pytest.raises(ConfigError, match="learns from demonstrations, and jsonl:x provides none") as refused:
         make_lessons(bare, num=1, label_noise=0.0, seed=0)
     assert "builtin:untaught" in refused.value.hint
+
+
+def random(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("shape", [(16, 16), (8, 24), (24, 8)])
+def test_singular_values_come_near_one_and_directions_stay(shape):
+    matrix = random(*shape)
+    u, _, vt = torch.linalg.svd(matrix, full_matrices=False)
+    found = orthogonalised(matrix)
+    assert found.dtype == torch.float32
+    values = torch.linalg.svdvals(found)
+    assert values.min() > 0.5
+    assert values.max() < 1.3
+    inner = u.T @ found @ vt.T
+    torch.testing.assert_close(inner, torch.diag(inner.diag()), atol=1e-3, rtol=0)
+
+
+def test_nothing_to_orthogonalise_is_no_direction():
+    assert torch.equal(orthogonalised(torch.zeros(4, 3)), torch.zeros(4, 3))
+
+
+@pytest.mark.parametrize("shape", [(16, 16), (8, 24), (24, 8)])
+def test_steps_are_those_of_torchs_muon_but_for_the_rounding_of_its_bfloat16(shape):
+    ours, theirs = (torch.nn.Parameter(random(*shape)) for _ in range(2))
+    optimizers = (Muon([ours], lr=0.1), torch.optim.Muon([theirs], lr=0.1, weight_decay=0.0))
+    for step in range(3):
+        for weight, optimizer in zip((ours, theirs), optimizers, strict=True):
+            weight.grad = random(*shape, seed=step + 1)
+            optimizer.step()
+    moved = (theirs - random(*shape)).norm()
+    assert (ours - theirs).norm() < 0.03 * moved
