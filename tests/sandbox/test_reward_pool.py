@@ -17,7 +17,6 @@ from random import Random
 from typing import Any
 
 import pytest
-from tests.waiting import until
 
 from asyncrl_cli.base.child_process import send
 from asyncrl_cli.base.errors import ConfigError, ExecutorFailed
@@ -29,6 +28,7 @@ from asyncrl_cli.sandbox import parent_rewards
 from asyncrl_cli.sandbox.parent_rewards import RewardFailed, RewardPool, default_workers
 from asyncrl_cli.tasks.code_choice import resolve_reward
 from asyncrl_cli.tasks.task import load_task
+from tests.waiting import until
 
 FUNCTIONS = '''
     import asyncio, contextlib, os, re, time
