@@ -13,7 +13,7 @@ import pytest
 from asyncrl_cli.contracts.reward_spec import RewardSpec
 from asyncrl_cli.contracts.user_code import UserCode
 from asyncrl_cli.envs.episode import Episode, Means
-from asyncrl_cli.envs.gateway.agent_session import AgentEnvironment
+from asyncrl_cli.envs.gateway.server import AgentEnvironment
 from asyncrl_cli.envs.slots import Slots
 from asyncrl_cli.sandbox.parent_rewards import RewardPool
 from tests.envs.gateways import CHAT, LIMITS, SAMPLING, gateway, text_of

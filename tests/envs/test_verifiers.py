@@ -16,7 +16,7 @@ import pytest
 
 from asyncrl_cli.base.errors import ConfigError
 from asyncrl_cli.envs.episode import Episode, Means
-from asyncrl_cli.envs.gateway.agent_session import AgentEnvironment
+from asyncrl_cli.envs.gateway.server import AgentEnvironment
 from asyncrl_cli.envs.slots import Slots
 from asyncrl_cli.profile.loaded import load
 from asyncrl_cli.sandbox.parent_rewards import RewardPool

@@ -34,13 +34,8 @@ ENVIRONMENTS = {
 
 def find_environment(name: str) -> Any:
     """The class or function that makes an environment. Raises ConfigError for an unknown name."""
-    return find(
-        "task.environment",
-        name,
-        ENVIRONMENTS,
-        "asyncrl.environments",
-        also="a class of yours as module:Class",
-    )
+    also = "a class of yours as module:Class"
+    return find("task.environment", name, ENVIRONMENTS, "asyncrl.environments", also=also)
 
 
 def check_environment(name: str) -> None:

@@ -93,10 +93,15 @@ class Parser:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, prompt: str, written: str) -> None:
         self._tokenizer = tokenizer
         self._own: Spec | None = getattr(tokenizer, "response_template", None)
-        known = [self._own] if self._own else map(_template, FORMS.values())
-        self._with_calls = next(
-            (spec for spec in known if written and self._reads(spec, written, prompt)), None
-        )
+        self._with_calls: Spec | None = None
+        for spec in [self._own] if self._own else map(_template, FORMS.values()):
+            try:
+                calls = self._parsed(spec, written, prompt, ()).get("tool_calls", ()) if written else ()
+            except UNREADABLE:
+                continue
+            if [call["function"] for call in calls] == [EXAMPLE["function"]]:
+                self._with_calls = spec
+                break
         self.reads_calls = self._with_calls is not None
 
     def answer(
@@ -104,33 +109,25 @@ class Parser:
     ) -> Answer:
         """`text`: the answer without special tokens. `whole`: with them, but without the one that ended it.
         `prompt`: the end of the prompt. Calls are parsed only if `tools` were offered."""
+        malformed = ""
         if tools and self._with_calls is not None:
             try:
                 message = self._parsed(self._with_calls, whole, prompt, tools)
                 return Answer(text=text, message=message, finish_reason=finish_reason)
             except UNREADABLE as error:
                 malformed = first_line(error)
-        else:
-            malformed = ""
-        return Answer(
-            text=text,
-            message=self._without_calls(whole, prompt),
-            finish_reason=finish_reason,
-            malformed=malformed,
-        )
-
-    def _without_calls(self, whole: str, prompt: str) -> Message:
+        # The answer without its calls.
         if self._own:
             fields = {name: field for name, field in self._own["fields"].items() if name != "tool_calls"}
-            return self._parsed({**self._own, "fields": fields}, whole, prompt, ())
-        message: dict[str, str] = {"role": "assistant", "content": whole.strip()}
-        if prompt.rstrip().endswith(THINK) or message["content"].startswith(THINK):
-            thinking, _, content = message["content"].removeprefix(THINK).partition(THINK_END)
-            message |= {
-                "content": content.strip(),
-                **({"reasoning_content": thinking.strip()} if thinking.strip() else {}),
-            }
-        return message
+            message = self._parsed({**self._own, "fields": fields}, whole, prompt, ())
+        else:
+            message = {"role": "assistant", "content": whole.strip()}
+            if prompt.rstrip().endswith(THINK) or message["content"].startswith(THINK):
+                thinking, _, content = message["content"].removeprefix(THINK).partition(THINK_END)
+                message["content"] = content.strip()
+                if thinking.strip():
+                    message["reasoning_content"] = thinking.strip()
+        return Answer(text=text, message=message, finish_reason=finish_reason, malformed=malformed)
 
     def _parsed(self, spec: Spec, whole: str, prompt: str, tools: Sequence[ToolSchema]) -> Message:
         """The message. Raises one of UNREADABLE if a call cannot be read."""
@@ -144,13 +141,6 @@ class Parser:
                 _checked(call, f"{number:07}{index:02}") for index, call in enumerate(message["tool_calls"])
             ]
         return message
-
-    def _reads(self, spec: Spec, written: str, prompt: str) -> bool:
-        try:
-            calls = self._parsed(spec, written, prompt, ()).get("tool_calls", ())
-        except UNREADABLE:
-            return False
-        return [call["function"] for call in calls] == [EXAMPLE["function"]]
 
 
 EXAMPLE: Message = {

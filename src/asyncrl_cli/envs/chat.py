@@ -127,15 +127,12 @@ class Chat:
         written, mark, rest = after.removeprefix(before).partition(MARK)
         if not after.startswith(before) or not mark or (_thinks(answer) and THOUGHT not in written):
             return None
-        closes = (
-            [(rest.index(text), text) for text in self._stop_texts if text in rest] if self._closes else []
-        )
+        ends = [rest.index(text) for text in self._stop_texts if text in rest] if self._closes else []
         # the template does not close answers with a stop token: take all text after the answer
-        if not closes:
+        if not ends:
             alone = self._text([*seen, marked], tools, add_generation_prompt=False)
             return self._ids(after.removeprefix(alone)) if after.startswith(alone) else None
-        at, _ = min(closes)
-        added = self._ids(rest[at:])
+        added = self._ids(rest[min(ends) :])
         return added[1:] if tokens and tokens[-1] in self._stops else added
 
     def parse(self, prompt: Sequence[int], completion: Completion, tools: Tools = ()) -> Answer:
@@ -163,16 +160,14 @@ class Chat:
             if self.has_template:
                 self._text([QUESTION, {"role": "assistant", "content": "a"}, QUESTION], ())
         except EpisodeFailed as failed:
-            raise PreflightError(
-                f"model.path: a second turn is not possible: {failed.text}", hint=ANOTHER_MODEL
-            ) from None
+            why = f"model.path: a second turn is not possible: {failed.text}"
+            raise PreflightError(why, hint=ANOTHER_MODEL) from None
 
     def check_tools(self) -> None:
         """Raises PreflightError if the model cannot be offered tools."""
         if self.why_no_tools:
-            raise PreflightError(
-                f"model.path: the model cannot be offered tools: {self.why_no_tools}", hint=ANOTHER_MODEL
-            )
+            why = f"model.path: the model cannot be offered tools: {self.why_no_tools}"
+            raise PreflightError(why, hint=ANOTHER_MODEL)
 
     @cached_property
     def why_no_tools(self) -> str:
@@ -182,17 +177,11 @@ class Chat:
         if not self._style.writes_calls:
             return "its chat template does not write tool calls"
         if not self.parser.reads_calls:
-            return (
-                "its chat template writes tool calls in an unknown form, and its tokenizer has no "
-                "response_template"
-            )
+            what = "its chat template writes tool calls in an unknown form"
+            return f"{what}, and its tokenizer has no response_template"
         call = {"role": "assistant", "content": "", "tool_calls": [EXAMPLE]}
-        result = {
-            "role": "tool",
-            "content": MARK,
-            "tool_call_id": EXAMPLE["id"],
-            "name": EXAMPLE["function"]["name"],
-        }
+        name, id = EXAMPLE["function"]["name"], EXAMPLE["id"]
+        result = {"role": "tool", "content": MARK, "tool_call_id": id, "name": name}
         try:
             is_written = MARK in self._text([QUESTION, call, result], [EXAMPLE_TOOL])
         except EpisodeFailed as failed:
@@ -211,9 +200,8 @@ class Chat:
                         return tokens
             return list(self.tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"])
         except TypeError as error:  # JSON may hold lone surrogates, which tokenizers reject
-            raise EpisodeFailed(
-                "template", f"a text that is not valid Unicode cannot be tokenized: {first_line(error)}"
-            ) from error
+            why = f"a text that is not valid Unicode cannot be tokenized: {first_line(error)}"
+            raise EpisodeFailed("template", why) from error
 
     @cached_property
     def _style(self) -> Style:
@@ -237,9 +225,8 @@ class Chat:
     @cached_property
     def _specials(self) -> frozenset[int]:
         added = self.tokenizer.added_tokens_decoder.items()
-        return frozenset(
-            [*self.tokenizer.all_special_ids, *(token for token, piece in added if piece.special)]
-        )
+        specials = (token for token, piece in added if piece.special)
+        return frozenset([*self.tokenizer.all_special_ids, *specials])
 
     @cached_property
     def _stop_texts(self) -> tuple[str, ...]:
@@ -277,9 +264,8 @@ class Chat:
             return str(self.tokenizer.apply_chat_template(dressed, tools=list(tools) or None, **how))
         # whatever a template's expressions may raise
         except (TemplateError, TypeError, ValueError, KeyError) as error:
-            raise EpisodeFailed(
-                "template", f"the model's chat template refuses these messages: {first_line(error)}"
-            ) from error
+            why = f"the model's chat template refuses these messages: {first_line(error)}"
+            raise EpisodeFailed("template", why) from error
 
     def _dressed(self, message: Message, style: Style | None) -> Message:
         """An assistant's message in the template's style."""
@@ -291,15 +277,23 @@ class Chat:
             dressed["content"] = f"<think>\n{thinking}\n</think>\n\n{message.get('content') or ''}"
         if calls:
             dressed["content"] = (dressed.get("content") or "") if style.says_and_calls else None
-            dressed["tool_calls"] = [_with_arguments(call, style.arguments_as_text) for call in calls]
+            dressed["tool_calls"] = []
+            for call in calls:
+                arguments = call["function"]["arguments"]  # the gateway's clients send text
+                if style.arguments_as_text and not isinstance(arguments, str):
+                    arguments = json.dumps(arguments, ensure_ascii=False)
+                elif not style.arguments_as_text and isinstance(arguments, str):
+                    with contextlib.suppress(ValueError, RecursionError):
+                        arguments = json.loads(arguments)
+                function = {**call["function"], "arguments": arguments}
+                dressed["tool_calls"].append({**call, "function": function})
         return dressed
 
 
 def load_chat(model_dir: str | Path, *, trust_remote_code: bool, max_tokens: int) -> Chat:
     """The chat of a model's directory, with the stop tokens of its generation config."""
-    return Chat(
-        load_tokenizer(model_dir, trust_remote_code=trust_remote_code), stop_tokens_of(model_dir), max_tokens
-    )
+    tokenizer = load_tokenizer(model_dir, trust_remote_code=trust_remote_code)
+    return Chat(tokenizer, stop_tokens_of(model_dir), max_tokens)
 
 
 def stop_tokens_of(model_dir: str | Path) -> list[int]:
@@ -334,14 +328,3 @@ def _marked(answer: Message) -> Message:
 def _thinks(answer: Message) -> list[str]:
     """The keys under which the answer has thinking."""
     return [name for name in ("reasoning_content", "thinking") if answer.get(name)]
-
-
-def _with_arguments(call: Message, as_text: bool) -> Message:
-    """The call with its arguments as text, or as values. Clients of the gateway send text."""
-    arguments = call["function"]["arguments"]
-    if as_text and not isinstance(arguments, str):
-        arguments = json.dumps(arguments, ensure_ascii=False)
-    elif not as_text and isinstance(arguments, str):
-        with contextlib.suppress(ValueError, RecursionError):
-            arguments = json.loads(arguments)
-    return {**call, "function": {**call["function"], "arguments": arguments}}

@@ -151,9 +151,8 @@ class Episode:
         limit_s = self.means.limits.episode_timeout_s
         await asyncio.sleep(limit_s or math.inf)
         if not self.has_one_turn:
-            await self.stop(
-                "episode-timeout", f"{self.id} had not ended after env.episode_timeout_s = {limit_s:g}"
-            )
+            why = f"{self.id} had not ended after env.episode_timeout_s = {limit_s:g}"
+            await self.stop("episode-timeout", why)
 
     async def _end_of(self, environment: Environment) -> End:
         """Environment and model take turns, until the environment ends the episode."""
@@ -282,9 +281,8 @@ class Episode:
 
     def _failed(self, error: Exception) -> EpisodeFailed:
         logger.error("the environment of %s failed", self.id, exc_info=error)
-        return EpisodeFailed(
-            "environment", f"environment of {self.id}: {type(error).__name__}: {first_line(error)}"
-        )
+        what = f"environment of {self.id}: {type(error).__name__}: {first_line(error)}"
+        return EpisodeFailed("environment", what)
 
     def _check_stopped(self) -> None:
         if self._stopped is not None:

@@ -154,8 +154,7 @@ class RolloutHost:
         environment: Callable[[], Environment]
         if profile.task.has_agent:
             from asyncrl_cli.envs.gateway.admin_routes import admin_routes
-            from asyncrl_cli.envs.gateway.agent_session import AgentEnvironment
-            from asyncrl_cli.envs.gateway.server import Gateway
+            from asyncrl_cli.envs.gateway.server import AgentEnvironment, Gateway
 
             gateway = self._gateway = Gateway(self._engine, chat, sampling, limits)
             await gateway.start(admin_routes(gateway, self._loader))

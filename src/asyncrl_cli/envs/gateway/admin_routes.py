@@ -47,46 +47,44 @@ class LoadPost(BaseModel):
     interrupt: Interrupt = "keep-kv"
 
 
-def admin_routes(gateway: Gateway, loads: Loads) -> list[web.AbstractRouteDef]:
+def admin_routes(gateway: Gateway, loads: Loads) -> web.RouteTableDef:
+    routes = web.RouteTableDef()
+
+    @routes.get("/weights")
     async def weights(request: web.Request) -> web.Response:
         gateway.check_admin(request)
         return web.json_response(_described(loads))
 
+    @routes.post("/weights/load")
     async def load(request: web.Request) -> web.Response:
         gateway.check_admin(request)
         # A load that has begun is finished even if the client disconnects.
         await asyncio.shield(asyncio.create_task(_load(loads, await body_of(request, LoadPost)), name="load"))
         return web.json_response(_described(loads))
 
+    @routes.post("/pause")
     async def pause(request: web.Request) -> web.Response:
         gateway.check_admin(request)
         try:
             async with asyncio.timeout(PAUSE_LIMIT_S):
                 await gateway.pause()
         except TimeoutError:
-            raise Refused(
-                503, f"a model request still runs after {PAUSE_LIMIT_S:g} s; no new one begins"
-            ) from None
+            why = f"a model request still runs after {PAUSE_LIMIT_S:g} s; no new one begins"
+            raise Refused(503, why) from None
         return web.json_response({"paused": True})
 
+    @routes.post("/resume")
     async def resume(request: web.Request) -> web.Response:
         gateway.check_admin(request)
         gateway.resume()
         return web.json_response({"paused": False})
 
-    return [
-        web.get("/weights", weights),
-        web.post("/weights/load", load),
-        web.post("/pause", pause),
-        web.post("/resume", resume),
-    ]
+    return routes
 
 
 def _described(loads: Loads) -> dict[str, object]:
     last = loads.last_load
-    report = (
-        None if last is None else {"version": last.version, "load_s": last.load_s, "pause_s": last.pause_s}
-    )
+    report = last and {"version": last.version, "load_s": last.load_s, "pause_s": last.pause_s}
     return {"version": loads.held, "fingerprint": loads.fingerprint or None, "last_load": report}
 
 

@@ -16,15 +16,7 @@ second one to end makes a fork.
 Texts are tokenized in a thread, so that a long one holds up no other session. Contexts are only read and
 changed in the event loop.
 
-The user's function runs in a child (`task.agent`):
-
-    Episode ─> AgentEnvironment.play ─> a session ─> RewardPool: episode(client, item) ─> reward ─> End
-                                            ^                         │
-                                            └─ the client's requests ─┘
-
-Who waits for whom: `play` waits for the agent or for a failure of the engine. The pool ends an agent that
-blocks (`env.tool_timeout_s`) or takes too long (`env.episode_timeout_s`). A request waits for the engine,
-which holds it back during a weight load. Closing a session ends its requests.
+A request waits for the engine, which holds it back during a weight load. Closing a session ends its requests.
 """
 
 from __future__ import annotations
@@ -34,14 +26,13 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
 
 from asyncrl_cli.base.errors import ExecutorFailed
-from asyncrl_cli.contracts.environment import End, EpisodeFailed, Message, Rewards, SelfPlayed
+from asyncrl_cli.contracts.environment import Message, ToolSchema
 from asyncrl_cli.engines.port import Completion, Engine, Sampling
 from asyncrl_cli.envs.chat import FAR, Tools
 from asyncrl_cli.envs.conversation import Context, Conversation
-from asyncrl_cli.envs.episode import Episode, Limits, derived_seed
+from asyncrl_cli.envs.episode import Limits, derived_seed
 from asyncrl_cli.envs.gateway.openai_api import (
     ChatRequest,
     ModelRequest,
@@ -50,10 +41,6 @@ from asyncrl_cli.envs.gateway.openai_api import (
     TextRequest,
     message_key,
 )
-from asyncrl_cli.sandbox.parent_rewards import RewardFailed
-
-if TYPE_CHECKING:
-    from asyncrl_cli.envs.gateway.server import Gateway
 
 OnRunning = Callable[[int], None]
 CLOSED = "this session is closed: its trajectory has ended"
@@ -84,34 +71,29 @@ class Session:
     async def reply(self, request: ChatRequest | TextRequest) -> Reply:
         """The next message of a chat, or a response to a text or token ids. Raises Refused, and EpisodeFailed
         for what the chat template or the tokenizer refuses."""
-        return await (self._chat(request) if isinstance(request, ChatRequest) else self._complete(request))
-
-    async def _chat(self, request: ChatRequest) -> Reply:
-        messages, tools, chat = (
-            [message.plain() for message in request.messages],
-            request.offered_tools(),
-            self.conversation.chat,
-        )
-        found = await self._continued(messages, tools)
-        context, prompt = found or self._context_of(await asyncio.to_thread(chat.render, messages, tools))
-        completion = await self._generated(prompt, request)
-        answer = chat.parse(prompt, completion, tools)
-        message = {**answer.message, "content": _before(answer.message.get("content") or "", request.stops)}
-        self._keep(context, prompt, completion, [*messages, message], tools)
+        chat, messages, tools = self.conversation.chat, list[Message](), tuple[ToolSchema, ...]()
+        if isinstance(request, TextRequest):
+            text = request.prompt
+            tokens = text if isinstance(text, list) else await asyncio.to_thread(chat.encode, text)
+            context, prompt = self._context_of(tokens)
+            completion = await self._generated(prompt, request)
+            message: Message = {"content": _before(chat.decode(completion.tokens), request.stops)}
+        else:
+            messages = [message.plain() for message in request.messages]
+            if request.tool_choice != "none":
+                tools = tuple(tool.model_dump() for tool in request.tools or ())
+            found = await self._continued(messages, tools)
+            context, prompt = found or self._context_of(await asyncio.to_thread(chat.render, messages, tools))
+            completion = await self._generated(prompt, request)
+            message = chat.parse(prompt, completion, tools).message
+            message = {**message, "content": _before(message.get("content") or "", request.stops)}
+            messages.append(message)
+        if not context.begins(prompt):  # it has grown meanwhile: the response goes into a new one
+            context = Context()
+        context.tools = tools
+        self.conversation.keep(context, prompt, completion, messages)
+        self.finish_reason = completion.finish_reason
         return Reply(prompt_tokens=prompt, completion=completion, message=message, decode=chat.decode)
-
-    async def _complete(self, request: TextRequest) -> Reply:
-        chat = self.conversation.chat
-        asked = request.prompt
-        context, prompt = self._context_of(
-            asked if isinstance(asked, list) else await asyncio.to_thread(chat.encode, asked)
-        )
-        completion = await self._generated(prompt, request)
-        self._keep(context, prompt, completion, [], ())
-        text = _before(chat.decode(completion.tokens), request.stops)
-        return Reply(
-            prompt_tokens=prompt, completion=completion, message={"content": text}, decode=chat.decode
-        )
 
     async def close(self) -> None:
         """End the session: its requests end soon after, and leave no trace."""
@@ -123,15 +105,11 @@ class Session:
         """The longest context whose messages `messages` continue, and its ids with those of the new
         messages."""
         asked = [message_key(message) for message in messages]
-        for context in sorted(
-            self.conversation.contexts, key=lambda context: len(context.messages), reverse=True
-        ):
-            num = len(context.messages)
-            if (
-                0 < num < len(asked)
-                and context.tools == tools
-                and asked[:num] == [message_key(message) for message in context.messages]
-            ):
+        contexts = self.conversation.contexts
+        for context in sorted(contexts, key=lambda context: len(context.messages), reverse=True):
+            seen = [message_key(message) for message in context.messages]
+            num = len(seen)
+            if 0 < num < len(asked) and context.tools == tools and asked[:num] == seen:
                 # the context may grow meanwhile
                 tokens, bridge = list(context.tokens), self.conversation.chat.bridge
                 added = await asyncio.to_thread(bridge, tokens, context.messages, messages[num:], tools)
@@ -145,11 +123,29 @@ class Session:
         return max(fitting, key=lambda context: len(context.tokens), default=Context()), tokens
 
     async def _generated(self, prompt: list[int], request: ModelRequest) -> Completion:
-        sampling, number = self._sampling_for(prompt, request), next(self._numbers)
+        """The response, with the profile's sampling within the request's limits. Raises Refused if there is
+        no room for a response, or no answer."""
+        limits, num_prompt = self.limits, len(prompt)
+        if not self.is_open:
+            raise Refused(410, CLOSED, "session_closed")
+        if not prompt:
+            raise Refused(400, "the prompt has no tokens")
+        if self.conversation.num_turns + len(self._running) >= limits.max_turns:
+            self.finish_reason = "max_turns"
+            why = f"this trajectory has had its env.max_turns = {limits.max_turns} answers"
+            raise Refused(400, why, "max_turns")
+        room = limits.max_context_tokens - num_prompt
+        if room < 1:
+            more = " or more" if num_prompt > FAR * limits.max_context_tokens else ""
+            raise self.too_long(f"the prompt has {num_prompt}{more}")
+        asked = (request.max_tokens, request.max_completion_tokens)
+        most = min(filter(None, (self.sampling.max_response_tokens, *asked, room)))
+        stops = (*self.sampling.stop, *request.stops)
+        sampling = replace(self.sampling, max_response_tokens=most, stop=stops)
+        number, first_version = next(self._numbers), self.conversation.first_version
         seed = self.seed if number == 1 else derived_seed(self.seed, str(number - 1))
         with self._counted(number) as request_id:
             try:
-                first_version = self.conversation.first_version
                 completion = await self.engine.generate(
                     request_id, prompt, sampling, seed, first_version=first_version
                 )
@@ -178,50 +174,13 @@ class Session:
             if self.is_open:  # otherwise nobody waits for the agent any more
                 self.on_running(len(self._running))
 
-    def _sampling_for(self, prompt: list[int], request: ModelRequest) -> Sampling:
-        """The profile's sampling, within the request's limits. Raises Refused if there is no room for a
-        response."""
-        limits = self.limits
-        if not self.is_open:
-            raise Refused(410, CLOSED, "session_closed")
-        if not prompt:
-            raise Refused(400, "the prompt has no tokens")
-        if self.conversation.num_turns + len(self._running) >= limits.max_turns:
-            self.finish_reason = "max_turns"
-            raise Refused(
-                400, f"this trajectory has had its env.max_turns = {limits.max_turns} answers", "max_turns"
-            )
-        room = limits.max_context_tokens - len(prompt)
-        if room < 1:
-            more = " or more" if len(prompt) > FAR * limits.max_context_tokens else ""
-            raise self.too_long(f"the prompt has {len(prompt)}{more}")
-        asked = (request.max_tokens, request.max_completion_tokens)
-        most = min(filter(None, (self.sampling.max_response_tokens, *asked, room)))
-        return replace(self.sampling, max_response_tokens=most, stop=(*self.sampling.stop, *request.stops))
-
     def too_long(self, why: str) -> Refused:
         """The refusal of a request that is longer than a context may be."""
         self.finish_reason = "length"
         # agents look for OpenAI's words
         most = f"{self.limits.max_context_tokens} tokens (env.max_context_tokens)"
-        return Refused(
-            400, f"this model's maximum context length is {most}; {why}", "context_length_exceeded"
-        )
-
-    def _keep(
-        self,
-        context: Context,
-        prompt: list[int],
-        completion: Completion,
-        messages: list[Message],
-        tools: Tools,
-    ) -> None:
-        """Add a whole response to the context, or to a new one if that has grown meanwhile."""
-        if not context.begins(prompt):
-            context = Context()
-        context.tools = tools
-        self.conversation.keep(context, prompt, completion, messages)
-        self.finish_reason = completion.finish_reason
+        what = f"this model's maximum context length is {most}; {why}"
+        return Refused(400, what, "context_length_exceeded")
 
 
 def _before(text: str, stops: Sequence[str]) -> str:
@@ -229,59 +188,3 @@ def _before(text: str, stops: Sequence[str]) -> str:
     it."""
     found = [at for stop in stops if (at := text.find(stop)) >= 0]
     return text[: min(found, default=len(text))]
-
-
-MAX_STARTS = 3
-"""How often an episode may start, if each time another episode kills the process that they share."""
-KINDS = {"timed-out": "episode-timeout", "blocked": "tool-timeout", "died": "tool-died", "lost": "tool-died"}
-"""Kinds of EpisodeFailed by those of RewardFailed. All others become `agent`: it raised, or returned no
-number."""
-
-
-@dataclass(eq=False)
-class AgentEnvironment(SelfPlayed):
-    """The environment of one episode that an agent plays: `agents.score(item, access)` runs the agent and
-    returns its reward."""
-
-    gateway: Gateway
-    agents: Rewards
-
-    async def play(self, episode: Episode) -> End:
-        for start in range(1, MAX_STARTS + 1):
-            try:
-                reward = await self._played(episode)
-                break
-            except RewardFailed as failed:
-                # "lost": another agent killed the process that they share; start again.
-                if failed.kind != "lost" or start == MAX_STARTS:
-                    kind = KINDS.get(failed.kind, "agent")
-                    raise EpisodeFailed(kind, f"agent of {episode.id}: {failed}") from None
-        if not episode.conversation.num_sampled:
-            raise EpisodeFailed("agent", f"agent of {episode.id}: it ended without an answer from the model")
-        return End(reward=float(reward))
-
-    async def _played(self, episode: Episode) -> float:
-        """Run the agent once, with a new conversation. Raises RewardFailed, and the engine's errors."""
-        # The tokens of an earlier start are never trained.
-        episode.lost_tokens += episode.conversation.num_sampled
-        episode.conversation = Conversation(episode.means.chat)
-
-        def on_running(running: int) -> None:
-            episode.waits_for("" if running else "agent")
-
-        session, access = self.gateway.open_session(
-            episode.id, episode.conversation, episode.sampling, episode.seed, on_running
-        )
-        playing = asyncio.ensure_future(self.agents.score(episode.item, access))
-        episode.waits_for("agent")
-        try:
-            waited: set[asyncio.Future[Any]] = {playing, session.failed}
-            await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
-            if session.failed.done():
-                session.failed.result()
-            return await playing
-        finally:
-            playing.cancel()
-            episode.waits_for("")
-            episode.finish_reason = session.finish_reason
-            await self.gateway.close_session(session)

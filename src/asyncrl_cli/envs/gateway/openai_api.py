@@ -34,7 +34,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from asyncrl_cli.base.safe_files import MAX_NESTING, nesting
-from asyncrl_cli.contracts.environment import Message, ToolSchema
+from asyncrl_cli.contracts.environment import Message
 from asyncrl_cli.engines.port import Completion, Sampling
 
 MODEL = "asyncrl"
@@ -155,11 +155,6 @@ class ChatRequest(ModelRequest):
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
     tools: list[FunctionTool] | None = None
     tool_choice: str | dict[str, object] | None = None
-
-    def offered_tools(self) -> tuple[ToolSchema, ...]:
-        if self.tool_choice == "none":
-            return ()
-        return tuple(tool.model_dump() for tool in self.tools or ())
 
     def ignored(self, sampling: Sampling) -> list[str]:
         forces_a_call = self.tool_choice not in (None, "none", "auto")

@@ -15,6 +15,15 @@ all in OpenAI's shape.
 Who waits for whom: a model request waits for `POST /resume` if the gateway is paused, at most PAUSE_LIMIT_S;
 then for the engine. When a client disconnects, its request is cancelled.
 
+An agent is a user's function in a child process (`task.agent`), which plays an episode through a session:
+
+    Episode ─> AgentEnvironment.play ─> a session ─> RewardPool: episode(client, item) ─> reward ─> End
+                                            ^                         │
+                                            └─ the client's requests ─┘
+
+`play` waits for the agent or for a failure of the engine. The pool ends an agent that blocks
+(`env.tool_timeout_s`) or takes too long (`env.episode_timeout_s`).
+
 Why aiohttp: Ray brings it (`ray[default]`), it runs in the worker's own event loop, and it cancels the
 handler of a client that disconnects. An ASGI server would need two more packages, and handles signals itself.
 """
@@ -30,25 +39,22 @@ import os
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from aiohttp import web
 
-from asyncrl_cli.contracts.environment import EpisodeFailed
+from asyncrl_cli.contracts.environment import End, EpisodeFailed, Rewards, SelfPlayed
 from asyncrl_cli.engines.port import Engine, Sampling
 from asyncrl_cli.envs.chat import Chat
 from asyncrl_cli.envs.conversation import Conversation
-from asyncrl_cli.envs.episode import Limits, derived_seed
+from asyncrl_cli.envs.episode import Episode, Limits, derived_seed
 from asyncrl_cli.envs.gateway import openai_api
 from asyncrl_cli.envs.gateway.agent_session import CLOSED, OnRunning, Session
-from asyncrl_cli.envs.gateway.openai_api import (
-    Body,
-    ChatRequest,
-    Refused,
-    RewardPost,
-    TextRequest,
-)
+from asyncrl_cli.envs.gateway.openai_api import Body, ChatRequest, Refused, RewardPost, TextRequest
+from asyncrl_cli.sandbox.parent_rewards import RewardFailed
 from asyncrl_cli.tasks.players import Access
 
 BODY_BYTES, BODY_BYTES_PER_TOKEN = 2**20, 64
@@ -64,6 +70,11 @@ PAUSE_LIMIT_S = 600.0
 RETRY_AFTER_S = 1
 MOST_PER_SLOT = 4
 """Model requests that may run or wait at once, per slot of the engine: agents may send several at once."""
+MAX_STARTS = 3
+"""How often an episode may start, if each time another episode kills the process that they share."""
+KINDS = {"timed-out": "episode-timeout", "blocked": "tool-timeout", "died": "tool-died", "lost": "tool-died"}
+"""Kinds of EpisodeFailed by those of RewardFailed. All others become `agent`: it raised, or returned no
+number."""
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 logger = logging.getLogger(__name__)
@@ -92,8 +103,40 @@ class Gateway:
 
     async def start(self, more_routes: Iterable[web.AbstractRouteDef] = ()) -> None:
         """Listen on a free port of loopback."""
+        routes = web.RouteTableDef()
+
+        @routes.get("/health")
+        async def health(request: web.Request) -> web.Response:
+            return web.json_response({"status": "ok"})
+
+        @routes.get("/sessions/{id}/reward")
+        async def get_reward(request: web.Request) -> web.Response:
+            return web.json_response({"reward": self._session_of(request).reward})
+
+        @routes.post("/sessions/{id}/reward")
+        async def post_reward(request: web.Request) -> web.Response:
+            session = self._session_of(request)
+            session.reward = (await body_of(request, RewardPost)).reward
+            return web.json_response({"reward": session.reward})
+
+        @routes.get("/v1/models")
+        @routes.get("/sessions/{id}/v1/models")
+        async def list_models(request: web.Request) -> web.Response:
+            self._session_of(request)
+            return web.json_response(openai_api.models())
+
+        @routes.post("/v1/chat/completions")
+        @routes.post("/sessions/{id}/v1/chat/completions")
+        async def complete_chat(request: web.Request) -> web.StreamResponse:
+            return await self._answer(request, ChatRequest)
+
+        @routes.post("/v1/completions")
+        @routes.post("/sessions/{id}/v1/completions")
+        async def complete_text(request: web.Request) -> web.StreamResponse:
+            return await self._answer(request, TextRequest)
+
         app = web.Application(middlewares=[_errors_in_openais_shape], client_max_size=self._max_body_bytes)
-        app.add_routes([*self._routes(), *more_routes])
+        app.add_routes([*routes, *more_routes])
         self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
         await self._runner.setup()
         await web.TCPSite(self._runner, "127.0.0.1", 0, backlog=BACKLOG).start()
@@ -149,17 +192,6 @@ class Gateway:
         if not _has_key(request, self.admin_key):
             raise Refused(401, "the admin key is wrong or missing", "invalid_api_key")
 
-    def _routes(self) -> list[web.AbstractRouteDef]:
-        bases = ("/v1", "/sessions/{id}/v1")
-        return [
-            web.get("/health", _health),
-            web.get("/sessions/{id}/reward", self._get_reward),
-            web.post("/sessions/{id}/reward", self._post_reward),
-            *(web.get(f"{base}/models", self._models) for base in bases),
-            *(web.post(f"{base}/chat/completions", partial(self._answer, ChatRequest)) for base in bases),
-            *(web.post(f"{base}/completions", partial(self._answer, TextRequest)) for base in bases),
-        ]
-
     def _session_of(self, request: web.Request) -> Session:
         """The session that the request's path and key name; a new one for the admin. Raises Refused."""
         number = request.match_info.get("id")
@@ -175,20 +207,8 @@ class Gateway:
             raise Refused(410, CLOSED, "session_closed")
         return session
 
-    async def _models(self, request: web.Request) -> web.Response:
-        self._session_of(request)
-        return web.json_response(openai_api.models())
-
-    async def _get_reward(self, request: web.Request) -> web.Response:
-        return web.json_response({"reward": self._session_of(request).reward})
-
-    async def _post_reward(self, request: web.Request) -> web.Response:
-        session = self._session_of(request)
-        session.reward = (await body_of(request, RewardPost)).reward
-        return web.json_response({"reward": session.reward})
-
     async def _answer(
-        self, kind: type[ChatRequest] | type[TextRequest], request: web.Request
+        self, request: web.Request, kind: type[ChatRequest] | type[TextRequest]
     ) -> web.StreamResponse:
         session = self._session_of(request)
         try:
@@ -255,10 +275,6 @@ def _has_key(request: web.Request, key: str) -> bool:
     return hmac.compare_digest(given.encode(errors="replace"), key.encode())
 
 
-async def _health(request: web.Request) -> web.Response:
-    return web.json_response({"status": "ok"})
-
-
 @web.middleware
 async def _errors_in_openais_shape(request: web.Request, handler: Handler) -> web.StreamResponse:
     try:
@@ -273,3 +289,52 @@ async def _errors_in_openais_shape(request: web.Request, handler: Handler) -> we
         logger.exception("the gateway failed on %s %s", request.method, request.path)
         error = Refused(500, "the gateway failed on this request; the worker's log has the traceback")
     return web.json_response(error.body, status=error.status, headers=error.headers)
+
+
+@dataclass(eq=False)
+class AgentEnvironment(SelfPlayed):
+    """The environment of one episode that an agent plays: `agents.score(item, access)` runs the agent and
+    returns its reward."""
+
+    gateway: Gateway
+    agents: Rewards
+
+    async def play(self, episode: Episode) -> End:
+        for start in range(1, MAX_STARTS + 1):
+            try:
+                reward = await self._played(episode)
+                break
+            except RewardFailed as failed:
+                # "lost": another agent killed the process that they share; start again.
+                if failed.kind != "lost" or start == MAX_STARTS:
+                    kind = KINDS.get(failed.kind, "agent")
+                    raise EpisodeFailed(kind, f"agent of {episode.id}: {failed}") from None
+        if not episode.conversation.num_sampled:
+            raise EpisodeFailed("agent", f"agent of {episode.id}: it ended without an answer from the model")
+        return End(reward=float(reward))
+
+    async def _played(self, episode: Episode) -> float:
+        """Run the agent once, with a new conversation. Raises RewardFailed, and the engine's errors."""
+        # The tokens of an earlier start are never trained.
+        episode.lost_tokens += episode.conversation.num_sampled
+        episode.conversation = Conversation(episode.means.chat)
+
+        def on_running(running: int) -> None:
+            episode.waits_for("" if running else "agent")
+
+        session, access = self.gateway.open_session(
+            episode.id, episode.conversation, episode.sampling, episode.seed, on_running
+        )
+        playing = asyncio.ensure_future(self.agents.score(episode.item, access))
+        episode.waits_for("agent")
+        try:
+            waited: set[asyncio.Future[Any]] = {playing, session.failed}
+            await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
+            if session.failed.done():
+                session.failed.result()
+            return await playing
+        finally:
+            playing.cancel()
+            episode.waits_for("")
+            episode.finish_reason = session.finish_reason
+            await self.gateway.close_session(session)
