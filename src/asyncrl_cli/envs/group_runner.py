@@ -13,8 +13,8 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from typing import cast
 
 from asyncrl_cli.contracts.ports import EvalRequest, EvalResult, PartialResult
@@ -62,6 +62,7 @@ class GroupRunner:
         """What each running part has kept so far, and the kept tokens: a payload for each part that has
         any."""
         kept, payloads, rest_tokens = dict[PartKey, dict[int, PartialResponse]](), list[GroupPayload](), 0
+        none = Trajectory(segments=(), reward=0.0, finish_reason="abort")
         for part in self._running:
             if (request := part.request) is None:
                 continue
@@ -71,9 +72,17 @@ class GroupRunner:
                     has[index] = completion
                 else:
                     rest_tokens += self._tokens_of(episode)
-            if has:
-                kept[request.key] = {index: _kept(completion) for index, completion in has.items()}
-                payloads.append(_tokens_by_index(request.key.attempt, has))
+            if not has:
+                continue
+            kept[request.key] = {index: _kept(completion) for index, completion in has.items()}
+            # The tokens are the only segment of a trajectory at their response's index; others have none.
+            trajectories = [none] * (max(has) + 1)
+            for index, one in has.items():
+                segment = Segment.of(one.tokens, one.logprobs, one.versions)
+                trajectories[index] = replace(none, segments=(segment,), finish_reason=one.finish_reason)
+            uid, epoch, attempt = request.key.attempt
+            payload = GroupPayload(uid=uid, epoch=epoch, attempt=attempt, trajectories=tuple(trajectories))
+            payloads.append(payload)
         return PartialResult(kept=kept, rest_tokens=rest_tokens), payloads
 
     async def run(
@@ -169,19 +178,6 @@ class GroupRunner:
 def _kept(completion: Completion) -> PartialResponse:
     versions = tuple(sorted(Counter(completion.versions).items()))
     return PartialResponse(version_tokens=versions, is_whole=completion.finish_reason != "abort")
-
-
-def _tokens_by_index(key: AttemptKey, kept: Mapping[int, Completion]) -> GroupPayload:
-    """The sampled tokens so far as the only segment of a trajectory at its response's index; others have no
-    segment."""
-    none = Trajectory(segments=(), reward=0.0, finish_reason="abort")
-    trajectories = [none] * (max(kept) + 1)
-    for index, completion in kept.items():
-        segment = Segment.of(completion.tokens, completion.logprobs, completion.versions)
-        trajectories[index] = Trajectory(
-            segments=(segment,), reward=0.0, finish_reason=completion.finish_reason
-        )
-    return GroupPayload(uid=key.uid, epoch=key.epoch, attempt=key.attempt, trajectories=tuple(trajectories))
 
 
 def _completion(trajectory: Trajectory) -> Completion:

@@ -61,13 +61,15 @@ def credit(batches: Sequence[StepBatch], algorithm: AlgorithmSection, ranks: Ran
         sums_P = np.diff(np.concatenate([[0.0], np.cumsum(penalties_F)])[np.concatenate([[0], ends_P])])
         if algorithm.has_critic:
             rewards_F, values_F = -penalties_F, _on_host(batch.column(VALUES))
-            rewards_F[ends_P - 1] += [
-                batch.plan.rewards[t.group][t.trajectory] for t in batch.plan.trajectories
-            ]
+            rewards, planned = batch.plan.rewards, batch.plan.trajectories
+            rewards_F[ends_P - 1] += [rewards[one.group][one.trajectory] for one in planned]
             advantages_F = gae(rewards_F, values_F, ends_P, algorithm.gamma, algorithm.lam)
             batch.set_column(RETURNS, _to_device(advantages_F + values_F, ranks))
             if algorithm.normalize_advantages:
-                advantages_F = whitened(advantages_F, ranks)
+                number, total = _summed([len(advantages_F), advantages_F.sum()], ranks)
+                advantages_F = advantages_F - total / max(number, 1.0)
+                (squares,) = _summed([np.square(advantages_F).sum()], ranks)
+                advantages_F = advantages_F / np.sqrt(squares / max(number - 1.0, 1.0) + VARIANCE_EPSILON)
         else:
             advantages_P = _from_penalized_rewards(batch.plan, sums_P, algorithm, ranks)
             advantages_F = np.repeat(advantages_P, batch.counts_P)
@@ -90,16 +92,6 @@ def gae(rewards_F: Floats, values_F: Floats, ends_P: NDArray[np.int64], gamma: f
         zip(deltas, decays, strict=True), lambda later, now: now[0] + now[1] * later, initial=0.0
     )
     return np.array(list(backwards)[:0:-1])
-
-
-def whitened(values_F: Floats, ranks: Ranks) -> Floats:
-    """Shifted and scaled to mean 0 and standard deviation 1 (n - 1 in its denominator) over all ranks. A
-    collective."""
-    number, total = _summed([len(values_F), values_F.sum()], ranks)
-    centred_F = values_F - total / max(number, 1.0)
-    (squares,) = _summed([np.square(centred_F).sum()], ranks)
-    whitened_F: Floats = centred_F / np.sqrt(squares / max(number - 1.0, 1.0) + VARIANCE_EPSILON)
-    return whitened_F
 
 
 def _from_penalized_rewards(

@@ -45,10 +45,8 @@ class MomentsSlice:
 
     def moments(self) -> dict[str, torch.Tensor]:
         """This rank's shards on its device, by `<moment>/<parameter>`."""
-        states = {name: self.adamw.state[parameter] for name, parameter in self.parameters.items()}
-        return {
-            f"{moment}/{name}": _local(state[moment]) for name, state in states.items() for moment in MOMENTS
-        }
+        states = [(name, self.adamw.state[parameter]) for name, parameter in self.parameters.items()]
+        return {f"{moment}/{name}": _local(state[moment]) for name, state in states for moment in MOMENTS}
 
 
 class PolicyOptimizer:
@@ -76,27 +74,25 @@ class PolicyOptimizer:
         self.steps_made = 0
         self.skipped_in_a_row = 0
         limit_bytes = math.inf if self._on_host is None else MOMENTS_SLICE_BYTES
-        self.slices = [self._slice(part) for part in _sliced(parameters, limit_bytes)]
-        self._ranks.synchronize()
-
-    def _slice(self, parameters: dict[str, DTensor]) -> MomentsSlice:
-        section, rate = self._section, learning_rate(self._section, 0, self._total_steps)
-        adamw = torch.optim.AdamW(
-            parameters.values(), lr=rate, betas=section.betas, weight_decay=section.weight_decay, fused=True
-        )
-        for parameter in parameters.values():
-            # Created here, not at the first step, so that step 0 has a state to save, and a resume has one to
-            # load into.
-            adamw.state[parameter] = {
-                "step": torch.zeros((), dtype=torch.float32, device=self._ranks.device),
-                **{moment: torch.zeros_like(parameter, requires_grad=False) for moment in MOMENTS},
-            }
-        made = MomentsSlice(parameters, adamw)
-        if self._on_host is not None:
-            moments = made.moments()
-            self._on_host |= host_like(moments)
-            self._to_host(moments, self._on_host)
-        return made
+        self.slices = list[MomentsSlice]()
+        rate = learning_rate(section, 0, total_optimizer_steps)
+        for part in _sliced(parameters, limit_bytes):
+            adamw = torch.optim.AdamW(
+                part.values(), lr=rate, betas=section.betas, weight_decay=section.weight_decay, fused=True
+            )
+            for parameter in part.values():
+                # Created here, not at the first step, so that step 0 has a state to save, and a resume has
+                # one to load into.
+                adamw.state[parameter] = {
+                    "step": torch.zeros((), dtype=torch.float32, device=ranks.device),
+                    **{moment: torch.zeros_like(parameter, requires_grad=False) for moment in MOMENTS},
+                }
+            self.slices.append(MomentsSlice(part, adamw))
+            if self._on_host is not None:  # before the next slice's moments need the device
+                moments = self.slices[-1].moments()
+                self._on_host |= host_like(moments)
+                self._to_host(moments, self._on_host)
+        ranks.synchronize()
 
     def step(self) -> StepResult:
         """Clip the gradients, step, and clear them. The step is skipped if their norm (the same on all ranks)

@@ -64,12 +64,6 @@ class Layout:
     kernel: Kernel
     sequence: dist.ProcessGroup | None
 
-    def in_rows(self, values_PHD: torch.Tensor) -> torch.Tensor:
-        """The values as padded rows (B, H, T, D), with zeros where there is no token."""
-        shape = (len(self.starts) - 1) * self.longest, *values_PHD.shape[1:]
-        padded = values_PHD.new_zeros(shape).index_copy(0, self.slots_P, values_PHD)
-        return padded.unflatten(0, (-1, self.longest)).transpose(1, 2)
-
 
 @dataclass(frozen=True, slots=True)
 class RankShare:
@@ -151,7 +145,11 @@ def choose_division(decoder: PreTrainedModel, attention: Attention, ranks: Ranks
         windows = (getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size"))
         attends_everywhere = not any(windows)
     if attention == "sdpa" and attends_everywhere:
-        kernel = rows_kernel(config, decoder.dtype, ranks)
+        kernel: Kernel = in_padded_rows
+        may_be_faster = ranks.device.type == "cuda" and decoder.dtype != torch.float32
+        if may_be_faster and getattr(config, "num_attention_heads", None):
+            largest = ranks.max(kernel_diff(config, decoder.dtype, ranks))
+            kernel = by_lengths if largest < MAX_KERNEL_DIFF else in_padded_rows
         divide = Unpadded(kernel, ranks)
         if (size > 1 or kernel is by_lengths) and _is_same(decoder, divide, ranks):
             return divide
@@ -165,8 +163,7 @@ def choose_division(decoder: PreTrainedModel, attention: Attention, ranks: Ranks
         )
     raise ConfigError(
         f"trainer.sequence_parallel_size = {size}: a {config.model_type} model mixes positions by more than "
-        "causal attention "
-        "(sliding windows, soft-caps, recurrent layers), which cannot be divided",
+        "causal attention (sliding windows, soft-caps, recurrent layers), which cannot be divided",
         hint="--set trainer.sequence_parallel_size=1, with trainer.activation_checkpointing=full for less "
         "memory",
     )
@@ -198,7 +195,11 @@ def in_padded_rows(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layout: Layout, scaling: float | None
 ) -> torch.Tensor:
     """A `Kernel` that runs everywhere."""
-    rows = (layout.in_rows(values) for values in (query, key, value))
+    rows = []  # each (B, H, T, D), with zeros where there is no token
+    for values_PHD in (query, key, value):
+        padded = values_PHD.new_zeros((len(layout.starts) - 1) * layout.longest, *values_PHD.shape[1:])
+        padded.index_copy_(0, layout.slots_P, values_PHD)
+        rows.append(padded.unflatten(0, (-1, layout.longest)).transpose(1, 2))
     heads = SimpleNamespace(num_key_value_groups=query.shape[1] // key.shape[1])
     attended_BTHD, _ = sdpa_attention_forward(heads, *rows, None, scaling=scaling, is_causal=True)
     return attended_BTHD.flatten(0, 1).index_select(0, layout.slots_P)
@@ -221,19 +222,6 @@ def by_lengths(
             key, value = (heads.repeat_interleave(group, dim=1) for heads in (key, value))
     attended: torch.Tensor = varlen_attn(query, key, value, starts, starts, longest, longest, **how)
     return attended
-
-
-def rows_kernel(config: Any, dtype: torch.dtype, ranks: Ranks) -> Kernel:
-    """`by_lengths` if its values and gradients for a sample equal those of `in_padded_rows` on all ranks. A
-    collective."""
-    if (
-        ranks.device.type != "cuda"
-        or dtype == torch.float32
-        or not getattr(config, "num_attention_heads", None)
-    ):
-        return in_padded_rows
-    largest = ranks.max(kernel_diff(config, dtype, ranks))
-    return by_lengths if largest < MAX_KERNEL_DIFF else in_padded_rows
 
 
 def kernel_diff(config: Any, dtype: torch.dtype, ranks: Ranks) -> torch.Tensor:
@@ -287,7 +275,10 @@ def attend(
         for heads in (key[0], value[0])
     )
     attended_PHD = layout.kernel(query_PHD, key_PJD, value_PJD, layout, scaling)
-    return _all_heads(attended_PHD, layout.sequence)[None], None
+    if layout.sequence is None:
+        return attended_PHD[None], None
+    blocks = _Exchange.apply(attended_PHD.unflatten(0, (size, -1)), layout.sequence)
+    return blocks.transpose(0, 1).flatten(1, 2)[None], None
 
 
 AttentionInterface.register(UNPADDED, attend)
@@ -299,14 +290,6 @@ def _all_positions(values_HtD: torch.Tensor, sequence: dist.ProcessGroup | None)
         return values_HtD.transpose(0, 1)
     blocks = _Exchange.apply(values_HtD.unflatten(0, (sequence.size(), -1)), sequence)
     return blocks.permute(0, 2, 1, 3).flatten(0, 1)
-
-
-def _all_heads(values_PHD: torch.Tensor, sequence: dist.ProcessGroup | None) -> torch.Tensor:
-    """(t, H, D) from (P, H / S, D)."""
-    if sequence is None:
-        return values_PHD
-    blocks = _Exchange.apply(values_PHD.unflatten(0, (sequence.size(), -1)), sequence)
-    return blocks.transpose(0, 1).flatten(1, 2)
 
 
 class _Exchange(torch.autograd.Function):

@@ -49,12 +49,9 @@ class PolicyModel(ShardedModel[PreTrainedModel]):
         model = self.content
         self._forward = ForwardPass(model, profile.rollout.temperature, self.divide)
         self.vocab_size = int(model.config.get_text_config().vocab_size)
-        self._weights = {
-            name: parameter for name, parameter in model.named_parameters() if ADAPTER not in name
-        }
-        self._adapted = {
-            f"{name}.weight": part for name, part in model.named_modules() if isinstance(part, LoraLinear)
-        }
+        self._weights = {name: weight for name, weight in model.named_parameters() if ADAPTER not in name}
+        adapted = [(name, part) for name, part in model.named_modules() if isinstance(part, LoraLinear)]
+        self._adapted = {f"{name}.weight": part for name, part in adapted}
         self._buffers = persistent_buffers(model)
         self._wire_dtype = torch_dtype(profile.model.dtype)
         if profile.lora.sync == "adapter":
@@ -109,10 +106,13 @@ class PolicyModel(ShardedModel[PreTrainedModel]):
                 if name in self._buffers:
                     tensors[name] = self._buffers[name]
                 elif name in self._adapted:
-                    tensors[name] = self._adapted[name].merged_weight().to(self._wire_dtype)
+                    layer = self._adapted[name]
+                    sharded = (layer.weight, layer.lora_A.weight, layer.lora_B.weight)
+                    weight, a, b = (cast(DTensor, shard.detach()).full_tensor() for shard in sharded)
+                    tensors[name] = merged(weight, a, b, layer.scale).to(self._wire_dtype)
                 else:
-                    weight = self._weights[name].detach().to(self._wire_dtype)
-                    tensors[name] = cast(DTensor, weight).full_tensor()
+                    shard = self._weights[name].detach().to(self._wire_dtype)
+                    tensors[name] = cast(DTensor, shard).full_tensor()
             yield tensors
 
     def _whole_parts(self) -> list[list[str]]:
@@ -130,22 +130,22 @@ class PolicyModel(ShardedModel[PreTrainedModel]):
         same: dict[int, list[str]] = {}
         for name, parameter in self.content.named_parameters(remove_duplicate=False):
             same.setdefault(id(parameter), []).append(name)
-        tied = [ones for ones in same.values() if len(ones) > 1 and ones[0] in self._weights]
-        aliases = {first: tuple(others) for first, *others in (map(self._file_name, ones) for ones in tied)}
+        aliases = dict[str, tuple[str, ...]]()
+        for tied in same.values():
+            if len(tied) > 1 and tied[0] in self._weights:
+                converted = [self.form.to_files({name: torch.empty(0, device="meta")}) for name in tied]
+                first, *others = (file_name for (file_name,) in converted)
+                aliases[first] = tuple(others)
         empty = {name: buffer.to("meta") for name, buffer in self._buffers.items()}
         for name, parameter in self._weights.items():
             empty[name] = torch.empty(parameter.shape, dtype=self._wire_dtype, device="meta")
-        converted: dict[str, torch.Tensor] = {}
+        files = dict[str, torch.Tensor]()
         for names in self._parts:
-            converted |= self.form.to_files({name: empty[name] for name in names})
+            files |= self.form.to_files({name: empty[name] for name in names})
         return [
             Spec(name=name, dtype=dtype_name(t.dtype), shape=tuple(t.shape), aliases=aliases.get(name, ()))
-            for name, t in converted.items()
+            for name, t in files.items()
         ]
-
-    def _file_name(self, name: str) -> str:
-        (converted,) = self.form.to_files({name: torch.empty(0, device="meta")})
-        return converted
 
 
 def frozen_model(task: str, profile: Profile, place: ProcessPlace, ranks: Ranks) -> PolicyModel:
@@ -178,15 +178,6 @@ class LoraLinear(torch.nn.Linear):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         return linear(input, self.weight, self.bias) + self.lora_B(self.lora_A(input)) * self.scale
 
-    def merged_weight(self) -> torch.Tensor:
-        """The whole float32 weight with the adapter merged in, without gradient. A collective: the parameters
-        are sharded."""
-        weight, a, b = (
-            cast(DTensor, p.detach()).full_tensor()
-            for p in (self.weight, self.lora_A.weight, self.lora_B.weight)
-        )
-        return merged(weight, a, b, self.scale)
-
 
 def add_adapters(model: PreTrainedModel, lora: LoraSection, seed: int) -> None:
     """Freeze the model, and replace each chosen layer by a `LoraLinear`. The same seed gives the same
@@ -212,8 +203,5 @@ def adapted_layers(model: PreTrainedModel, lora: LoraSection) -> dict[str, torch
             f"lora.target_modules: the model has no linear layer {', '.join(unknown)}",
             hint=f"it has {', '.join(sorted(ends))}; without this key all of them get an adapter",
         )
-    return {
-        name: layer
-        for name, layer in linears.items()
-        if name.rpartition(".")[2] in (lora.target_modules or ends)
-    }
+    chosen = lora.target_modules or ends
+    return {name: layer for name, layer in linears.items() if name.rpartition(".")[2] in chosen}

@@ -57,7 +57,7 @@ from asyncrl_cli.train.trainer_state import (
     to_host,
     write_state,
 )
-from asyncrl_cli.weights.buckets import BYTES_PER_MB, Bucket, BucketEntry, Packing, plan_layout
+from asyncrl_cli.weights.buckets import BYTES_PER_MB, Bucket, Packing, plan_layout
 from asyncrl_cli.weights.model_files import PUBLISHED_FILE, write_weights
 from asyncrl_cli.weights.senders import BufferPool
 from asyncrl_cli.weights.versions import Manifest, make_probes
@@ -354,8 +354,22 @@ class PolicyTrainer:
         self.optimizer.restore_steps(counters["optimizer_steps"])
         if self.critic is not None:
             self.critic.optimizer.restore_steps(saved.critic_steps)
+        published = directory / PUBLISHED_FILE
         if self.ranks.rank == 0:
-            self.publication = _load_published(directory / PUBLISHED_FILE, self._layout)
+            self.publication = None
+        if self.ranks.rank == 0 and published.exists():
+            # Packed as by `gather`.
+            names = {entry.spec.name for entries in self._layout for entry in entries}
+            with safe_open(published, framework="pt") as file:
+                if set(file.keys()) != names:
+                    raise RefusedError(
+                        f"{published}: published weights are of another model", hint=ANOTHER_MODEL
+                    )
+                packing = Packing(self._layout)
+                for name in names:
+                    packing.put(name, file.get_tensor(name))
+                manifest = parse_json(file.metadata()["manifest"], Manifest)
+            self.publication = Publication(manifest, packing)
         self._hand_over()
 
     def _hand_over(self) -> None:
@@ -388,20 +402,6 @@ class PolicyTrainer:
         window_first = {f"window_first/{name}": t for name, t in (self._window_first or {}).items()}
         critic = self.critic.state_tensors() if self.critic is not None else {}
         return weights | self.optimizer.moments() | critic | window_first
-
-
-def _load_published(path: Path, layout: Sequence[tuple[BucketEntry, ...]]) -> Publication | None:
-    """The saved version, packed as by `gather`; None if none was saved. RefusedError if it is of another
-    model."""
-    if not path.exists():
-        return None
-    packing, names = Packing(layout), {entry.spec.name for entries in layout for entry in entries}
-    with safe_open(path, framework="pt") as saved:
-        if set(saved.keys()) != names:
-            raise RefusedError(f"{path}: published weights are of another model", hint=ANOTHER_MODEL)
-        for name in names:
-            packing.put(name, saved.get_tensor(name))
-        return Publication(parse_json(saved.metadata()["manifest"], Manifest), packing)
 
 
 def _copy_into(targets: Mapping[str, torch.Tensor], sources: Mapping[str, torch.Tensor]) -> None:

@@ -88,30 +88,22 @@ def dump_samples(
             if (room := room - len(encoded)) < 0:
                 break
             file.write(encoded)
-    _delete_oldest(directory, max_bytes)
+    sizes = {dump: dump.stat().st_size for dump in sorted(directory.glob("step-*.jsonl"))}
+    total = sum(sizes.values())
+    for oldest, size in sizes.items():
+        if total <= max_bytes:
+            break
+        oldest.unlink()
+        total -= size
     return path
 
 
 def _lines(groups: Sequence[SampledGroup], step: int, window: int, decode: Decode) -> Iterator[str]:
     for group in groups:
         for index, advantage in enumerate(group.advantages):
-            line = {
-                "schema_version": 2,
-                "step": step,
-                "window": window,
-                **_line(group, index, advantage, decode),
-            }
-            yield json.dumps(line, ensure_ascii=False)
-
-
-def _delete_oldest(directory: Path, max_bytes: float) -> None:
-    sizes = {path: path.stat().st_size for path in sorted(directory.glob("step-*.jsonl"))}
-    total = sum(sizes.values())
-    for path, size in sizes.items():
-        if total <= max_bytes:
-            return
-        path.unlink()
-        total -= size
+            line = _line(group, index, advantage, decode)
+            head = {"schema_version": 2, "step": step, "window": window}
+            yield json.dumps({**head, **line}, ensure_ascii=False)
 
 
 def _line(group: SampledGroup, index: int, advantage: float | None, decode: Decode) -> dict[str, Any]:
@@ -137,9 +129,7 @@ def _line(group: SampledGroup, index: int, advantage: float | None, decode: Deco
         "finish_reason": trajectory.finish_reason,
         "text": "".join(map(decode, tokens)),
         "sampled_text": "".join(map(decode, sampled)),
-        "spans": [
-            span for number, segment in enumerate(segments) for span in _spans(segment, number, decode)
-        ],
+        "spans": [span for n, segment in enumerate(segments) for span in _spans(segment, n, decode)],
         "turn_rewards": list(trajectory.turn_rewards),
         "tokens": list(chain.from_iterable(tokens)),
         "pieces": list(chain.from_iterable(pieces(ids, decode) for ids in tokens)),

@@ -22,13 +22,13 @@ import transformers
 from safetensors import safe_open
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from asyncrl_cli.contracts.trajectories import GroupPayload
 from asyncrl_cli.models.attention import Attention, choose_attention
 from asyncrl_cli.models.saved_form import SavedForm, persistent_buffers, skeleton
-from asyncrl_cli.profile.schema import ActivationCheckpointing, Profile
+from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.train import keeps_whole_gradients
 from asyncrl_cli.train.batch import Column, Microbatch, step_batches
 from asyncrl_cli.train.packed_rows import Divide, choose_division, is_packed
@@ -48,7 +48,7 @@ of a tensor, that `initialize_weights` must not touch it."""
 logger = logging.getLogger(__name__)
 _KERNELS = ("flash_attention", "flash_attention_for_cpu", "efficient_attention", "cudnn_attention")
 _ATEN = ("mm", "addmm", "bmm", *(f"_scaled_dot_product_{kernel}" for kernel in _KERNELS))
-EXPENSIVE = {*(getattr(torch.ops.aten, n).default for n in _ATEN), torch.ops.torch_attn._varlen_attn.default}
+EXPENSIVE = [*(getattr(torch.ops.aten, n).default for n in _ATEN), torch.ops.torch_attn._varlen_attn.default]
 """Operations whose results `selective` keeps: matrix products and attention, which take nearly all of a
 layer's time."""
 
@@ -196,39 +196,34 @@ def sharded(
     layer_classes = set(getattr(model, LAYER_CLASSES) or ())
     for layer in [module for module in content.modules() if type(module).__name__ in layer_classes]:
         if recompute != "none":
-            layer.forward = partial(_recomputed, layer.forward, recompute)
+            # Keep only the layer's inputs (with `selective` also expensive results), and compute the rest
+            # again in the backward pass.
+            how: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
+            if recompute == "selective":
+                how["context_fn"] = partial(create_selective_checkpoint_contexts, EXPENSIVE)
+            layer.forward = partial(checkpoint, layer.forward, **how)
         fully_shard(layer, mesh=ranks.mesh, mp_policy=policy)
     root = Gathered(content, ranks, profile.trainer.whole_gradients)
     gathered = cast(Gathered, fully_shard(root, mesh=ranks.mesh, mp_policy=policy))
     # Only now is there memory for them: this rank's shards alone.
     gathered.to_empty(device=ranks.device)
     model.tie_weights()
+    others = {id(content.get_parameter(name)) for name in added}
+    named = {**dict(model.named_parameters()), **persistent_buffers(model)}
     with torch.no_grad():
-        _fill_from_files(model, content, added, model_dir, form, trusts=profile.model.trust_remote_code)
+        for tensor in named.values():
+            setattr(tensor, INITIALIZED, True)
+        model.initialize_weights()  # computes tensors that no file has, such as rotary frequencies
+        missing = {
+            n: tensor for n, tensor in named.items() if not tensor.is_meta and id(tensor) not in others
+        }
+        read = None if form.converts else rows_in_files(model, missing, Path(model_dir))
+        read = read or rows_of_whole(model_dir, trusts=profile.model.trust_remote_code)
+        for name, tensor in missing.items():
+            fill(tensor, partial(read, name))
         for name, whole in added.items():
             fill(content.get_parameter(name), whole.__getitem__)
     return gathered
-
-
-def _fill_from_files(
-    model: PreTrainedModel,
-    content: torch.nn.Module,
-    added: Mapping[str, torch.Tensor],
-    model_dir: str,
-    form: SavedForm,
-    *,
-    trusts: bool,
-) -> None:
-    others = {id(content.get_parameter(name)) for name in added}
-    named = {**dict(model.named_parameters()), **persistent_buffers(model)}
-    for tensor in named.values():
-        setattr(tensor, INITIALIZED, True)
-    model.initialize_weights()  # computes tensors that no file has, such as rotary frequencies
-    missing = {n: tensor for n, tensor in named.items() if not tensor.is_meta and id(tensor) not in others}
-    read = None if form.converts else rows_in_files(model, missing, Path(model_dir))
-    read = read or rows_of_whole(model_dir, trusts=trusts)
-    for name, tensor in missing.items():
-        fill(tensor, partial(read, name))
 
 
 def fill(tensor: torch.Tensor, read: Callable[[slice], torch.Tensor]) -> None:
@@ -271,17 +266,3 @@ def rows_of_whole(model_dir: str, *, trusts: bool) -> Read:
     loaded = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32, trust_remote_code=trusts)
     whole = loaded.state_dict()
     return lambda name, rows: whole[name] if rows == WHOLE else whole[name][rows]
-
-
-def _recomputed(
-    forward: Callable[..., Any], recompute: ActivationCheckpointing, *args: Any, **kwargs: Any
-) -> Any:
-    """A layer's forward that keeps only its inputs (if `selective`, also expensive results), and reruns in
-    the backward pass."""
-    if recompute == "selective":
-        kwargs["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
-    return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
-
-
-def _policy(_: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if operation in EXPENSIVE else CheckpointPolicy.PREFER_RECOMPUTE

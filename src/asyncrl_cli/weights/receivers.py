@@ -181,7 +181,17 @@ def read_version(directory: Path) -> tuple[Manifest, list[Bucket]]:
     names = [*found.files]
     if found.schema_version != SCHEMA_VERSION or not names or any(Path(name).name != name for name in names):
         raise RefusedError(f"{path} is refused: schema {found.schema_version}, files {first_names(names)}")
-    buckets = [_read_file(directory / name, expected) for name, expected in sorted(found.files.items())]
+    buckets = list[Bucket]()
+    for path, expected in ((directory / name, expected) for name, expected in sorted(found.files.items())):
+        try:
+            with open_regular(path) as file:
+                content = file.read()
+            if (fingerprint := file_fingerprint(content)) != expected:
+                why = f"has the fingerprint {fingerprint}, but its manifest says {expected}"
+                raise DamagedWeights(f"{path} {why}")
+            buckets.append(packed(load_tensors(content)))
+        except (OSError, SafetensorError, ValueError) as error:
+            raise DamagedWeights(f"{path} cannot be read: {error}") from error
     manifest = Manifest(
         version=found.version,
         num_bytes=sum(len(bucket.data) for bucket in buckets),
@@ -189,17 +199,6 @@ def read_version(directory: Path) -> tuple[Manifest, list[Bucket]]:
         temperature=1.0,
     )
     return manifest, buckets
-
-
-def _read_file(path: Path, expected: str) -> Bucket:
-    try:
-        with open_regular(path) as file:
-            content = file.read()
-        if (found := file_fingerprint(content)) != expected:
-            raise DamagedWeights(f"{path} has the fingerprint {found}, but its manifest says {expected}")
-        return packed(load_tensors(content))
-    except (OSError, SafetensorError, ValueError) as error:
-        raise DamagedWeights(f"{path} cannot be read: {error}") from error
 
 
 def packed(tensors: Mapping[str, torch.Tensor], dtype: str = "") -> Bucket:

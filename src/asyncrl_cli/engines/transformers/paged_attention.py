@@ -18,6 +18,7 @@ longest.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -90,16 +91,18 @@ def packed_attention(
     written_Q = kwargs["write_index"][allocator.index]
     keys_CJD.index_copy_(0, written_Q, key[0].transpose(0, 1))
     values_CJD.index_copy_(0, written_Q, value[0].transpose(0, 1))
-    starts_k = kwargs["cu_seq_lens_k"][allocator.layer_type]
     places_K = kwargs["read_index"][allocator.index]
     if not len(places_K):  # all sequences are new: their keys are those that were just written
         places_K = written_Q
     query_QHD = query[0].transpose(0, 1)
+    starts_q, starts_k = kwargs["cu_seq_lens_q"], kwargs["cu_seq_lens_k"][allocator.layer_type]
+    if not hasattr(starts_q, "asyncrl_blocks"):  # all layers of a forward pass share this tensor
+        blocks = _make_blocks(starts_q.tolist(), starts_k.tolist(), places_K, query.dtype)
+        starts_q.asyncrl_blocks = blocks
     out_QHD = torch.empty(query_QHD.shape, dtype=query.dtype)
-    for block in _blocks_of(kwargs["cu_seq_lens_q"], starts_k, places_K, query.dtype):
-        out_QHD.index_copy_(
-            0, block.queries_BP.view(-1), attend(query_QHD, keys_CJD, values_CJD, block, scaling)
-        )
+    for block in starts_q.asyncrl_blocks:
+        attended = attend(query_QHD, keys_CJD, values_CJD, block, scaling)
+        out_QHD.index_copy_(0, block.queries_BP.view(-1), attended)
     return out_QHD[None], None
 
 
@@ -153,57 +156,37 @@ def attend(
     return out.flatten(1, 2) if is_single else out.transpose(1, 2).flatten(0, 1)
 
 
-def _blocks_of(
-    starts_q: torch.Tensor, starts_k: torch.Tensor, places_K: torch.Tensor, dtype: torch.dtype
-) -> tuple[_Block, ...]:
-    """The blocks of this forward pass, made once and stored on the `starts_q` tensor, which all layers share.
-
-    `places_K`: where the packed keys are in the cache.
-    """
-    blocks: tuple[_Block, ...] | None = getattr(starts_q, "asyncrl_blocks", None)
-    if blocks is None:
-        blocks = _make_blocks(starts_q.tolist(), starts_k.tolist(), places_K, dtype)
-        starts_q.asyncrl_blocks = blocks
-    return blocks
-
-
 def _make_blocks(
     starts_q: list[int], starts_k: list[int], places_K: torch.Tensor, dtype: torch.dtype
 ) -> tuple[_Block, ...]:
     """Group sequences with the same number of queries into blocks. A new block begins where padding would
-    read too many keys."""
+    read too many keys. `places_K`: where the packed keys are in the cache."""
     cut: list[list[_Sequence]] = []
     total = 0
     both = zip(pairwise(starts_q), pairwise(starts_k), strict=True)
-    for sequence in sorted(
-        (_Sequence(next_q - q, next_k - k, q, k) for (q, next_q), (k, next_k) in both), reverse=True
-    ):
+    sequences = [_Sequence(next_q - q, next_k - k, q, k) for (q, next_q), (k, next_k) in both]
+    for sequence in sorted(sequences, reverse=True):  # of a block, the longest comes first
         block = cut[-1] if cut else []
-        too_padded = len(block) >= MIN_BLOCK and block[0].num_keys * (len(block) + 1) > MAX_PADDING * (
-            total + sequence.num_keys
-        )
+        most = MAX_PADDING * (total + sequence.num_keys)
+        too_padded = len(block) >= MIN_BLOCK and block[0].num_keys * (len(block) + 1) > most
         if not block or block[0].num_queries != sequence.num_queries or too_padded:
             cut.append([])
             total = 0
         cut[-1].append(sequence)
         total += sequence.num_keys
-    return tuple(_make_block(sequences, places_K, dtype) for sequences in cut)
-
-
-def _make_block(sequences: list[_Sequence], places_K: torch.Tensor, dtype: torch.dtype) -> _Block:
-    """`sequences`: the longest first."""
-    num_queries, num_keys, _, _ = sequences[0]
-    _, lengths_B, first_queries_B, first_keys_B = torch.tensor(sequences).unbind(1)
-    steps_P, steps_L = torch.arange(num_queries), torch.arange(num_keys)
-    packed_BL = (first_keys_B[:, None] + steps_L).masked_fill_(steps_L >= lengths_B[:, None], 0)
-    mask_B1PL = None
-    if num_keys > num_queries:
-        last_seen_BP = lengths_B[:, None] - num_queries + steps_P
-        hidden_BPL = steps_L > last_seen_BP[..., None]
-        mask_B1PL = torch.zeros(hidden_BPL.shape, dtype=dtype).masked_fill_(hidden_BPL, float("-inf"))[
-            :, None
-        ]
-    return _Block(first_queries_B[:, None] + steps_P, places_K[packed_BL], mask_B1PL)
+    blocks = []
+    for block in cut:
+        num_queries, num_keys, _, _ = block[0]
+        _, lengths_B, first_queries_B, first_keys_B = torch.tensor(block).unbind(1)
+        steps_P, steps_L = torch.arange(num_queries), torch.arange(num_keys)
+        packed_BL = (first_keys_B[:, None] + steps_L).masked_fill_(steps_L >= lengths_B[:, None], 0)
+        mask_B1PL = None
+        if num_keys > num_queries:
+            last_seen_BP = lengths_B[:, None] - num_queries + steps_P
+            hidden_B1PL = (steps_L > last_seen_BP[..., None])[:, None]
+            mask_B1PL = torch.zeros(hidden_B1PL.shape, dtype=dtype).masked_fill_(hidden_B1PL, -math.inf)
+        blocks.append(_Block(first_queries_B[:, None] + steps_P, places_K[packed_BL], mask_B1PL))
+    return tuple(blocks)
 
 
 AttentionInterface.register(NAME, packed_attention)

@@ -115,13 +115,16 @@ class TokenSampler(ContinuousBatchingLogitsProcessor):  # type: ignore[misc]
         independent of each other."""
         probs_NV = _truncated(logprobs_NV, rows).exp()
         cumulative_NV = probs_NV.cumsum(dim=-1, dtype=torch.float64)
-        uniform_N1 = torch.from_numpy(_uniform(rows)).to(probs_NV.device)[:, None]
+        streams = np.array([track.stream if track else 0 for track in rows], dtype=np.uint64)
+        positions = np.array([len(track.tokens) + 1 if track else 0 for track in rows], dtype=np.uint64)
+        # In [0, 1), of 32 bits only: the product with a rounded sum of probabilities stays below the sum.
+        numbers = (_mix(streams + positions * _GOLDEN) >> np.uint64(32)).astype(np.float64) / 2.0**32
+        uniform_N1 = torch.from_numpy(numbers).to(probs_NV.device)[:, None]
         tokens_N = torch.searchsorted(cumulative_NV, uniform_N1 * cumulative_NV[:, -1:], right=True)[:, 0]
         greedy = [track is not None and track.sampling.temperature == 0 for track in rows]
         if any(greedy):
-            tokens_N = torch.where(
-                torch.tensor(greedy, device=tokens_N.device), logprobs_NV.argmax(dim=-1), tokens_N
-            )
+            is_greedy_N = torch.tensor(greedy, device=tokens_N.device)
+            tokens_N = torch.where(is_greedy_N, logprobs_NV.argmax(dim=-1), tokens_N)
         return tokens_N
 
     def record(self, track: SampledTrack, token: int, logprob: float) -> None:
@@ -144,16 +147,6 @@ class TokenSampler(ContinuousBatchingLogitsProcessor):  # type: ignore[misc]
             self._call_soon(track.finish, "stop")
 
 
-def _uniform(rows: list[SampledTrack | None]) -> NDArray[np.float64]:
-    """A number in [0, 1) for each row, of 32 bits only: its product with a rounded sum of probabilities stays
-    below the sum."""
-    streams = np.array([track.stream if track is not None else 0 for track in rows], dtype=np.uint64)
-    positions = np.array(
-        [len(track.tokens) + 1 if track is not None else 0 for track in rows], dtype=np.uint64
-    )
-    return (_mix(streams + positions * _GOLDEN) >> np.uint64(32)).astype(np.float64) / 2.0**32
-
-
 def _mix(state: NDArray[np.uint64]) -> NDArray[np.uint64]:
     """The output function of splitmix64 (Steele, Lea, Flood 2014)."""
     state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -164,9 +157,7 @@ def _mix(state: NDArray[np.uint64]) -> NDArray[np.uint64]:
 def _truncated(logprobs_NV: torch.Tensor, rows: list[SampledTrack | None]) -> torch.Tensor:
     """Apply top-k, then top-p among the tokens kept; the most likely token always stays. Rows with both off
     are unchanged."""
-    limits = [
-        (track.sampling.top_k, track.sampling.top_p) if track is not None else (0, 1.0) for track in rows
-    ]
+    limits = [(track.sampling.top_k, track.sampling.top_p) if track else (0, 1.0) for track in rows]
     if all(limit == (0, 1.0) for limit in limits):
         return logprobs_NV
     vocabulary = logprobs_NV.shape[1]

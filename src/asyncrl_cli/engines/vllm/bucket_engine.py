@@ -44,7 +44,13 @@ class BucketEngine(WeightTransferEngine[WeightTransferInitInfo, BucketUpdateInfo
         """Load a whole version into the model, layer by layer. Overridden because the base class synchronizes
         an accelerator even where there is none."""
         info = self.parse_update_info(update_info)
-        forget_kernels_of_experts(self.model)
+        for layer in self.model.modules():
+            method = getattr(layer, "quant_method", None)
+            if isinstance(method, UnquantizedFusedMoEMethod) and layer.w13_weight.device.type == "cpu":
+                # On CPUs, vLLM packs experts once, when it creates their kernel. A reload would replace
+                # packed weights with plain ones, and generation would continue with wrong experts, without an
+                # error. So the reload has to create the kernel again.
+                method.moe_kernel = None
         initialize_layerwise_reload(self.model)
         self.model.load_weights(iter(mapped_tensors(info.path, info.num_bytes, info.tensors)))
         finalize_layerwise_reload(self.model, self.model_config)
@@ -57,18 +63,6 @@ class BucketEngine(WeightTransferEngine[WeightTransferInitInfo, BucketUpdateInfo
 
     receive_weights = init_transfer_engine = start_weight_update = _nothing
     finish_weight_update = shutdown = _nothing
-
-
-def forget_kernels_of_experts(model: torch.nn.Module) -> None:
-    """Make vLLM create the experts' CPU kernels again in the reload.
-
-    On CPUs, vLLM packs experts once, when it creates their kernel. A reload would replace packed weights with
-    plain ones, and generation would continue with wrong experts, without an error.
-    """
-    for layer in model.modules():
-        method = getattr(layer, "quant_method", None)
-        if isinstance(method, UnquantizedFusedMoEMethod) and layer.w13_weight.device.type == "cpu":
-            method.moe_kernel = None
 
 
 def pack_tied_layers(model: torch.nn.Module) -> None:

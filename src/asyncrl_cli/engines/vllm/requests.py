@@ -175,11 +175,6 @@ async def score(
         outputs = llm.generate(tokens_input(tokens, cache_salt=salt), params, request_id)
         return [output async for output in outputs][-1]
 
-    async def scored_as_prompt(salt: str, tokens: list[int]) -> list[float]:
-        output = await last_output(salt, tokens, salt, prompt_logprobs=0)
-        positions = cast("list[dict[int, Any]]", output.prompt_logprobs or [])
-        return [position[token].logprob for position, token in zip(positions[1:], tokens[1:], strict=True)]
-
     async def scored_as_sample(salt: str, tokens: list[int], count: int) -> float:
         token, request_id = tokens[count], f"{salt}/{count}"
         asked = {"temperature": temperature, "logprob_token_ids": [token]}
@@ -188,7 +183,9 @@ async def score(
 
     async def scored(salt: str, tokens: list[int]) -> list[float]:
         if temperature == 1:
-            return await scored_as_prompt(salt, tokens)
+            output = await last_output(salt, tokens, salt, prompt_logprobs=0)
+            found = cast("list[dict[int, Any]]", output.prompt_logprobs or [])
+            return [position[token].logprob for position, token in zip(found[1:], tokens[1:], strict=True)]
         counts = range(1, len(tokens))
         return await asyncio.gather(*(scored_as_sample(salt, tokens, count) for count in counts))
 

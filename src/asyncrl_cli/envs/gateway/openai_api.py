@@ -232,7 +232,11 @@ def answer(reply: Reply, request: ModelRequest) -> dict[str, Any]:
     if message.get("tool_calls"):
         # OpenAI has arguments as text, and no content where a message only calls.
         message["content"] = message.get("content") or None
-        message["tool_calls"] = [_with_text_arguments(call) for call in message["tool_calls"]]
+        functions = [dict(call["function"]) for call in message["tool_calls"]]
+        for function in functions:
+            function["arguments"] = json.dumps(function["arguments"], ensure_ascii=False)
+        calls = zip(message["tool_calls"], functions, strict=True)
+        message["tool_calls"] = [{**call, "function": function} for call, function in calls]
     content = {"message": message} if is_chat else {"text": message["content"]}
     choice = {"index": 0, **content, "finish_reason": reply.finish_reason, "logprobs": None}
     if request.wants_tokens:
@@ -294,8 +298,3 @@ def events(answer: Mapping[str, Any], *, with_usage: bool) -> Iterator[bytes]:
 def models() -> dict[str, object]:
     """The body of `/v1/models`."""
     return {"object": "list", "data": [{"id": MODEL, "object": "model", "created": 0, "owned_by": MODEL}]}
-
-
-def _with_text_arguments(call: Message) -> Message:
-    arguments = json.dumps(call["function"]["arguments"], ensure_ascii=False)
-    return {**call, "function": {**call["function"], "arguments": arguments}}
