@@ -133,30 +133,26 @@ def further_models(profile: Profile, model_dir: Path) -> dict[str, str]:
     for section in (section for section, is_wanted in wanted.items() if is_wanted):
         path, directory = getattr(profile, section).path, model_dir
         if path is not None:
+            model = profile.model.model_copy(update={"path": path, "chat_template": None})
+            other = profile.model_copy(update={"model": model})
             try:
-                directory = _further_model(profile, section, path, model_dir)
+                if is_builtin(other):
+                    then = "" if section == REWARD_MODEL else " to use the run's initial model"
+                    hint = f"leave out {section}.path{then}"
+                    raise refused("it must be a directory or a hub name", hint)
+                directory = model_here(other) or _fetched(other)
+                files = [one / "config.json" for one in (model_dir, directory)]
+                configs = [load_json(file, _Config, error=PreflightError) for file in files]
+                texts = [config.get("text_config") or config for config in configs]
+                policys, found = (int(text.get("vocab_size", 0)) for text in texts)
+                if policys > found and section != REWARD_MODEL:
+                    hint = "use a model of the policy's family"
+                    raise refused(f"{directory} has {found} tokens, the policy {policys}", hint)
             except PreflightError as error:
                 why = error.message.replace("model.path", f"{section}.path", 1)
                 raise PreflightError(why, hint=error.hint) from error
         directories[f"{section}_dir"] = str(directory.absolute())
     return directories
-
-
-def _further_model(profile: Profile, section: str, path: str, model_dir: Path) -> Path:
-    model = profile.model.model_copy(update={"path": path, "chat_template": None})
-    other = profile.model_copy(update={"model": model})
-    if is_builtin(other):
-        then = "" if section == REWARD_MODEL else " to use the run's initial model"
-        raise refused("it must be a directory or a hub name", f"leave out {section}.path{then}")
-    directory = model_here(other) or _fetched(other)
-    configs = [
-        load_json(one / "config.json", _Config, error=PreflightError) for one in (model_dir, directory)
-    ]
-    policys, found = (int((config.get("text_config") or config).get("vocab_size", 0)) for config in configs)
-    if policys > found and section != REWARD_MODEL:
-        hint = "use a model of the policy's family"
-        raise refused(f"{directory} has {found} tokens, the policy {policys}", hint)
-    return directory
 
 
 def is_builtin(profile: Profile) -> bool:

@@ -38,7 +38,7 @@ from asyncrl_cli.train.losses import Metric
 from asyncrl_cli.train.optimizer import reduced
 from asyncrl_cli.train.policy_loss import kl_of
 from asyncrl_cli.train.ranks import Ranks
-from asyncrl_cli.train.step_plan import OptimizerStepPlan, advantages_of
+from asyncrl_cli.train.step_plan import advantages_of
 
 VARIANCE_EPSILON = 1e-8
 
@@ -52,6 +52,7 @@ def credit(batches: Sequence[StepBatch], algorithm: AlgorithmSection, ranks: Ran
     for batch in batches:
         ends_P = np.cumsum(batch.counts_P, dtype=np.int64)
         penalties_F = np.zeros(sum(batch.counts_P))
+        rewards, planned = batch.plan.rewards, batch.plan.trajectories
         if algorithm.use_kl_in_reward:
             for microbatch in batch.microbatches:
                 kl_N = kl_of(algorithm.kl_penalty, microbatch.columns[REF] - microbatch.logp_mu_N)
@@ -61,7 +62,6 @@ def credit(batches: Sequence[StepBatch], algorithm: AlgorithmSection, ranks: Ran
         sums_P = np.diff(np.concatenate([[0.0], np.cumsum(penalties_F)])[np.concatenate([[0], ends_P])])
         if algorithm.has_critic:
             rewards_F, values_F = -penalties_F, _on_host(batch.column(VALUES))
-            rewards, planned = batch.plan.rewards, batch.plan.trajectories
             rewards_F[ends_P - 1] += [rewards[one.group][one.trajectory] for one in planned]
             advantages_F = gae(rewards_F, values_F, ends_P, algorithm.gamma, algorithm.lam)
             batch.set_column(RETURNS, _to_device(advantages_F + values_F, ranks))
@@ -71,7 +71,15 @@ def credit(batches: Sequence[StepBatch], algorithm: AlgorithmSection, ranks: Ran
                 (squares,) = _summed([np.square(advantages_F).sum()], ranks)
                 advantages_F = advantages_F / np.sqrt(squares / max(number - 1.0, 1.0) + VARIANCE_EPSILON)
         else:
-            advantages_P = _from_penalized_rewards(batch.plan, sums_P, algorithm, ranks)
+            # From the rewards and penalties of all ranks: a group's trajectories may be on several.
+            everything = [(group, index) for group, row in rewards.items() for index in range(len(row))]
+            indices = {key: index for index, key in enumerate(everything)}
+            mine = [indices[one.group, one.trajectory] for one in planned]
+            penalties = np.zeros(len(everything))
+            penalties[mine] = sums_P
+            left = iter(_summed(penalties, ranks))
+            penalized = [[reward - next(left) for reward in row] for row in rewards.values()]
+            advantages_P = np.concatenate(advantages_of(penalized, algorithm))[mine]
             advantages_F = np.repeat(advantages_P, batch.counts_P)
         batch.set_column(ADVANTAGES, _to_device(advantages_F, ranks))
         if algorithm.use_kl_in_reward:
@@ -92,21 +100,6 @@ def gae(rewards_F: Floats, values_F: Floats, ends_P: NDArray[np.int64], gamma: f
         zip(deltas, decays, strict=True), lambda later, now: now[0] + now[1] * later, initial=0.0
     )
     return np.array(list(backwards)[:0:-1])
-
-
-def _from_penalized_rewards(
-    plan: OptimizerStepPlan, sums_P: Floats, algorithm: AlgorithmSection, ranks: Ranks
-) -> Floats:
-    """Advantages of this rank's trajectories, computed from the rewards and penalties of all ranks."""
-    groups = list(plan.rewards.values())
-    everything = [(group, index) for group, rewards in plan.rewards.items() for index in range(len(rewards))]
-    indices = {key: index for index, key in enumerate(everything)}
-    mine = [indices[planned.group, planned.trajectory] for planned in plan.trajectories]
-    penalties = np.zeros(len(everything))
-    penalties[mine] = sums_P
-    left = iter(_summed(penalties, ranks))
-    advantages = advantages_of([[reward - next(left) for reward in rewards] for rewards in groups], algorithm)
-    return np.concatenate(advantages)[mine]
 
 
 def _summed(values: Sequence[float] | Floats, ranks: Ranks) -> list[float]:

@@ -135,13 +135,28 @@ def loglinear_prox(
 
 
 def correct(batch: LossBatch, algorithm: AlgorithmSection) -> tuple[torch.Tensor, dict[str, Metric]]:
-    """The factor for each token's loss (its importance weight, or 0 if it is rejected), and the metrics of
-    both."""
+    """The factor for each token's loss (its importance weight, or 0 if `rollout_rs` rejects it), and the
+    metrics of both."""
     weights_N, metrics = importance_weights(batch, algorithm)
     if algorithm.rollout_rs is None or algorithm.rollout_rs_threshold is None:
         return weights_N, metrics
     newer_N = batch.logp_theta_N.detach() if algorithm.old_logprobs == "rollout" else batch.logp_prox_N
-    kept_N = accepted(batch, newer_N - batch.logp_mu_N, algorithm.rollout_rs, algorithm.rollout_rs_threshold)
+    log_N = (newer_N - batch.logp_mu_N).clamp(-MOST_LOG_RATIO, MOST_LOG_RATIO)
+    over, kind = algorithm.rollout_rs.rsplit("_", 1)
+    values_N = kl_of(cast(Kl, kind), log_N)
+    if over != "token":
+        if over == "seq_max":
+            lowest_R = values_N.new_full((batch.num_rows,), -math.inf)
+            values_R = lowest_R.scatter_reduce(0, batch.rows_N, values_N, "amax")
+        else:
+            values_R = batch.row_sums(values_N) if over == "seq_sum" else batch.row_means(values_N)
+        values_N = values_R[batch.rows_N]
+    low, high = bounds(algorithm.rollout_rs_threshold)
+    kept_N = values_N <= high
+    if kind == "k1":  # the ratio itself has bounds; a single threshold t is the band from 1 / t to t
+        ratio_N = torch.exp(-values_N)
+        is_band = isinstance(algorithm.rollout_rs_threshold, str)
+        kept_N = (ratio_N <= high) & (ratio_N >= (low if is_band else 1 / high))
     return weights_N * kept_N, metrics | {"correction/rejected_ratio": mean_of(~kept_N)}
 
 
@@ -169,26 +184,6 @@ def importance_weights(
         metrics["correction/masked_ratio" if is_band else "correction/truncated_ratio"] = mean_of(outside_N)
     metrics |= {WEIGHTS: sum_of(weights_N), WEIGHT_SQUARES: sum_of(weights_N.square())}
     return weights_N, metrics
-
-
-def accepted(batch: LossBatch, log_ratios_N: torch.Tensor, rule: str, threshold: float | str) -> torch.Tensor:
-    """Which tokens `rollout_rs` keeps, as (N) of bool. `log_ratios_N`: logs of the ratio between two
-    policies."""
-    log_N = log_ratios_N.clamp(-MOST_LOG_RATIO, MOST_LOG_RATIO)
-    over, kind = rule.rsplit("_", 1)
-    values_N = kl_of(cast(Kl, kind), log_N)
-    if over != "token":
-        if over == "seq_max":
-            lowest_R = values_N.new_full((batch.num_rows,), -math.inf)
-            values_R = lowest_R.scatter_reduce(0, batch.rows_N, values_N, "amax")
-        else:
-            values_R = batch.row_sums(values_N) if over == "seq_sum" else batch.row_means(values_N)
-        values_N = values_R[batch.rows_N]
-    low, high = bounds(threshold)
-    if kind != "k1":
-        return values_N <= high
-    ratio_N = torch.exp(-values_N)
-    return (ratio_N <= high) & (ratio_N >= (low if isinstance(threshold, str) else 1 / high))
 
 
 def signals(batch: LossBatch, staleness_N: torch.Tensor) -> dict[str, Metric]:

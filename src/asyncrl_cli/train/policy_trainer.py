@@ -35,7 +35,7 @@ from asyncrl_cli.base.safe_files import parse_json
 from asyncrl_cli.contracts.train_step import TrainReport
 from asyncrl_cli.contracts.trajectories import GroupPayload
 from asyncrl_cli.measure.values import Ratio, Sum, Value
-from asyncrl_cli.profile.arithmetic import is_apart
+from asyncrl_cli.profile.arithmetic import MAX_LOGPROB_DIFF, is_apart
 from asyncrl_cli.profile.schema import ProcessPlace, Profile
 from asyncrl_cli.train.batch import PROX, REF, VALUES, Columns, StepBatch, scoring_microbatch, step_batches
 from asyncrl_cli.train.credit import credit
@@ -48,10 +48,10 @@ from asyncrl_cli.train.ranks import Ranks
 from asyncrl_cli.train.step_plan import RankPlan, needs_columns
 from asyncrl_cli.train.trainer_state import (
     ANOTHER_MODEL,
+    FROZEN,
     Counters,
     HostState,
     SavedState,
-    check_frozen,
     random_state,
     restore,
     to_host,
@@ -337,7 +337,14 @@ class PolicyTrainer:
         """
         saved = SavedState(directory)
         counters = saved.counters
-        check_frozen(directory, counters, self._frozen_logprobs, self.profile.model.dtype)
+        for name, logprob in self._frozen_logprobs.items():
+            before = cast(Mapping[str, float], counters).get(name, logprob)
+            if abs(logprob - before) > MAX_LOGPROB_DIFF[self.profile.model.dtype]:
+                what, where = FROZEN[name]
+                raise RefusedError(
+                    f"{directory}: was trained with {what} that had other weights",
+                    hint=f"resume with the model that {where} held when the run began",
+                )
         if counters["has_window_first"]:
             self._window_first = host_like(self.model.locals())
         elif self._needs_window_first and counters["step"]:

@@ -17,10 +17,10 @@ numbers.)
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NotRequired, cast
+from typing import Any, Literal, NotRequired
 
 import numpy as np
 import torch
@@ -32,7 +32,6 @@ from typing_extensions import TypedDict  # pydantic reads typing's own from Pyth
 from asyncrl_cli.base.errors import RefusedError
 from asyncrl_cli.base.safe_files import Count, Finite, load_json, open_regular, parse_json, reason
 from asyncrl_cli.base.storage import sync_files
-from asyncrl_cli.profile.arithmetic import MAX_LOGPROB_DIFF
 from asyncrl_cli.train.ranks import Ranks
 from asyncrl_cli.train.sharded_model import first_row
 from asyncrl_cli.weights.buckets import zeros
@@ -213,15 +212,3 @@ def restore(like: dict[str, DTensor], live: dict[str, torch.Tensor], saved: Save
         saved.read(key, rows.tensor, rows.first_row)
     for key, tensor in live.items():
         tensor.copy_(state[key].tensor)
-
-
-def check_frozen(directory: Path, saved: Counters, logprobs: Mapping[str, float], dtype: str) -> None:
-    """Raises RefusedError if the base model or the reference had other weights when the state in `directory`
-    was saved. `logprobs`: of the present ones, by counter name."""
-    for name, logprob in logprobs.items():
-        if abs(logprob - cast(Mapping[str, float], saved).get(name, logprob)) > MAX_LOGPROB_DIFF[dtype]:
-            what, where = FROZEN[name]
-            raise RefusedError(
-                f"{directory}: was trained with {what} that had other weights",
-                hint=f"resume with the model that {where} held when the run began",
-            )

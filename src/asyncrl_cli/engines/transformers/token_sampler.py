@@ -113,17 +113,24 @@ class TokenSampler(ContinuousBatchingLogitsProcessor):  # type: ignore[misc]
     def choose(self, logprobs_NV: torch.Tensor, rows: list[SampledTrack | None]) -> torch.Tensor:
         """The next tokens (N,), by inverse transform sampling: one uniform number per row makes rows
         independent of each other."""
-        probs_NV = _truncated(logprobs_NV, rows).exp()
+        limits = [(track.sampling.top_k, track.sampling.top_p) if track else (0, 1.0) for track in rows]
+        truncated_NV, device = logprobs_NV, logprobs_NV.device
+        if any(limit != (0, 1.0) for limit in limits):
+            # Top-k, then top-p among the tokens kept; the most likely token always stays.
+            top_k_N = torch.tensor([k or logprobs_NV.shape[1] for k, _ in limits], device=device).int()
+            top_p_N = torch.tensor([p for _, p in limits], dtype=torch.float32, device=device)
+            truncated_NV = TOP_P(TOP_K(logprobs_NV, top_k_N), top_p_N.view(torch.int32))
+        probs_NV = truncated_NV.exp()
         cumulative_NV = probs_NV.cumsum(dim=-1, dtype=torch.float64)
         streams = np.array([track.stream if track else 0 for track in rows], dtype=np.uint64)
         positions = np.array([len(track.tokens) + 1 if track else 0 for track in rows], dtype=np.uint64)
         # In [0, 1), of 32 bits only: the product with a rounded sum of probabilities stays below the sum.
         numbers = (_mix(streams + positions * _GOLDEN) >> np.uint64(32)).astype(np.float64) / 2.0**32
-        uniform_N1 = torch.from_numpy(numbers).to(probs_NV.device)[:, None]
+        uniform_N1 = torch.from_numpy(numbers).to(device)[:, None]
         tokens_N = torch.searchsorted(cumulative_NV, uniform_N1 * cumulative_NV[:, -1:], right=True)[:, 0]
         greedy = [track is not None and track.sampling.temperature == 0 for track in rows]
         if any(greedy):
-            is_greedy_N = torch.tensor(greedy, device=tokens_N.device)
+            is_greedy_N = torch.tensor(greedy, device=device)
             tokens_N = torch.where(is_greedy_N, logprobs_NV.argmax(dim=-1), tokens_N)
         return tokens_N
 
@@ -152,15 +159,3 @@ def _mix(state: NDArray[np.uint64]) -> NDArray[np.uint64]:
     state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return state ^ (state >> np.uint64(31))
-
-
-def _truncated(logprobs_NV: torch.Tensor, rows: list[SampledTrack | None]) -> torch.Tensor:
-    """Apply top-k, then top-p among the tokens kept; the most likely token always stays. Rows with both off
-    are unchanged."""
-    limits = [(track.sampling.top_k, track.sampling.top_p) if track else (0, 1.0) for track in rows]
-    if all(limit == (0, 1.0) for limit in limits):
-        return logprobs_NV
-    vocabulary = logprobs_NV.shape[1]
-    top_k_N = torch.tensor([k or vocabulary for k, _ in limits], dtype=torch.int32, device=logprobs_NV.device)
-    top_p_N = torch.tensor([p for _, p in limits], dtype=torch.float32, device=logprobs_NV.device)
-    return TOP_P(TOP_K(logprobs_NV, top_k_N), top_p_N.view(torch.int32))

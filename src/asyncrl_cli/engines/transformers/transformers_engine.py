@@ -174,7 +174,9 @@ class TransformersEngine(SlottedEngine[SampledTrack]):
             self._form.check(weights, version)
             # Beside generation: only the copy into the model needs a pause.
             converted = await asyncio.to_thread(self._form.to_memory, weights)
-            return replace(await self._swap(lambda: converted, version, interrupt), fetch_s=0.0)
+            async with self._closed(interrupt):
+                report = await asyncio.to_thread(self._swap, lambda: converted, version, interrupt)
+            return replace(report, fetch_s=0.0)
 
     async def load_in_place(
         self, fetch: Callable[[], Sequence[Bucket]], version: int, interrupt: Interrupt
@@ -186,57 +188,53 @@ class TransformersEngine(SlottedEngine[SampledTrack]):
 
         async with self._weights_lock:
             self._raise_failure()
-            return await self._swap(fetched, version, interrupt)
+            async with self._closed(interrupt):
+                return await asyncio.to_thread(self._swap, fetched, version, interrupt)
 
-    async def _swap(self, fetched: Callable[[], Weights], version: int, interrupt: Interrupt) -> PauseReport:
-        """Load what `fetched` returns, while no sequence runs."""
-
-        def swap() -> PauseReport:
-            with self.manager.pause():
-                paused_s = time.perf_counter()
-                # If this raises, nothing has changed: the old version goes on.
-                weights = fetched()
-                fetched_s = time.perf_counter()
-                tensors = self.model.state_dict()
-                try:
-                    with torch.no_grad():
-                        for name, tensor in weights.items():
-                            tensors[name].copy_(tensor)
-                except Exception as error:
-                    # The model has layers of two versions: fail all requests before a later forward pass can
-                    # report a token.
-                    failure = f"loading version {version} failed half-way: {type(error).__name__}: {error}"
-                    self._loop.call_soon_threadsafe(self._fail, failure)
-                    self.sampler.tracks.clear()
-                    raise ExecutorFailed(failure) from error
-                # In the pause: tokens before it are of the old version, tokens after it of this one.
-                self.sampler.version = version
-                loaded_s = time.perf_counter()
-                assert self.manager.batch_processor is not None
-                cache = self.manager.batch_processor.cache
-                if interrupt == "recompute-kv":
-                    # As continuous batching itself does when its cache is full: the tokens so far become the
-                    # prompt, whose keys and values the new weights compute.
-                    scheduler = self.manager.batch_processor.scheduler
-                    for request in list(scheduler.active_requests.values()):
-                        scheduler.finish_request(request.request_id)
-                        scheduler.add_waiting_request(request.create_equivalent_initial_request())
-                # Later requests must not find the blocks filled so far.
-                cache.evict_cached_blocks()
-                allocators = cache.cache_allocators.values()
-                if interrupt == "keep-kv" and any(allocator.block_table for allocator in allocators):
-                    # The block that each running request is filling will hold keys of two versions.
-                    # Continuous batching cannot exclude single requests from sharing: from now on nothing is
-                    # shared.
-                    cache.allow_block_sharing = cache.use_prefix_sharing = False
-                for allocator in allocators:
-                    allocator.ledger.hash_to_block.clear()
-                    allocator.ledger.block_to_hash.clear()
-            pause_s = time.perf_counter() - paused_s
-            return PauseReport(load_s=loaded_s - fetched_s, pause_s=pause_s, fetch_s=fetched_s - paused_s)
-
-        async with self._closed(interrupt):
-            return await asyncio.to_thread(swap)
+    def _swap(self, fetched: Callable[[], Weights], version: int, interrupt: Interrupt) -> PauseReport:
+        """Load what `fetched` returns, while no sequence runs. Blocks."""
+        with self.manager.pause():
+            paused_s = time.perf_counter()
+            # If this raises, nothing has changed: the old version goes on.
+            weights = fetched()
+            fetched_s = time.perf_counter()
+            tensors = self.model.state_dict()
+            try:
+                with torch.no_grad():
+                    for name, tensor in weights.items():
+                        tensors[name].copy_(tensor)
+            except Exception as error:
+                # The model has layers of two versions: fail all requests before a later forward pass can
+                # report a token.
+                failure = f"loading version {version} failed half-way: {type(error).__name__}: {error}"
+                self._loop.call_soon_threadsafe(self._fail, failure)
+                self.sampler.tracks.clear()
+                raise ExecutorFailed(failure) from error
+            # In the pause: tokens before it are of the old version, tokens after it of this one.
+            self.sampler.version = version
+            loaded_s = time.perf_counter()
+            assert self.manager.batch_processor is not None
+            cache = self.manager.batch_processor.cache
+            if interrupt == "recompute-kv":
+                # As continuous batching itself does when its cache is full: the tokens so far become the
+                # prompt, whose keys and values the new weights compute.
+                scheduler = self.manager.batch_processor.scheduler
+                for request in list(scheduler.active_requests.values()):
+                    scheduler.finish_request(request.request_id)
+                    scheduler.add_waiting_request(request.create_equivalent_initial_request())
+            # Later requests must not find the blocks filled so far.
+            cache.evict_cached_blocks()
+            allocators = cache.cache_allocators.values()
+            if interrupt == "keep-kv" and any(allocator.block_table for allocator in allocators):
+                # The block that each running request is filling will hold keys of two versions.
+                # Continuous batching cannot exclude single requests from sharing: from now on nothing is
+                # shared.
+                cache.allow_block_sharing = cache.use_prefix_sharing = False
+            for allocator in allocators:
+                allocator.ledger.hash_to_block.clear()
+                allocator.ledger.block_to_hash.clear()
+        pause_s = time.perf_counter() - paused_s
+        return PauseReport(load_s=loaded_s - fetched_s, pause_s=pause_s, fetch_s=fetched_s - paused_s)
 
     async def score(self, sequences: list[list[int]], temperature: float) -> Scores:
         def paused() -> Scores:
