@@ -18,23 +18,10 @@ from transformers import PreTrainedTokenizerFast
 
 TEMPLATES = Path(__file__).parent / "templates"
 ALPHABET = 'etaoin shrdlu ETAOIN .,:;!?-_()[]{}"\\/\n\t0123456789 äßéñ žЖд 中文字 עב 🙂👩‍🚀 \u200d'
-WORDS = [
-    "the",
-    "number",
-    "of",
-    " calls",
-    " arguments",
-    "name",
-    "value",
-    "ing",
-    "  ",
-    "\n\n",
-    '{"',
-    '"}',
-    "日本",
-    "русский",
-    "🙂",
-]
+# fmt: off
+WORDS = ["the", "number", "of", " calls", " arguments", "name", "value", "ing", "  ", "\n\n", '{"', '"}',
+         "日本", "русский", "🙂"]
+# fmt: on
 TOOLS = tuple(
     {
         "type": "function",
@@ -245,15 +232,11 @@ def deepseek_rewrites(said: Sequence[Said], new: Sequence[dict[str, Any]], tools
 def deepseek_prepared(message: dict[str, Any]) -> dict[str, Any]:
     """As this template wants it: arguments as text, no content beside calls, thinking within the content."""
     if "tool_calls" in message:
+        functions = [call["function"] for call in message["tool_calls"]]
+        texts = [json.dumps(function["arguments"], ensure_ascii=False) for function in functions]
         calls = [
-            {
-                **call,
-                "function": {
-                    **call["function"],
-                    "arguments": json.dumps(call["function"]["arguments"], ensure_ascii=False),
-                },
-            }
-            for call in message["tool_calls"]
+            call | {"function": call["function"] | {"arguments": text}}
+            for call, text in zip(message["tool_calls"], texts, strict=True)
         ]
         return {**message, "content": None, "tool_calls": calls}
     return inline(message)
@@ -262,11 +245,9 @@ def deepseek_prepared(message: dict[str, Any]) -> dict[str, Any]:
 def inline(message: dict[str, Any]) -> dict[str, Any]:
     """For templates that do not know `reasoning_content`."""
     thinking = message.get("reasoning_content")
-    return (
-        {**message, "content": f"<think>\n{thinking}\n</think>\n\n{message['content']}"}
-        if thinking
-        else message
-    )
+    if not thinking:
+        return message
+    return message | {"content": f"<think>\n{thinking}\n</think>\n\n{message['content']}"}
 
 
 def never(said: Sequence[Said], new: Sequence[dict[str, Any]], tools: bool) -> bool:

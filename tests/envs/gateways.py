@@ -38,13 +38,7 @@ class ScriptedEngine:
     num_cancelled: int = 0
 
     async def generate(
-        self,
-        request_id: str,
-        prompt_tokens: list[int],
-        sampling: Sampling,
-        seed: int,
-        *,
-        first_version: int | None = None,
+        self, request_id: str, prompt_tokens: list[int], sampling: Sampling, seed: int, **turn: Any
     ) -> Completion:
         self.seen.append((request_id, prompt_tokens, sampling))
         aborted = self.running[request_id] = asyncio.get_running_loop().create_future()
@@ -104,13 +98,8 @@ class CharacterChat:
         message: dict[str, Any] = {"role": "assistant", "content": content}
         if bang:
             name, brace, rest = call.partition("{")
-            message["tool_calls"] = [
-                {
-                    "id": "call-1",
-                    "type": "function",
-                    "function": {"name": name, "arguments": json.loads(brace + rest)},
-                }
-            ]
+            function = {"name": name, "arguments": json.loads(brace + rest)}
+            message["tool_calls"] = [{"id": "call-1", "type": "function", "function": function}]
         return Answer(text=text, message=message, finish_reason="stop")
 
     def decode(self, tokens: Sequence[int]) -> str:

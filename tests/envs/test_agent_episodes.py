@@ -83,14 +83,8 @@ async def play(
 
     async with gateway() as served:
         engine: Any = served.engine
-        means = Means(
-            engine,
-            CHAT,
-            lambda: AgentEnvironment(served.gateway, pool),
-            LIMITS,
-            Slots(8, hold=True),
-            on_waiting,
-        )
+        environment = lambda: AgentEnvironment(served.gateway, pool)  # noqa: E731
+        means = Means(engine, CHAT, environment, LIMITS, Slots(8, hold=True), on_waiting)
         episodes = [
             Episode(f"e{index}", {"prompt": prompt}, 5, means, SAMPLING)
             for index, prompt in enumerate(prompts)
@@ -113,13 +107,9 @@ async def stop_answered(episode: Episode, kind: str) -> None:
 
 
 def outcome(episode: Episode) -> float | str:
-    return (
-        episode.end.reward
-        if episode.end is not None
-        else episode.failure.kind
-        if episode.failure
-        else "nothing"
-    )
+    if episode.end is not None:
+        return episode.end.reward
+    return episode.failure.kind if episode.failure else "nothing"
 
 
 @pytest.mark.slow

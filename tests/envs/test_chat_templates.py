@@ -67,15 +67,10 @@ def test_a_model_without_tools_is_offered_tools_with_the_builtin_template(tmp_pa
     prompt = chat.tokenizer.decode(conversation.ask([{"role": "user", "content": "q?"}], OFFERED))
     assert prompt.count('"add_up"') == 1
     assert prompt.index('"add_up"') < prompt.index("q?")
-    end = (
-        chat.tokenizer.eos_token
-        if name != ("gemma, which demands turns and has no system message")
-        else "<end_of_turn>"
-    )
+    end = "<end_of_turn>" if model == "gemma" else chat.tokenizer.eos_token
     answer = conversation.take(completion_of(chat, f"{CALL}\n{CALL}{end}"))
-    assert [call["function"] for call in answer.message["tool_calls"]] == [
-        {"name": "search", "arguments": {"text": "a"}}
-    ] * 2
+    functions = [call["function"] for call in answer.message["tool_calls"]]
+    assert functions == [{"name": "search", "arguments": {"text": "a"}}] * 2
     results = [{"role": "tool", "content": content} for content in ("r1", "r2")]
     again = conversation.ask(results, OFFERED)
     text = chat.tokenizer.decode(again)
@@ -139,24 +134,16 @@ def of_calculator(model: Path, *sets: str) -> list[str]:
 
 def test_a_plan_refuses_a_model_that_cannot_be_offered_tools_and_the_hint_helps(tmp_path, capsys):
     own = saved(tmp_path / "own", "qwen3", SMOLLM2)
-    asked = ["plan", "--profile", "agent-calculator"]
-    assert run([*asked, *(word for text in of_calculator(own) for word in ("--set", text))]) == 3
+
+    def plan(*sets: str) -> int:
+        words = [word for text in of_calculator(own, *sets) for word in ("--set", text)]
+        return run(["plan", "--profile", "agent-calculator", *words])
+
+    assert plan() == 3
     told = capsys.readouterr().err
     assert "the model cannot be offered tools: its chat template does not write tool calls" in told
     assert 'model.chat_template = "builtin:tools"' in told
-    assert (
-        run(
-            [
-                *asked,
-                *(
-                    word
-                    for text in of_calculator(own, f"model.chat_template={TOOLS}")
-                    for word in ("--set", text)
-                ),
-            ]
-        )
-        == 0
-    )
+    assert plan(f"model.chat_template={TOOLS}") == 0
 
 
 def test_a_task_of_one_turn_needs_no_tools_of_the_template(tmp_path):

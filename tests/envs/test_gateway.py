@@ -62,19 +62,13 @@ async def test_a_loop_with_tools_is_one_segment_of_the_very_tokens_that_were_sam
     async with client_of(access) as client:
         first = await client.chat.completions.create(model="gpt-4o", messages=ASK, tools=[ADD])
         (call,) = first.choices[0].message.tool_calls
-        assert (first.choices[0].finish_reason, call.function.name, call.function.arguments) == (
-            "tool_calls",
-            "add",
-            '{"a": 2}',
-        )
+        assert (first.choices[0].finish_reason, call.function.name) == ("tool_calls", "add")
+        assert call.function.arguments == '{"a": 2}'
         sent_back = first.choices[0].message.model_dump(exclude_none=True)
         # a client may write the same arguments otherwise
         sent_back["tool_calls"][0]["function"]["arguments"] = '{"a":2}'
-        messages = [
-            *ASK,
-            sent_back,
-            {"role": "tool", "tool_call_id": call.id, "content": [{"type": "text", "text": "4"}]},
-        ]
+        told = {"role": "tool", "tool_call_id": call.id, "content": [{"type": "text", "text": "4"}]}
+        messages = [*ASK, sent_back, told]
         second = await client.chat.completions.create(model="gpt-4o", messages=messages, tools=[ADD])
     assert (second.choices[0].message.content, second.model) == ("four", "gpt-4o")
     (segment,) = session.conversation.segments()
@@ -115,10 +109,8 @@ async def test_of_two_requests_that_continue_one_segment_the_second_makes_a_fork
         await asyncio.gather(*(client.chat.completions.create(model="m", messages=more) for _ in range(2)))
     masks = [int(segment.mask_T.sum()) for segment in session.conversation.segments()]
     assert masks == [10, 5]  # the answer that both continue is trained once
-    assert (
-        session.conversation.segments()[0].tokens_T.tolist()
-        == session.conversation.segments()[1].tokens_T.tolist()
-    )
+    one, other = (segment.tokens_T.tolist() for segment in session.conversation.segments())
+    assert one == other
 
 
 @served(lambda prompt: "one two")
@@ -145,14 +137,8 @@ async def test_text_prompts_continue_by_their_tokens(server: Served) -> None:
 async def test_a_stream_brings_the_same_answer(server: Served) -> None:
     _, access = server.open()
     async with client_of(access) as client:
-        stream = await client.chat.completions.create(
-            model="m",
-            messages=ASK,
-            tools=[ADD],
-            stream=True,
-            stream_options={"include_usage": True},
-            logprobs=True,
-        )
+        how = dict(stream=True, stream_options={"include_usage": True}, logprobs=True)
+        stream = await client.chat.completions.create(model="m", messages=ASK, tools=[ADD], **how)
         chunks = [chunk async for chunk in stream]
     (call,) = chunks[0].choices[0].delta.tool_calls
     assert (call.index, call.function.name, chunks[1].choices[0].finish_reason) == (0, "add", "tool_calls")
@@ -166,16 +152,9 @@ async def test_the_profile_decides_how_tokens_are_sampled_and_the_answer_says_wh
 ) -> None:
     _, access = server.open()
     async with client_of(access) as client:
-        raw = await client.chat.completions.with_raw_response.create(
-            model="m",
-            messages=ASK,
-            tools=[ADD],
-            temperature=0.2,
-            top_p=1.0,
-            seed=3,
-            tool_choice="required",
-            max_tokens=2,
-        )
+        how = dict(temperature=0.2, top_p=1.0, seed=3, tool_choice="required", max_tokens=2)
+        create = client.chat.completions.with_raw_response.create
+        raw = await create(model="m", messages=ASK, tools=[ADD], **how)
     assert raw.headers["x-asyncrl-ignored"] == "seed, temperature, tool_choice"
     ((_, _, sampling),) = server.engine.seen
     assert (sampling.temperature, sampling.max_response_tokens) == (1.0, 2)
@@ -212,16 +191,13 @@ async def test_refusals_are_in_openais_shape(server: Served) -> None:
         why = "this model's maximum context length is 400 tokens (env.max_context_tokens); the prompt has 518"
         assert await status(chat, json.dumps({"messages": long})) == (400, why)
         assert (await status("/nothing", b"{}"))[0] == 404
-        assert (await status(chat, json.dumps({"messages": ASK}), {"Authorization": "Bearer wrong"}))[
-            0
-        ] == 401
+        wrong = {"Authorization": "Bearer wrong"}
+        assert (await status(chat, json.dumps({"messages": ASK}), wrong))[0] == 401
         assert (await status(chat, json.dumps({"messages": ASK}), {}))[0] == 401
         async with http.post(url + chat, json={"messages": ASK}, headers=headers) as response:
             assert response.status == 200
-        assert await status(chat, json.dumps({"messages": ASK})) == (
-            400,
-            "this trajectory has had its env.max_turns = 1 answers",
-        )
+        why = "this trajectory has had its env.max_turns = 1 answers"
+        assert await status(chat, json.dumps({"messages": ASK})) == (400, why)
         await server.gateway.close_session(session)
         assert (await status(chat, json.dumps({"messages": ASK})))[0] == 410
         assert (await status(chat, json.dumps({"messages": ASK}), {}))[0] == 401
@@ -247,9 +223,8 @@ async def test_a_prompt_that_takes_long_to_tokenize_holds_up_nobody_else(server:
         await until(lambda: server.gateway.num_running == 1)
         async with http.get(f"{server.gateway.url}/health") as response:
             assert response.status == 200
-        assert (await client.chat.completions.create(model="m", messages=ASK)).choices[
-            0
-        ].message.content == "fine"
+        answer = await client.chat.completions.create(model="m", messages=ASK)
+        assert answer.choices[0].message.content == "fine"
         assert not waiting.done()
         slow.go.set()
         assert (await waiting).choices[0].message.content == "fine"
@@ -261,11 +236,8 @@ async def test_a_body_that_no_context_could_hold_is_refused_unread_in_openais_wo
     async with client_of(access) as client:
         asked = [{"role": "user", "content": "x" * 2 * BODY_BYTES}]
         refused = await refusal(client.chat.completions.create(model="m", messages=asked))
-    assert (refused.status_code, refused.code, session.finish_reason) == (
-        400,
-        "context_length_exceeded",
-        "length",
-    )
+    assert (refused.status_code, refused.code) == (400, "context_length_exceeded")
+    assert session.finish_reason == "length"
     assert "maximum context length is 400 tokens" in refused.message
 
 
@@ -302,18 +274,17 @@ async def test_names_of_fields_that_fit_into_no_header_are_ignored_in_silence(se
 
 @served()
 async def test_what_the_chat_template_refuses_is_a_bad_request(server: Served) -> None:
+    why = "the model's chat template refuses these messages: no system"
+
     def refuse(*_: Any) -> Any:
-        raise EpisodeFailed("template", "the model's chat template refuses these messages: no system")
+        raise EpisodeFailed("template", why)
 
     _, access = server.open()
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(CHAT, "render", refuse)
         async with client_of(access) as client:
             refused = await refusal(client.chat.completions.create(model="m", messages=ASK))
-    assert (refused.status_code, refused.body["message"]) == (
-        400,
-        "the model's chat template refuses these messages: no system",
-    )
+    assert (refused.status_code, refused.body["message"]) == (400, why)
 
 
 @served(slots=1)
@@ -328,9 +299,8 @@ async def test_too_many_requests_at_once_are_told_when_to_come_again(server: Ser
         refused = await refusal(client.chat.completions.create(model="m", messages=ASK))
         assert (refused.status_code, refused.response.headers["Retry-After"]) == (429, "1")
         server.engine.held.set()
-        assert [answer.choices[0].message.content for answer in await asyncio.gather(*waiting)] == [
-            "fine"
-        ] * 4
+        answers = await asyncio.gather(*waiting)
+        assert [answer.choices[0].message.content for answer in answers] == ["fine"] * 4
 
 
 @served()
@@ -368,9 +338,8 @@ async def test_200_sessions_at_once_get_their_own_answers(server: Served) -> Non
         async def ask(number: int, access: Any) -> str:
             asked = {"messages": [{"role": "user", "content": f"q{number}"}]}
             headers = {"Authorization": f"Bearer {access.key}"}
-            async with http.post(
-                f"{access.base_url}/chat/completions", json=asked, headers=headers
-            ) as response:
+            url = f"{access.base_url}/chat/completions"
+            async with http.post(url, json=asked, headers=headers) as response:
                 return str((await response.json())["choices"][0]["message"]["content"])
 
         answers = await asyncio.gather(*(ask(number, access) for number, (_, access) in enumerate(opened)))

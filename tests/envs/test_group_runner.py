@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
@@ -89,13 +89,6 @@ async def runner_of(
         await engine.close()
 
 
-def run(body: Callable[[], Awaitable[None]]) -> None:
-    async def main() -> None:
-        await body()
-
-    asyncio.run(main())
-
-
 def group(n: int = 8, seed: int = 5, item: dict[str, Any] = ITEM) -> PartRequest:
     """A whole group as one part."""
     return part(0, range(n), seed, item)
@@ -106,154 +99,121 @@ def part(number: int, indices: Iterable[int], seed: int = 5, item: dict[str, Any
 
 
 @pytest.mark.slow
-def test_a_group_becomes_metadata_and_arrays_that_agree(model: Qwen3ForCausalLM, model_dir: Path) -> None:
-    async def body() -> None:
-        finished: list[int] = []
-        async with runner_of(model_dir, Rewards()) as runner:
-            result, payload = await runner.run(group(), finished.append)
-        assert finished == [1, 2, 3, 4, 5, 6, 7, 8]
-        assert (result.key, result.failures, result.failed_tokens, result.payload) == (
-            PartKey(KEY, 0),
-            (),
-            0,
-            None,
-        )
-        assert (payload.uid, payload.epoch, payload.attempt) == tuple(KEY)
-        assert len({tuple(t.segments[0].tokens_T) for t in payload.trajectories}) == 8
-        prompt = [tiny.VOCABULARY[character] for character in ITEM["prompt"]]
-        for meta, trajectory in zip(result.trajectories, payload.trajectories, strict=True):
-            (segment,) = trajectory.segments
-            assert segment.tokens_T[:6].tolist() == prompt
-            assert (meta.prompt_tokens, meta.response_tokens) == (6, len(segment.tokens_T) - 6)
-            assert meta.version_tokens == ((0, meta.response_tokens),)
-            assert (meta.reward, meta.finish_reason) == (trajectory.reward, trajectory.finish_reason)
-            assert not segment.mask_T[:6].any()
-            assert segment.mask_T[6:].all()
-            assert set(segment.versions_T[:6].tolist()) == {-1}
-            assert not segment.logprobs_T[:6].any()
-            expected = tiny.plain_logprobs(model, model.state_dict(), segment.tokens_T.tolist(), 0.9)
-            assert segment.logprobs_T[6:].tolist() == pytest.approx(expected[5:], abs=1e-5)
-
-    run(body)
-
-
-@pytest.mark.slow
-def test_the_same_seed_gives_the_same_group(model_dir: Path) -> None:
-    async def body() -> None:
-        async with runner_of(model_dir, Rewards()) as runner:
-            groups = [(await runner.run(group(seed=seed), lambda finished: None))[1] for seed in (5, 5, 6)]
-        first, again, other = ([t.segments[0].tokens_T for t in payload.trajectories] for payload in groups)
-        assert all(np.array_equal(a, b) for a, b in zip(first, again, strict=True))
-        assert not all(np.array_equal(a, b) for a, b in zip(first, other, strict=True))
-
-    run(body)
+async def test_a_group_becomes_metadata_and_arrays_that_agree(
+    model: Qwen3ForCausalLM, model_dir: Path
+) -> None:
+    finished: list[int] = []
+    async with runner_of(model_dir, Rewards()) as runner:
+        result, payload = await runner.run(group(), finished.append)
+    assert finished == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert (result.key, result.failures, result.failed_tokens, result.payload) == (
+        PartKey(KEY, 0),
+        (),
+        0,
+        None,
+    )
+    assert (payload.uid, payload.epoch, payload.attempt) == tuple(KEY)
+    assert len({tuple(t.segments[0].tokens_T) for t in payload.trajectories}) == 8
+    prompt = [tiny.VOCABULARY[character] for character in ITEM["prompt"]]
+    for meta, trajectory in zip(result.trajectories, payload.trajectories, strict=True):
+        (segment,) = trajectory.segments
+        assert segment.tokens_T[:6].tolist() == prompt
+        assert (meta.prompt_tokens, meta.response_tokens) == (6, len(segment.tokens_T) - 6)
+        assert meta.version_tokens == ((0, meta.response_tokens),)
+        assert (meta.reward, meta.finish_reason) == (trajectory.reward, trajectory.finish_reason)
+        assert not segment.mask_T[:6].any()
+        assert segment.mask_T[6:].all()
+        assert set(segment.versions_T[:6].tolist()) == {-1}
+        assert not segment.logprobs_T[:6].any()
+        expected = tiny.plain_logprobs(model, model.state_dict(), segment.tokens_T.tolist(), 0.9)
+        assert segment.logprobs_T[6:].tolist() == pytest.approx(expected[5:], abs=1e-5)
 
 
 @pytest.mark.slow
-def test_a_response_is_the_same_in_whatever_part_it_is(model_dir: Path) -> None:
+async def test_a_response_of_a_seed_is_the_same_in_whatever_part_it_is(model_dir: Path) -> None:
     """Parts run at once on one worker, or elsewhere after a worker's death."""
 
-    async def body() -> None:
-        nothing: Callable[[int], None] = lambda finished: None  # noqa: E731
-        async with runner_of(model_dir, Rewards()) as runner:
-            _, whole = await runner.run(group(n=5), nothing)
-            parts = [part(0, (0, 3)), part(1, (4, 1)), part(2, (2,))]
-            ended = await asyncio.gather(*(runner.run(request, nothing) for request in parts))
-        placed = [index for request in parts for index in request.indices]
-        for index, trajectory in zip(
-            placed, joined(payload for _, payload in ended)[0].trajectories, strict=True
-        ):
-            assert np.array_equal(
-                trajectory.segments[0].tokens_T, whole.trajectories[index].segments[0].tokens_T
-            )
-        assert [result.key.number for result, _ in ended] == [0, 1, 2]
-        assert [len(result.trajectories) for result, _ in ended] == [2, 2, 1]
+    nothing: Callable[[int], None] = lambda finished: None  # noqa: E731
+    async with runner_of(model_dir, Rewards()) as runner:
+        _, whole = await runner.run(group(n=5), nothing)
+        _, other = await runner.run(group(n=5, seed=6), nothing)
+        parts = [part(0, (0, 3)), part(1, (4, 1)), part(2, (2,))]
+        ended = await asyncio.gather(*(runner.run(request, nothing) for request in parts))
+    placed = [index for request in parts for index in request.indices]
+    for index, trajectory in zip(
+        placed, joined(payload for _, payload in ended)[0].trajectories, strict=True
+    ):
+        assert np.array_equal(trajectory.segments[0].tokens_T, whole.trajectories[index].segments[0].tokens_T)
+    sampled, differently = (
+        [trajectory.segments[0].tokens_T.tolist() for trajectory in payload.trajectories]
+        for payload in (whole, other)
+    )
+    assert sampled != differently
+    assert [result.key.number for result, _ in ended] == [0, 1, 2]
+    assert [len(result.trajectories) for result, _ in ended] == [2, 2, 1]
 
-    run(body)
 
-
-def test_an_abort_ends_all_parts_of_its_attempt_and_no_other(model_dir: Path) -> None:
-    async def body() -> None:
-        later = PartRequest(key=PartKey(KEY._replace(attempt=2), 0), item=ITEM, indices=(0,), seed=5)
-        async with runner_of(model_dir, Rewards()) as runner:
-            requests = part(0, range(3)), part(1, range(3, 5)), later
-            running = [
-                asyncio.create_task(runner.run(request, lambda finished: None)) for request in requests
-            ]
-            await asyncio.sleep(0)
-            await runner.abort(KEY)
-            assert [len((await task)[0].trajectories) for task in running] == [0, 0, 1]
-
-    run(body)
+async def test_an_abort_ends_all_parts_of_its_attempt_and_no_other(model_dir: Path) -> None:
+    later = PartRequest(key=PartKey(KEY._replace(attempt=2), 0), item=ITEM, indices=(0,), seed=5)
+    async with runner_of(model_dir, Rewards()) as runner:
+        requests = part(0, range(3)), part(1, range(3, 5)), later
+        running = [asyncio.create_task(runner.run(request, lambda finished: None)) for request in requests]
+        await asyncio.sleep(0)
+        await runner.abort(KEY)
+        assert [len((await task)[0].trajectories) for task in running] == [0, 0, 1]
 
 
 @pytest.mark.slow
-def test_a_trajectory_without_a_reward_leaves_the_group(model_dir: Path) -> None:
-    async def body() -> None:
-        rewards = Rewards(fails_on="7")
-        async with runner_of(model_dir, rewards) as runner:
-            result, payload = await runner.run(group(n=24), lambda finished: None)
-        failed = [text for text in rewards.texts if "7" in text]
-        assert 0 < len(failed) < 24
-        assert len(result.failures) == len(failed)
-        assert all(
-            "no verdict" in failure.text and "sorting-7@2.1" in failure.text for failure in result.failures
-        )
-        assert len(result.trajectories) == len(payload.trajectories) == 24 - len(failed)
-        assert result.failed_tokens >= sum(len(text) for text in failed)
-
-    run(body)
+async def test_a_trajectory_without_a_reward_leaves_the_group(model_dir: Path) -> None:
+    rewards = Rewards(fails_on="7")
+    async with runner_of(model_dir, rewards) as runner:
+        result, payload = await runner.run(group(n=24), lambda finished: None)
+    failed = [text for text in rewards.texts if "7" in text]
+    assert 0 < len(failed) < 24
+    assert len(result.failures) == len(failed)
+    assert all(
+        "no verdict" in failure.text and "sorting-7@2.1" in failure.text for failure in result.failures
+    )
+    assert len(result.trajectories) == len(payload.trajectories) == 24 - len(failed)
+    assert result.failed_tokens >= sum(len(text) for text in failed)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("hangs", [False, True], ids=["while it generates", "while rewards are awaited"])
-def test_an_aborted_group_ends_soon_without_trajectories(model_dir: Path, hangs: bool) -> None:
-    async def body() -> None:
-        finished: list[int] = []
-        how = Sampling(temperature=0.9, max_response_tokens=20 if hangs else 128)
-        async with runner_of(model_dir, Rewards(hangs=hangs), sampling=how) as runner:
-            running = asyncio.create_task(runner.run(group(), finished.append))
-            async with asyncio.timeout(30):
-                while len(finished) < (8 if hangs else 1):  # noqa: ASYNC110
-                    await asyncio.sleep(0)
-            await runner.abort(KEY)
-            await runner.abort(AttemptKey("unknown", 0, 0))
-            result, payload = await running
-            assert (result.trajectories, result.failures, payload.trajectories) == ((), (), ())
-            assert result.failed_tokens > 0
-            assert runner.means.engine.running == 0
-
-    run(body)
+async def test_an_aborted_group_ends_soon_without_trajectories(model_dir: Path, hangs: bool) -> None:
+    finished: list[int] = []
+    how = Sampling(temperature=0.9, max_response_tokens=20 if hangs else 128)
+    async with runner_of(model_dir, Rewards(hangs=hangs), sampling=how) as runner:
+        running = asyncio.create_task(runner.run(group(), finished.append))
+        async with asyncio.timeout(30):
+            while len(finished) < (8 if hangs else 1):  # noqa: ASYNC110
+                await asyncio.sleep(0)
+        await runner.abort(KEY)
+        await runner.abort(AttemptKey("unknown", 0, 0))
+        result, payload = await running
+        assert (result.trajectories, result.failures, payload.trajectories) == ((), (), ())
+        assert result.failed_tokens > 0
+        assert runner.means.engine.running == 0
 
 
-def test_a_group_that_is_aborted_as_it_begins_samples_nothing(model_dir: Path) -> None:
-    async def body() -> None:
-        async with runner_of(model_dir, Rewards()) as runner:
-            running = asyncio.create_task(runner.run(group(), lambda finished: None))
-            await asyncio.sleep(0)  # it is known, and none of its responses has begun
-            await runner.abort(KEY)
-            result, _ = await running
-            assert (result.trajectories, result.failed_tokens, runner.means.engine.sampled_tokens) == (
-                (),
-                0,
-                0,
-            )
-
-    run(body)
+async def test_a_group_that_is_aborted_as_it_begins_samples_nothing(model_dir: Path) -> None:
+    async with runner_of(model_dir, Rewards()) as runner:
+        running = asyncio.create_task(runner.run(group(), lambda finished: None))
+        await asyncio.sleep(0)  # it is known, and none of its responses has begun
+        await runner.abort(KEY)
+        result, _ = await running
+        assert (result.trajectories, result.failed_tokens, runner.means.engine.sampled_tokens) == ((), 0, 0)
 
 
 @pytest.mark.slow
-def test_a_prompt_that_is_too_long_fails_its_group_by_name(model_dir: Path) -> None:
-    async def body() -> None:
-        async with runner_of(model_dir, Rewards()) as runner:
-            result, payload = await runner.run(
-                group(n=3, item=ITEM | {"prompt": "1" * 65}), lambda finished: None
-            )
-        reason = "prompt sorting-7 has 65 tokens, rollout.max_prompt_tokens is 64"
-        assert result.failures == (("prompt", reason),) * 3
-        assert (result.trajectories, result.failed_tokens, payload.trajectories) == ((), 0, ())
-
-    run(body)
+async def test_a_prompt_that_is_too_long_fails_its_group_by_name(model_dir: Path) -> None:
+    async with runner_of(model_dir, Rewards()) as runner:
+        result, payload = await runner.run(
+            group(n=3, item=ITEM | {"prompt": "1" * 65}), lambda finished: None
+        )
+    reason = "prompt sorting-7 has 65 tokens, rollout.max_prompt_tokens is 64"
+    assert result.failures == (("prompt", reason),) * 3
+    assert (result.trajectories, result.failed_tokens, payload.trajectories) == ((), 0, ())
 
 
 @pytest.mark.slow
@@ -288,71 +248,61 @@ class Questions(Environment):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("template", [None, TEMPLATE], ids=["plain", "chat template"])
-def test_several_turns_are_one_sequence_whose_sampled_tokens_alone_are_trained(
+async def test_several_turns_are_one_sequence_whose_sampled_tokens_alone_are_trained(
     model: Qwen3ForCausalLM, model_dir: Path, template: str | None
 ) -> None:
     asked = [f"<user>{number}?<assistant>" if template else f"{number}?" for number in (1, 2)]
 
-    async def body() -> None:
-        finished: list[int] = []
-        async with runner_of(
-            model_dir, Rewards(), Questions, chat_template=template, sampling=LONG
-        ) as runner:
-            result, payload = await runner.run(group(), finished.append)
-        assert finished == [1, 2, 3, 4, 5, 6, 7, 8]
-        ended = [failure for failure in result.failures if failure.kind == "cut"]
-        assert len(result.trajectories) + len(ended) == 8
-        assert result.trajectories, "no episode came to its end"
-        for meta, trajectory in zip(result.trajectories, payload.trajectories, strict=True):
-            (segment,) = trajectory.segments
-            text = "".join(
-                tiny.VOCABULARY_INVERSE[token] for token in segment.tokens_T[~segment.mask_T].tolist()
-            )
-            assert text.endswith("".join(asked))
-            assert (segment.mask_T == (segment.versions_T == 0)).all()
-            assert meta.response_tokens == segment.mask_T.sum()
-            assert meta.prompt_tokens == (~segment.mask_T).sum()
-            expected = tiny.plain_logprobs(model, model.state_dict(), segment.tokens_T.tolist(), 0.9)
-            assert segment.logprobs_T[1:].tolist() == pytest.approx(
-                np.where(segment.mask_T[1:], expected, 0.0), abs=1e-5
-            )
-
-    run(body)
+    finished: list[int] = []
+    async with runner_of(model_dir, Rewards(), Questions, chat_template=template, sampling=LONG) as runner:
+        result, payload = await runner.run(group(), finished.append)
+    assert finished == [1, 2, 3, 4, 5, 6, 7, 8]
+    ended = [failure for failure in result.failures if failure.kind == "cut"]
+    assert len(result.trajectories) + len(ended) == 8
+    assert result.trajectories, "no episode came to its end"
+    for meta, trajectory in zip(result.trajectories, payload.trajectories, strict=True):
+        (segment,) = trajectory.segments
+        text = "".join(tiny.VOCABULARY_INVERSE[token] for token in segment.tokens_T[~segment.mask_T].tolist())
+        assert text.endswith("".join(asked))
+        assert (segment.mask_T == (segment.versions_T == 0)).all()
+        assert meta.response_tokens == segment.mask_T.sum()
+        assert meta.prompt_tokens == (~segment.mask_T).sum()
+        expected = tiny.plain_logprobs(model, model.state_dict(), segment.tokens_T.tolist(), 0.9)
+        assert segment.logprobs_T[1:].tolist() == pytest.approx(
+            np.where(segment.mask_T[1:], expected, 0.0), abs=1e-5
+        )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "template", [TEMPLATE, "{{ messages[-1].content }}"], ids=["one segment", "a segment per turn"]
 )
-def test_every_span_of_every_turn_has_the_logprobs_of_the_weights_that_sampled_it(
+async def test_every_span_of_every_turn_has_the_logprobs_of_the_weights_that_sampled_it(
     model: Qwen3ForCausalLM, model_dir: Path, template: str
 ) -> None:
     """Weights are loaded with recompute-kv while some episodes sample and others are between turns."""
     weights = {version: tiny.weights_after(model, version) for version in (0, 1, 2)}
 
-    async def body() -> None:
-        how = Sampling(temperature=0.9, max_response_tokens=40)
-        async with runner_of(model_dir, Rewards(), Questions, chat_template=template, sampling=how) as runner:
-            engine = runner.means.engine
-            running = asyncio.create_task(runner.run(group(n=12), lambda finished: None))
-            for version, after_tokens in ((1, 150), (2, 400)):
-                while engine.sampled_tokens < after_tokens:  # noqa: ASYNC110
-                    await asyncio.sleep(0)
-                await engine.load(weights[version], version, "recompute-kv")
-            result, payload = await running
-        segments = [segment for trajectory in payload.trajectories for segment in trajectory.segments]
-        for segment in segments:
-            for version in {*segment.versions_T.tolist()} - {-1}:
-                expected_T = np.array(
-                    [0.0, *tiny.plain_logprobs(model, weights[version], segment.tokens_T.tolist(), 0.9)]
-                )
-                span_T = segment.versions_T == version
-                assert segment.logprobs_T[span_T].tolist() == pytest.approx(expected_T[span_T], abs=1e-4)
-        assert len(result.trajectories) > 8
-        assert max(meta.span for meta in result.trajectories) == 2
-        assert {meta.num_forks for meta in result.trajectories} == ({0} if template == TEMPLATE else {2})
-
-    run(body)
+    how = Sampling(temperature=0.9, max_response_tokens=40)
+    async with runner_of(model_dir, Rewards(), Questions, chat_template=template, sampling=how) as runner:
+        engine = runner.means.engine
+        running = asyncio.create_task(runner.run(group(n=12), lambda finished: None))
+        for version, after_tokens in ((1, 150), (2, 400)):
+            while engine.sampled_tokens < after_tokens:  # noqa: ASYNC110
+                await asyncio.sleep(0)
+            await engine.load(weights[version], version, "recompute-kv")
+        result, payload = await running
+    segments = [segment for trajectory in payload.trajectories for segment in trajectory.segments]
+    for segment in segments:
+        for version in {*segment.versions_T.tolist()} - {-1}:
+            expected_T = np.array(
+                [0.0, *tiny.plain_logprobs(model, weights[version], segment.tokens_T.tolist(), 0.9)]
+            )
+            span_T = segment.versions_T == version
+            assert segment.logprobs_T[span_T].tolist() == pytest.approx(expected_T[span_T], abs=1e-4)
+    assert len(result.trajectories) > 8
+    assert max(meta.span for meta in result.trajectories) == 2
+    assert {meta.num_forks for meta in result.trajectories} == ({0} if template == TEMPLATE else {2})
 
 
 class Broken(Questions):
@@ -380,35 +330,29 @@ def test_a_reward_that_is_no_number_fails_and_such_a_fact_is_left_out() -> None:
     assert played().meta().facts == (("a", 2.0),)
 
 
-def test_an_environment_that_raises_fails_its_trajectories_with_its_error(model_dir: Path) -> None:
-    async def body() -> None:
-        async with runner_of(model_dir, Rewards(), Broken) as runner:
-            result, _ = await runner.run(group(n=2), lambda finished: None)
-        assert [failure.kind for failure in result.failures] == ["environment"] * 2
-        assert result.failures[1].text == "environment of sorting-7@2.1/1: KeyError: 'no such tool'"
-        assert result.failed_tokens > 0
-
-    run(body)
+async def test_an_environment_that_raises_fails_its_trajectories_with_its_error(model_dir: Path) -> None:
+    async with runner_of(model_dir, Rewards(), Broken) as runner:
+        result, _ = await runner.run(group(n=2), lambda finished: None)
+    assert [failure.kind for failure in result.failures] == ["environment"] * 2
+    assert result.failures[1].text == "environment of sorting-7@2.1/1: KeyError: 'no such tool'"
+    assert result.failed_tokens > 0
 
 
 @pytest.mark.slow
-def test_where_the_template_rewrites_earlier_turns_a_new_segment_begins(model_dir: Path) -> None:
-    async def body() -> None:
-        forgets = "{{ messages[-1].content }}"
-        async with runner_of(model_dir, Rewards(), Questions, chat_template=forgets) as runner:
-            result, payload = await runner.run(group(n=2), lambda finished: None)
-        for meta, trajectory in zip(result.trajectories, payload.trajectories, strict=True):
-            prompts = [
-                "".join(tiny.VOCABULARY_INVERSE[token] for token in s.tokens_T[~s.mask_T])
-                for s in trajectory.segments
-            ]
-            assert prompts == ["4,1,9=", "1?", "2?"]
-            assert (meta.num_turns, meta.num_forks) == (3, 2)
-            assert meta.response_tokens == sum(int(segment.mask_T.sum()) for segment in trajectory.segments)
-            assert meta.version_tokens == ((0, meta.response_tokens),)
-        assert trained_of(payload) == sampled_of(payload)
-
-    run(body)
+async def test_where_the_template_rewrites_earlier_turns_a_new_segment_begins(model_dir: Path) -> None:
+    forgets = "{{ messages[-1].content }}"
+    async with runner_of(model_dir, Rewards(), Questions, chat_template=forgets) as runner:
+        result, payload = await runner.run(group(n=2), lambda finished: None)
+    for meta, trajectory in zip(result.trajectories, payload.trajectories, strict=True):
+        prompts = [
+            "".join(tiny.VOCABULARY_INVERSE[token] for token in s.tokens_T[~s.mask_T])
+            for s in trajectory.segments
+        ]
+        assert prompts == ["4,1,9=", "1?", "2?"]
+        assert (meta.num_turns, meta.num_forks) == (3, 2)
+        assert meta.response_tokens == sum(int(segment.mask_T.sum()) for segment in trajectory.segments)
+        assert meta.version_tokens == ((0, meta.response_tokens),)
+    assert trained_of(payload) == sampled_of(payload)
 
 
 def trained_of(payload: GroupPayload) -> Counter[tuple[int, int, float]]:
@@ -449,28 +393,25 @@ class Judged(Questions):
 
 
 @pytest.mark.slow
-def test_an_episode_that_is_cut_short_has_the_reward_of_what_it_reached(model_dir: Path) -> None:
-    async def body() -> None:
-        short = Sampling(temperature=0.9, max_response_tokens=4)
-        async with runner_of(model_dir, Rewards(), partial(Judged, 9), sampling=short, max_turns=2) as runner:
-            by_turns, payload = await runner.run(group(n=2), lambda finished: None)
-        async with runner_of(
-            model_dir, Rewards(), partial(Judged, 9), sampling=short, max_context_tokens=14
-        ) as runner:
-            by_length, whole = await runner.run(group(n=2), lambda finished: None)
-        for meta in by_turns.trajectories:
-            assert (meta.reward, meta.num_turns, meta.finish_reason, meta.facts) == (
-                2.0,
-                2,
-                "max_turns",
-                (("asked", 2),),
-            )
-        assert payload.trajectories[0].turn_rewards == (1.0, 1.0)
-        assert {meta.finish_reason for meta in by_length.trajectories} == {"length"}
-        assert all(len(trajectory.segments[0].tokens_T) <= 14 for trajectory in whole.trajectories)
-        assert all(trajectory.segments[0].mask_T[-1] for trajectory in whole.trajectories)
-
-    run(body)
+async def test_an_episode_that_is_cut_short_has_the_reward_of_what_it_reached(model_dir: Path) -> None:
+    short = Sampling(temperature=0.9, max_response_tokens=4)
+    async with runner_of(model_dir, Rewards(), partial(Judged, 9), sampling=short, max_turns=2) as runner:
+        by_turns, payload = await runner.run(group(n=2), lambda finished: None)
+    async with runner_of(
+        model_dir, Rewards(), partial(Judged, 9), sampling=short, max_context_tokens=14
+    ) as runner:
+        by_length, whole = await runner.run(group(n=2), lambda finished: None)
+    for meta in by_turns.trajectories:
+        assert (meta.reward, meta.num_turns, meta.finish_reason, meta.facts) == (
+            2.0,
+            2,
+            "max_turns",
+            (("asked", 2),),
+        )
+    assert payload.trajectories[0].turn_rewards == (1.0, 1.0)
+    assert {meta.finish_reason for meta in by_length.trajectories} == {"length"}
+    assert all(len(trajectory.segments[0].tokens_T) <= 14 for trajectory in whole.trajectories)
+    assert all(trajectory.segments[0].mask_T[-1] for trajectory in whole.trajectories)
 
 
 class Hangs(Questions):
@@ -485,59 +426,51 @@ class Hangs(Questions):
 
 
 @pytest.mark.slow
-def test_an_episode_ends_at_its_time_limit_wherever_it_waits(model_dir: Path) -> None:
+async def test_an_episode_ends_at_its_time_limit_wherever_it_waits(model_dir: Path) -> None:
     """Its environment hangs, or (with a limit of no time) it has not begun to generate."""
 
     Hangs.closed = 0
 
-    async def body() -> None:
-        for limit_s in (0.3, 1e-9):
-            waiting: dict[str, str] = {}
-            async with runner_of(
-                model_dir, Rewards(), Hangs, episode_timeout_s=limit_s, on_waiting=waiting.__setitem__
-            ) as runner:
-                result, _ = await runner.run(group(n=2), lambda finished: None)
-            assert [failure.kind for failure in result.failures] == ["episode-timeout"] * 2
-            assert f"env.episode_timeout_s = {limit_s:g}" in result.failures[0].text
-            assert not any(waiting.values())
-        assert Hangs.closed == 4
-
-    run(body)
+    for limit_s in (0.3, 1e-9):
+        waiting: dict[str, str] = {}
+        async with runner_of(
+            model_dir, Rewards(), Hangs, episode_timeout_s=limit_s, on_waiting=waiting.__setitem__
+        ) as runner:
+            result, _ = await runner.run(group(n=2), lambda finished: None)
+        assert [failure.kind for failure in result.failures] == ["episode-timeout"] * 2
+        assert f"env.episode_timeout_s = {limit_s:g}" in result.failures[0].text
+        assert not any(waiting.values())
+    assert Hangs.closed == 4
 
 
 @pytest.mark.parametrize("hold", [True, False])
-def test_an_episode_at_a_tool_keeps_or_lends_its_slot_and_a_drain_waits_for_it(
+async def test_an_episode_at_a_tool_keeps_or_lends_its_slot_and_a_drain_waits_for_it(
     model_dir: Path, hold: bool
 ) -> None:
-    async def body() -> None:
-        tool, both_wait, free, waiting = asyncio.Event(), asyncio.Event(), list[int](), dict[str, str]()
+    tool, both_wait, free, waiting = asyncio.Event(), asyncio.Event(), list[int](), dict[str, str]()
 
-        def on_waiting(episode: str, for_what: str) -> None:
-            waiting[episode] = for_what
-            if list(waiting.values()) == ["the environment"] * 2:
-                both_wait.set()
+    def on_waiting(episode: str, for_what: str) -> None:
+        waiting[episode] = for_what
+        if list(waiting.values()) == ["the environment"] * 2:
+            both_wait.set()
 
-        class Slow(Judged):
-            async def step(self, answer: Answer) -> Turn | End:
-                await tool.wait()
-                return await super().step(answer)
+    class Slow(Judged):
+        async def step(self, answer: Answer) -> Turn | End:
+            await tool.wait()
+            return await super().step(answer)
 
-        async with runner_of(
-            model_dir, Rewards(), Slow, hold=hold, max_turns=2, on_waiting=on_waiting
-        ) as runner:
-            running = asyncio.create_task(runner.run(group(n=2), free.append))
-            await both_wait.wait()
-            await asyncio.sleep(0)
-            assert free == ([] if hold else [1, 2])
-            drain = asyncio.create_task(drained(runner))
-            await asyncio.sleep(0.05)
-            assert not drain.done()
-            tool.set()
-            result, _ = await running
-            await drain
-        assert (free[-1], [meta.num_turns for meta in result.trajectories]) == (2, [2, 2])
-
-    run(body)
+    async with runner_of(model_dir, Rewards(), Slow, hold=hold, max_turns=2, on_waiting=on_waiting) as runner:
+        running = asyncio.create_task(runner.run(group(n=2), free.append))
+        await both_wait.wait()
+        await asyncio.sleep(0)
+        assert free == ([] if hold else [1, 2])
+        drain = asyncio.create_task(drained(runner))
+        await asyncio.sleep(0.05)
+        assert not drain.done()
+        tool.set()
+        result, _ = await running
+        await drain
+    assert (free[-1], [meta.num_turns for meta in result.trajectories]) == (2, [2, 2])
 
 
 async def drained(runner: GroupRunner) -> None:
@@ -546,208 +479,165 @@ async def drained(runner: GroupRunner) -> None:
 
 
 @pytest.mark.slow
-def test_an_eval_scores_each_item_once_beside_a_running_group(model_dir: Path) -> None:
-    async def body() -> None:
-        tries = tuple(
-            EvalTry({"uid": f"e{i}", "prompt": "1" * (70 if i == 3 else 1 + i), "metadata": {}})
-            for i in range(20)
-        )
-        greedy = Sampling(temperature=0.0, max_response_tokens=16)
-        request = EvalRequest(version=0, tries=tries, seed=1)
-        async with runner_of(model_dir, Rewards()) as runner:
-            running = asyncio.create_task(runner.run(group(), lambda finished: None))
-            first = await runner.evaluate(request, greedy)
-            assert len((await running)[0].trajectories) == 8
-            again = await runner.evaluate(request, greedy)
-            with pytest.raises(ValueError, match="eval of version 4 on an engine that holds 0"):
-                await runner.evaluate(EvalRequest(version=4, tries=tries, seed=1), greedy)
-        assert first == again
-        assert sum(isinstance(outcome, TrajectoryMeta) for outcome in first.outcomes) == 19
-        assert first.outcomes[3] == Failure(
-            "prompt", "prompt e3 has 70 tokens, rollout.max_prompt_tokens is 64"
-        )
-
-    run(body)
+async def test_an_eval_scores_each_item_once_beside_a_running_group(model_dir: Path) -> None:
+    tries = tuple(
+        EvalTry({"uid": f"e{i}", "prompt": "1" * (70 if i == 3 else 1 + i), "metadata": {}})
+        for i in range(20)
+    )
+    greedy = Sampling(temperature=0.0, max_response_tokens=16)
+    request = EvalRequest(version=0, tries=tries, seed=1)
+    async with runner_of(model_dir, Rewards()) as runner:
+        running = asyncio.create_task(runner.run(group(), lambda finished: None))
+        first = await runner.evaluate(request, greedy)
+        assert len((await running)[0].trajectories) == 8
+        again = await runner.evaluate(request, greedy)
+        with pytest.raises(ValueError, match="eval of version 4 on an engine that holds 0"):
+            await runner.evaluate(EvalRequest(version=4, tries=tries, seed=1), greedy)
+    assert first == again
+    assert sum(isinstance(outcome, TrajectoryMeta) for outcome in first.outcomes) == 19
+    assert first.outcomes[3] == Failure("prompt", "prompt e3 has 70 tokens, rollout.max_prompt_tokens is 64")
 
 
 @pytest.mark.slow
-def test_an_eval_item_gets_the_same_answer_in_whatever_company(model_dir: Path) -> None:
-    async def body() -> None:
-        items = [{"uid": f"e{i}", "prompt": "4,1,9=", "metadata": {}} for i in range(3)]
-        tries = tuple(EvalTry(item, sample=sample) for item in items for sample in range(2))
-        async with runner_of(model_dir, Rewards()) as runner:
-            together = await runner.evaluate(
-                EvalRequest(version=0, tries=tries, seed=1), SAMPLING, with_tokens=True
-            )
-            parts = [
-                await runner.evaluate(EvalRequest(version=0, tries=tries[a:b], seed=1), SAMPLING)
-                for a, b in ((4, 6), (0, 4))
-            ]
-        # samples of an item differ, too
-        assert len({outcome.response_tokens for outcome in together.outcomes}) > 3
-        assert together.outcomes == parts[1].outcomes + parts[0].outcomes
-        lengths = [
-            sum(s.mask_T.sum() for t in group.trajectories for s in t.segments) for group in together.payload
+async def test_an_eval_item_gets_the_same_answer_in_whatever_company(model_dir: Path) -> None:
+    items = [{"uid": f"e{i}", "prompt": "4,1,9=", "metadata": {}} for i in range(3)]
+    tries = tuple(EvalTry(item, sample=sample) for item in items for sample in range(2))
+    async with runner_of(model_dir, Rewards()) as runner:
+        together = await runner.evaluate(
+            EvalRequest(version=0, tries=tries, seed=1), SAMPLING, with_tokens=True
+        )
+        parts = [
+            await runner.evaluate(EvalRequest(version=0, tries=tries[a:b], seed=1), SAMPLING)
+            for a, b in ((4, 6), (0, 4))
         ]
-        assert lengths == [outcome.response_tokens for outcome in together.outcomes]
-        assert [result.payload for result in parts] == [None, None]
-
-    run(body)
+    # samples of an item differ, too
+    assert len({outcome.response_tokens for outcome in together.outcomes}) > 3
+    assert together.outcomes == parts[1].outcomes + parts[0].outcomes
+    lengths = [
+        sum(s.mask_T.sum() for t in group.trajectories for s in t.segments) for group in together.payload
+    ]
+    assert lengths == [outcome.response_tokens for outcome in together.outcomes]
+    assert [result.payload for result in parts] == [None, None]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("hangs", [False, True], ids=["while it generates", "while rewards are awaited"])
-def test_aborted_evals_end_soon_and_leave_groups_alone(model_dir: Path, hangs: bool) -> None:
-    async def body() -> None:
-        rewards = Rewards(hangs=hangs)
-        tries = tuple(EvalTry({"uid": f"e{i}", "prompt": "1", "metadata": {}}) for i in range(40))
-        long = Sampling(temperature=0.9, max_response_tokens=128)
-        async with runner_of(model_dir, rewards) as runner:
-            evaluating = asyncio.create_task(
-                runner.evaluate(EvalRequest(version=0, tries=tries, seed=1), long)
-            )
-            while not rewards.texts:  # noqa: ASYNC110
-                await asyncio.sleep(0)
-            rewards.hangs = False
-            beside = asyncio.create_task(runner.run(group(), lambda finished: None))
-            await runner.abort(None)
-            result = await evaluating
-            assert len((await beside)[0].trajectories) == 8
-        assert len(result.outcomes) == 40
-        assert {outcome.kind for outcome in result.outcomes if isinstance(outcome, Failure)} == {"aborted"}
-
-    run(body)
-
-
-@pytest.mark.slow
-def test_running_tokens_are_those_of_groups_that_have_not_ended(model_dir: Path) -> None:
-    async def body() -> None:
-        rewards = Rewards(hangs=True)
-        tries = tuple(EvalTry({"uid": f"e{i}", "prompt": "1", "metadata": {}}) for i in range(3))
-        async with runner_of(model_dir, rewards) as runner:
-            evaluating = asyncio.create_task(
-                runner.evaluate(EvalRequest(version=0, tries=tries, seed=1), SAMPLING)
-            )
-            while len(rewards.texts) < 3:  # noqa: ASYNC110
-                await asyncio.sleep(0)
-            assert runner.means.engine.sampled_tokens > runner.running_tokens == 0
-            eval_tokens = runner.means.engine.sampled_tokens
-            running = asyncio.create_task(runner.run(group(), lambda finished: None))
-            while len(rewards.texts) < 11:  # noqa: ASYNC110
-                await asyncio.sleep(0)
-            assert runner.running_tokens == runner.means.engine.sampled_tokens - eval_tokens
-            await runner.abort(KEY)
-            assert (await running)[0].failed_tokens == runner.means.engine.sampled_tokens - eval_tokens
-            assert runner.running_tokens == 0
-            await runner.abort(None)
-            await evaluating
-
-    run(body)
-
-
-@pytest.mark.slow
-def test_an_engine_that_fails_fails_the_group_with_its_own_error(model_dir: Path) -> None:
-    async def body() -> None:
-        async with runner_of(model_dir, Rewards()) as runner:
-            running = asyncio.create_task(runner.run(group(), lambda finished: None))
+async def test_aborted_evals_end_soon_and_leave_groups_alone(model_dir: Path, hangs: bool) -> None:
+    rewards = Rewards(hangs=hangs)
+    tries = tuple(EvalTry({"uid": f"e{i}", "prompt": "1", "metadata": {}}) for i in range(40))
+    long = Sampling(temperature=0.9, max_response_tokens=128)
+    async with runner_of(model_dir, rewards) as runner:
+        evaluating = asyncio.create_task(runner.evaluate(EvalRequest(version=0, tries=tries, seed=1), long))
+        while not rewards.texts:  # noqa: ASYNC110
             await asyncio.sleep(0)
-            await runner.means.engine.close()
-            with pytest.raises(ExecutorFailed, match="closed"):
-                await running
-
-    run(body)
+        rewards.hangs = False
+        beside = asyncio.create_task(runner.run(group(), lambda finished: None))
+        await runner.abort(None)
+        result = await evaluating
+        assert len((await beside)[0].trajectories) == 8
+    assert len(result.outcomes) == 40
+    assert {outcome.kind for outcome in result.outcomes if isinstance(outcome, Failure)} == {"aborted"}
 
 
 @pytest.mark.slow
-def test_a_part_goes_on_in_another_engine_where_a_checkpoint_found_it(
+async def test_running_tokens_are_those_of_groups_that_have_not_ended(model_dir: Path) -> None:
+    rewards = Rewards(hangs=True)
+    tries = tuple(EvalTry({"uid": f"e{i}", "prompt": "1", "metadata": {}}) for i in range(3))
+    async with runner_of(model_dir, rewards) as runner:
+        evaluating = asyncio.create_task(
+            runner.evaluate(EvalRequest(version=0, tries=tries, seed=1), SAMPLING)
+        )
+        while len(rewards.texts) < 3:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        assert runner.means.engine.sampled_tokens > runner.running_tokens == 0
+        eval_tokens = runner.means.engine.sampled_tokens
+        running = asyncio.create_task(runner.run(group(), lambda finished: None))
+        while len(rewards.texts) < 11:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        assert runner.running_tokens == runner.means.engine.sampled_tokens - eval_tokens
+        await runner.abort(KEY)
+        assert (await running)[0].failed_tokens == runner.means.engine.sampled_tokens - eval_tokens
+        assert runner.running_tokens == 0
+        await runner.abort(None)
+        await evaluating
+
+
+@pytest.mark.slow
+async def test_an_engine_that_fails_fails_the_group_with_its_own_error(model_dir: Path) -> None:
+    async with runner_of(model_dir, Rewards()) as runner:
+        running = asyncio.create_task(runner.run(group(), lambda finished: None))
+        await asyncio.sleep(0)
+        await runner.means.engine.close()
+        with pytest.raises(ExecutorFailed, match="closed"):
+            await running
+
+
+@pytest.mark.slow
+async def test_a_part_goes_on_in_another_engine_where_a_checkpoint_found_it(
     model_dir: Path, tmp_path: Path
 ) -> None:
     """Random numbers depend on seed and position alone, so with the same weights it is the part that would
     have been."""
     request = PartRequest(key=PartKey(KEY, 0), item=ITEM, indices=(0, 2), seed=7)
-    whole: list[GroupPayload] = []
-    cut: list[tuple[PartialResult, GroupPayload]] = []
-
-    async def straight() -> None:
-        async with runner_of(model_dir, Rewards(), sampling=LONG) as runner:
-            assert runner.so_far() == (PartialResult(), [])
-            brake = Brake(runner.means.engine, {0: 40})
-            playing = asyncio.create_task(runner.run(request, lambda free: None))
-            async with brake.stopped():
-                told, (payload,) = runner.so_far()
-            cut.append((told, payload))
-            whole.append((await playing)[1])
-
-    async def goes_on() -> None:
-        ((told, payload),) = cut
-        kept = told.kept[request.key]
-        assert list(kept) == [0, 2]
-        assert told.rest_tokens == 0
-        assert (
-            40
-            <= sum(one.tokens for one in kept.values())
-            < sum(len(s.tokens_T) for t in whole[0].trajectories for s in t.segments)
-        )
-        write_payloads(tmp_path, overlaid([KEY], [payload]))
-        (read,) = read_payloads(tmp_path)
-        again = replace(request, key=PartKey(KEY, 1), goes_on=kept)
-        async with runner_of(model_dir, Rewards(), sampling=LONG) as runner:
-            result, made = await runner.run(again, lambda free: None, read)
-            sampled = runner.means.engine.sampled_tokens
-        assert sampled == result.response_tokens - sum(one.tokens for one in kept.values())
-        for ours, theirs in zip(made.trajectories, whole[0].trajectories, strict=True):
-            assert (ours.reward, ours.finish_reason) == (theirs.reward, theirs.finish_reason)
-            for name in ("tokens_T", "versions_T", "mask_T"):
-                np.testing.assert_array_equal(
-                    getattr(ours.segments[0], name), getattr(theirs.segments[0], name)
-                )
-            np.testing.assert_allclose(ours.segments[0].logprobs_T, theirs.segments[0].logprobs_T, atol=1e-4)
-
-    run(straight)
-    run(goes_on)
+    async with runner_of(model_dir, Rewards(), sampling=LONG) as runner:
+        assert runner.so_far() == (PartialResult(), [])
+        brake = Brake(runner.means.engine, {0: 40})
+        playing = asyncio.create_task(runner.run(request, lambda free: None))
+        async with brake.stopped():
+            told, (payload,) = runner.so_far()
+        _, whole = await playing
+    kept = told.kept[request.key]
+    kept_tokens = sum(one.tokens for one in kept.values())
+    assert list(kept) == [0, 2]
+    assert told.rest_tokens == 0
+    assert 40 <= kept_tokens < sum(len(s.tokens_T) for t in whole.trajectories for s in t.segments)
+    write_payloads(tmp_path, overlaid([KEY], [payload]))
+    (read,) = read_payloads(tmp_path)
+    again = replace(request, key=PartKey(KEY, 1), goes_on=kept)
+    async with runner_of(model_dir, Rewards(), sampling=LONG) as runner:
+        result, made = await runner.run(again, lambda free: None, read)
+        assert runner.means.engine.sampled_tokens == result.response_tokens - kept_tokens
+    for ours, theirs in zip(made.trajectories, whole.trajectories, strict=True):
+        assert (ours.reward, ours.finish_reason) == (theirs.reward, theirs.finish_reason)
+        (segment,), (expected,) = ours.segments, theirs.segments
+        for name in ("tokens_T", "versions_T", "mask_T"):
+            np.testing.assert_array_equal(getattr(segment, name), getattr(expected, name))
+        np.testing.assert_allclose(segment.logprobs_T, expected.logprobs_T, atol=1e-4)
 
 
 @pytest.mark.slow
-def test_only_the_reward_of_a_whole_response_is_computed_again(model_dir: Path) -> None:
-    async def body() -> None:
-        request = PartRequest(key=PartKey(KEY, 0), item=ITEM, indices=(0, 1), seed=7)
-        async with runner_of(model_dir, Rewards(hangs=True)) as runner:
-            playing = asyncio.create_task(runner.run(request, lambda free: None))
-            await until(
-                lambda: (
-                    [one.is_whole for one in runner.so_far()[0].kept.get(request.key, {}).values()]
-                    == [True, True]
-                )
+async def test_only_the_reward_of_a_whole_response_is_computed_again(model_dir: Path) -> None:
+    request = PartRequest(key=PartKey(KEY, 0), item=ITEM, indices=(0, 1), seed=7)
+    async with runner_of(model_dir, Rewards(hangs=True)) as runner:
+        playing = asyncio.create_task(runner.run(request, lambda free: None))
+        await until(
+            lambda: (
+                [one.is_whole for one in runner.so_far()[0].kept.get(request.key, {}).values()]
+                == [True, True]
             )
-            told, (payload,) = runner.so_far()
-            playing.cancel()
-        rewards = Rewards()
-        async with runner_of(model_dir, rewards) as runner:
-            result, _ = await runner.run(
-                replace(request, goes_on=told.kept[request.key]), lambda free: None, payload
-            )
-            assert runner.means.engine.sampled_tokens == 0
-        assert [meta.reward for meta in result.trajectories] == [float(len(text)) for text in rewards.texts]
-        assert [meta.version_tokens for meta in result.trajectories] == [
-            one.version_tokens for one in told.kept[request.key].values()
-        ]
+        )
+        told, (payload,) = runner.so_far()
+        playing.cancel()
+    rewards = Rewards()
+    async with runner_of(model_dir, rewards) as runner:
+        result, _ = await runner.run(
+            replace(request, goes_on=told.kept[request.key]), lambda free: None, payload
+        )
+        assert runner.means.engine.sampled_tokens == 0
+    assert [meta.reward for meta in result.trajectories] == [float(len(text)) for text in rewards.texts]
+    assert [meta.version_tokens for meta in result.trajectories] == [
+        one.version_tokens for one in told.kept[request.key].values()
+    ]
 
-    run(body)
 
-
-def test_an_episode_with_several_turns_starts_again(model_dir: Path) -> None:
-    async def body() -> None:
-        async with runner_of(model_dir, Rewards(), partial(Questions, 3), chat_template=TEMPLATE) as runner:
-            brake = Brake(runner.means.engine, {0: 4})
-            playing = asyncio.create_task(
-                runner.run(
-                    PartRequest(key=PartKey(KEY, 0), item=ITEM, indices=(0,), seed=1), lambda free: None
-                )
-            )
-            async with brake.stopped():
-                told, payloads = runner.so_far()
-                assert (told.kept, payloads) == ({}, [])
-                assert told.rest_tokens == runner.running_tokens == 4
-            playing.cancel()
-
-    run(body)
+async def test_an_episode_with_several_turns_starts_again(model_dir: Path) -> None:
+    async with runner_of(model_dir, Rewards(), partial(Questions, 3), chat_template=TEMPLATE) as runner:
+        brake = Brake(runner.means.engine, {0: 4})
+        playing = asyncio.create_task(
+            runner.run(PartRequest(key=PartKey(KEY, 0), item=ITEM, indices=(0,), seed=1), lambda free: None)
+        )
+        async with brake.stopped():
+            told, payloads = runner.so_far()
+            assert (told.kept, payloads) == ({}, [])
+            assert told.rest_tokens == runner.running_tokens == 4
+        playing.cancel()

@@ -11,13 +11,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 
 from asyncrl_cli.models import attention
 
-SIZES = {
-    "vocab_size": 64,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-}
+SIZES = dict(vocab_size=64, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4)
 sdpa = attention.sdpa_attention_forward
 
 

@@ -49,12 +49,8 @@ def test_all_numbers_agree_with_exact_fractions(
 
 
 def test_an_eta_written_as_015_admits_115_of_100_groups() -> None:
-    assert (
-        schedule_of(
-            "trainer.ppo_mini_batch_size=100", "async_training.staleness_threshold=0.15"
-        ).budget_groups
-        == 115
-    )
+    sets = "trainer.ppo_mini_batch_size=100", "async_training.staleness_threshold=0.15"
+    assert schedule_of(*sets).budget_groups == 115
 
 
 def test_a_run_that_is_no_whole_number_of_windows_has_a_shorter_last_one() -> None:

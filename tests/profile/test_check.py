@@ -10,8 +10,6 @@ from asyncrl_cli.profile.toml_files import shipped_profiles, shipped_templates
 
 ON_GPUS = ("rollout.engine=vllm", "placement.device=cuda")
 
-PROX, RECOMPUTE = 'placement.tasks=[["train"],["prox"],["rollout"]]', "algorithm.old_logprobs=recompute"
-KL, APART = "algorithm.use_kl_loss=true", 'placement.tasks=[["train"],["ref"],["rollout"]]'
 # fmt: off
 TABLE = (
     ("partial-rollout", 'placement.tasks=[["train"],["ref"],["rollout"]]',
@@ -161,6 +159,16 @@ TABLE = (
     ("colocate", "weights.transport=ipc weights.probe_sequences=0 rollout.engine=vllm placement.device=cuda",
      ["weights.probe_sequences = 0",
      'transport = "ipc"', "fingerprints are not compared"], "--set weights.probe_sequences=4"),
+    ("base", "rollout.enforce_eager=true",
+     ["rollout.enforce_eager = true with rollout.engine"], "rollout.engine=vllm"),
+    ("base", "rollout.engine_args={block_size=32}",
+     ["rollout.engine_args = {block_size = 32} with"], "rollout.engine=vllm"),
+    ("base", "rollout.engine=vllm rollout.max_model_len=100",
+     ["rollout.max_model_len = 100"], "max_model_len=352"),
+    ("base", "rollout.engine=vllm rollout.top_p=0.9 rollout.temperature=0.7",
+     ["rollout.temperature = 0.7"], "transformers"),
+    ("base", "rollout.engine=vllm rollout.top_k=9 eval.temperature=0.7",
+     ["eval.temperature = 0.7"], "transformers"),
 )
 # fmt: on
 CONFLICTS = [(profile, sets.split(), parts, hint) for profile, sets, parts, hint in TABLE]
@@ -200,51 +208,13 @@ def test_several_conflicts_are_told_at_once() -> None:
     assert caught.value.message.count("\n  - ") == 2
 
 
-@pytest.mark.parametrize(
-    ("sets", "message", "hint"),
-    [
-        (
-            ["rollout.enforce_eager=true"],
-            "rollout.enforce_eager = true with rollout.engine",
-            "rollout.engine=vllm",
-        ),
-        (
-            ["rollout.engine_args={block_size=32}"],
-            "rollout.engine_args = {block_size = 32} with",
-            "rollout.engine=vllm",
-        ),
-        (
-            ["rollout.engine=vllm", "rollout.max_model_len=100"],
-            "rollout.max_model_len = 100",
-            "max_model_len=352",
-        ),
-        (
-            ["rollout.engine=vllm", "rollout.top_p=0.9", "rollout.temperature=0.7"],
-            "rollout.temperature = 0.7",
-            "transformers",
-        ),
-        (
-            ["rollout.engine=vllm", "rollout.top_k=9", "eval.temperature=0.7"],
-            "eval.temperature = 0.7",
-            "transformers",
-        ),
-    ],
-)
-def test_vllm_is_refused_what_it_cannot_do_and_others_are_refused_its_keys(
-    sets: list[str], message: str, hint: str
-) -> None:
-    with pytest.raises(ConfigError) as caught:
-        load("base", sets, environ={})
-    assert message in caught.value.message
-    assert hint in caught.value.hint
-
-
-def test_what_is_shipped_warns_of_nothing() -> None:
-    of_templates = (
-        str(path) for directory in shipped_templates().values() for path in directory.glob("*.toml")
-    )
-    warnings = {name: load(name, environ={}).warnings for name in (*shipped_profiles(), *of_templates)}
-    assert not any(warnings.values()), warnings
+def test_what_is_shipped_warns_of_nothing_and_profiles_say_their_purpose() -> None:
+    of_templates = [str(path) for place in shipped_templates().values() for path in place.glob("*.toml")]
+    loaded = {name: load(name, environ={}) for name in (*shipped_profiles(), *of_templates)}
+    assert not [name for name, one in loaded.items() if one.warnings]
+    for name in shipped_profiles():
+        assert loaded[name].profile.name == name
+        assert loaded[name].profile.purpose
 
 
 @pytest.mark.parametrize(
@@ -273,14 +243,8 @@ def test_a_small_learning_rate_or_adapters_need_no_warning_about_a_pretrained_mo
     ("reference", "sets"),
     [
         ("partial-rollout", ["rollout.interrupt=recompute-kv"]),
-        (
-            "stale-samples",
-            [
-                "async_training.max_staleness=5",
-                "async_training.on_stale=requeue",
-                "algorithm.old_logprobs=recompute",
-            ],
-        ),
+        ("stale-samples", ["async_training.max_staleness=5", "async_training.on_stale=requeue"]),
+        ("stale-samples", ["algorithm.old_logprobs=recompute"]),
         ("base", ["run.train_steps=20", "run.total_rollout_steps=320"]),
         ("base", ["rollout.engine=vllm", "rollout.temperature=0.7", "rollout.engine_args={block_size=32}"]),
         ("base", ["async_training.use_rollout_log_probs=true", "algorithm.old_logprobs=rollout"]),

@@ -8,7 +8,6 @@ import pytest
 from asyncrl_cli.base.errors import ConfigError
 from asyncrl_cli.profile.keys import keys, sections, unknown_key
 from asyncrl_cli.profile.loaded import DEFAULT, load
-from asyncrl_cli.profile.toml_files import shipped_profiles
 
 
 def write(directory: Path, name: str, text: str) -> str:
@@ -27,7 +26,7 @@ def test_each_layer_overrides_the_ones_below_it(tmp_path: Path) -> None:
     assert load("base", environ={}).profile.run.seed == 0
     assert seed([], {}, {}) == 1
     assert seed([], {}, environ) == 2
-    assert seed(["run.seed=3"], {}, environ) == 3
+    assert seed(["run.seed=2", "run.seed=3"], {}, environ) == 3
     assert seed(["run.seed=3"], {"run.seed": 4}, environ) == 4
 
 
@@ -41,10 +40,6 @@ def test_the_origin_of_every_value_is_kept(tmp_path: Path) -> None:
     assert loaded.origins["run.seed"] == "--set"
     assert loaded.origins["run.name"] == "flag"
     assert loaded.origins["weights.probe_sequences"] == DEFAULT
-
-
-def test_the_last_of_several_sets_of_one_key_counts() -> None:
-    assert load("base", ["run.seed=3", "run.seed=4"], environ={}).profile.run.seed == 4
 
 
 @pytest.mark.parametrize(
@@ -81,10 +76,8 @@ def test_a_new_task_source_starts_without_the_parameters_of_the_old_one(tmp_path
     low = write(tmp_path, "low.toml", 'extends = "base"\n[task.params]\nmax_value = 9\n')
     high = write(tmp_path, "high.toml", 'extends = "low.toml"\n[task]\nsource = "reasoning-gym:count_bits"\n')
     assert load(low, environ={}).profile.task.params == {"max_value": 9}
-    assert load(low, ["task.params.min_value=1"], environ={}).profile.task.params == {
-        "max_value": 9,
-        "min_value": 1,
-    }
+    both = load(low, ["task.params.min_value=1"], environ={}).profile.task.params
+    assert both == {"max_value": 9, "min_value": 1}
     assert load(high, environ={}).profile.task.params == {}
 
 
@@ -132,19 +125,12 @@ def refusal(
     ("text", "message", "hint"),
     [
         ("run.train_step=3", "unknown key run.train_step", "did you mean run.train_steps?"),
-        (
-            "partial_rollout=true",
-            "unknown key partial_rollout",
-            "did you mean async_training.partial_rollout?",
-        ),
+        ("partial_rollout=true", "unknown key partial_rollout", "mean async_training.partial_rollout?"),
+        ("weights.transport=disc", 'weights.transport = "disc"', 'did you mean "disk"?'),
         ("trainer.slots=3", "unknown key trainer.slots", "did you mean rollout.slots?"),
         ("run.train_steps", "expected section.key=value", "--set run.train_steps=20"),
         ("run=3", "run is a section", "run.<key>"),
-        (
-            "run.train_steps=ten",
-            'run.train_steps = "ten" (--set): expected an integer of at least 1',
-            "train steps",
-        ),
+        ("run.train_steps=ten", '"ten" (--set): expected an integer of at least 1', "train steps"),
         ("run.train_steps='3'", "expected an integer", "remove the quotes: run.train_steps = 3"),
         ("run.train_steps=1.5", "run.train_steps = 1.5 (--set): expected an integer", "train steps"),
         ("run.train_steps=true", "run.train_steps = true (--set): expected an integer", "train steps"),
@@ -152,11 +138,7 @@ def refusal(
         ("async_training.staleness_threshold=-0.5", "expected a number of at least 0", "eta"),
         ("async_training.staleness_threshold=nan", "expected a number", "eta"),
         ("async_training.partial_rollout=1", "expected true or false", "Freeze"),
-        (
-            "rollout.engine=transformer",
-            'rollout.engine = "transformer" is not known',
-            "known: transformers, vllm;",
-        ),
+        ("rollout.engine=transformer", '"transformer" is not known', "known: transformers, vllm;"),
         ("trainer.betas=[0.9]", "expected 2 numbers", "betas"),
         ("trainer.betas=[0.9, 1.0]", "expected 2 numbers, each a number of at least 0 and below 1", "betas"),
         ("rollout.stop='x'", "expected an array, each entry a string", "Strings"),
@@ -164,15 +146,11 @@ def refusal(
         ("lora.target_modules=['']", "each entry a string of at least 1 character", "adapter"),
         ("model.path=''", "expected a string", "directory"),
         ("placement.ratios=[1.5]", "expected an array, each entry an integer of at least 1", "share"),
-        (
-            "placement.tasks=['train']",
-            'expected an array, each entry an array, each entry one of "train"',
-            "share",
-        ),
+        ("placement.tasks=['train']", 'each entry an array, each entry one of "train"', "share"),
         ("placement.ratio=0:1", 'expected a string like "1:1"', "trainer:rollout"),
         (
             "weights.keep_versions=some",
-            'expected an integer of at least 0 and at most 1,000,000,000 or "all"',
+            'integer of at least 0 and at most 1,000,000,000 or "all"',
             "versions",
         ),
     ],
@@ -186,10 +164,6 @@ def test_a_wrong_set_says_key_value_and_what_is_expected(text: str, message: str
 @pytest.mark.parametrize("sets", [("task.params=5", "task.params.x=1"), ("task.params.x=1", "task.params=5")])
 def test_parameters_beside_a_table_of_them_that_is_none_are_refused(sets: tuple[str, str]) -> None:
     assert "task.params = 5 (--set): expected a table" in refusal(sets=sets).message
-
-
-def test_a_misspelt_choice_is_answered_with_the_nearest_one() -> None:
-    assert refusal(sets=("weights.transport=disc",)).hint == 'did you mean "disk"?'
 
 
 @pytest.mark.parametrize(
@@ -208,15 +182,12 @@ def test_an_unknown_environment_name_is_an_error(name: str, hint: str) -> None:
 
 
 def test_environment_values_are_toml_too_and_their_errors_name_the_variable() -> None:
-    profile = load(
-        "base", environ={"ASYNCRL_ROLLOUT__STOP": '["x"]', "ASYNCRL_TASK__PARAMS__LOW": "3"}
-    ).profile
+    environ = {"ASYNCRL_ROLLOUT__STOP": '["x"]', "ASYNCRL_TASK__PARAMS__LOW": "3"}
+    profile = load("base", environ=environ).profile
     assert profile.rollout.stop == ("x",)
     assert profile.task.params == {"low": 3}
-    assert (
-        load("base", environ={"ASYNCRL_TASK__PARAMS": "{low = 3}"}).origins["task.params.low"]
-        == "environment ASYNCRL_TASK__PARAMS"
-    )
+    origins = load("base", environ={"ASYNCRL_TASK__PARAMS": "{low = 3}"}).origins
+    assert origins["task.params.low"] == "environment ASYNCRL_TASK__PARAMS"
     assert "(environment ASYNCRL_RUN__SEED)" in refusal(environ={"ASYNCRL_RUN__SEED": "x"}).message
 
 
@@ -246,11 +217,7 @@ def test_an_unknown_key_in_a_file_names_the_file_and_the_nearest_key(tmp_path: P
 @pytest.mark.parametrize(
     ("table", "unknown", "hints"),
     [
-        (
-            "[async]\npartial_rollot = true\nstaleness_threshold = 0.5",
-            ["async", "async_training.partial_rollot"],
-            2,
-        ),
+        ("[async]\npartial_rollot = true\non_stale = 'drop'", ["async", "async_training.partial_rollot"], 2),
         ("[rollouts.sampling]\nslots = 8", ["rollouts", "rollout.sampling"], 2),
         ("[mine]\nrequire_batches = 2\non_stale = 'drop'", ["mine"], 1),
     ],
@@ -297,19 +264,13 @@ def test_a_syntax_error_names_file_and_line(tmp_path: Path) -> None:
 
 
 def test_one_profile_lies_over_another_and_what_both_extend_stays_below(tmp_path: Path) -> None:
-    write(
-        tmp_path,
-        "own.toml",
-        'extends = "base"\npurpose = "Mine."\n[rollout]\nslots = 32\n[trainer]\nlr = 1e-5\n',
-    )
+    own = 'extends = "base"\npurpose = "Mine."\n[rollout]\nslots = 32\n[trainer]\nlr = 1e-5\n'
+    write(tmp_path, "own.toml", own)
     write(tmp_path, "over.toml", 'extends = "partial-rollout"\n[trainer]\nlr = 2e-5\n')
     loaded = load(f"{tmp_path}/own.toml+{tmp_path}/over.toml", environ={})
     profile, origins = loaded.profile, loaded.origins
-    assert (profile.rollout.slots, profile.trainer.lr, profile.async_training.partial_rollout) == (
-        32,
-        2e-5,
-        True,
-    )
+    assert (profile.rollout.slots, profile.trainer.lr) == (32, 2e-5)
+    assert profile.async_training.partial_rollout
     assert (profile.name, profile.purpose) == ("own+over", "Mine.")
     assert "over.toml" in origins["trainer.lr"]
     assert "base.toml" in origins["rollout.n"]
@@ -324,18 +285,11 @@ def test_a_cycle_of_extends_names_the_whole_chain(tmp_path: Path) -> None:
     assert " -> ".join(str(tmp_path / f"{name}.toml") for name in "abca") in message
 
 
-def test_a_profile_that_extends_itself_is_a_cycle(tmp_path: Path) -> None:
-    own = write(tmp_path, "own.toml", 'extends = "own.toml"\n')
-    assert f"{own} -> {own}" in refusal(own).message
-
-
 def test_a_profile_may_have_the_name_of_the_one_it_extends(tmp_path: Path) -> None:
     own = write(tmp_path, "base.toml", 'extends = "base"\n[run]\nseed = 5\n')
     profile = load(own, environ={}).profile
-    assert (profile.run.seed, profile.run.train_steps) == (
-        5,
-        load("base", environ={}).profile.run.train_steps,
-    )
+    above = load("base", environ={}).profile.run
+    assert (profile.run.seed, profile.run.train_steps) == (5, above.train_steps)
 
 
 def test_a_missing_profile_names_the_nearest_one_and_who_wanted_it(tmp_path: Path) -> None:
@@ -359,14 +313,6 @@ def test_a_file_that_is_no_profile_is_refused(tmp_path: Path, content: bytes) ->
 
 def test_a_directory_is_no_profile(tmp_path: Path) -> None:
     assert "is not a file" in refusal(f"{tmp_path}/").message
-
-
-@pytest.mark.parametrize("name", sorted(shipped_profiles()))
-def test_every_shipped_profile_loads_without_warnings_and_says_its_purpose(name: str) -> None:
-    loaded = load(name, environ={})
-    assert loaded.profile.purpose
-    assert loaded.warnings == ()
-    assert loaded.profile.name == name
 
 
 @pytest.fixture
@@ -396,24 +342,22 @@ def test_a_chain_whose_modules_are_in_two_directories_is_refused_unless_one_is_n
         load(reference, environ={})
     assert refused.value.message == (
         f'task.reward = "rewards:score" names a module in {projects}/a, but task.environment = "my_env:E" '
-        "one in "
-        f"{projects}/c: task.import_path is one directory"
+        f"one in {projects}/c: task.import_path is one directory"
     )
     assert "task.import_path=DIR" in refused.value.hint
-    assert load(reference, [f"task.import_path={projects}/c"], environ={}).profile.task.import_path == str(
-        projects / "c"
-    )
+    chosen = load(reference, [f"task.import_path={projects}/c"], environ={}).profile
+    assert chosen.task.import_path == str(projects / "c")
 
 
 def test_a_module_of_a_set_or_the_environment_is_one_of_the_working_directory(projects: Path) -> None:
-    reference = str(projects / "c" / "my.toml")
-    assert load(reference, ["task.reward=rewards:score"], environ={}).profile.task.import_path is None
-    assert load(reference, environ={"ASYNCRL_TASK__REWARD": "rewards:score"}).profile.task.import_path is None
-    assert load(reference, ["task.environment=mine:E"], environ={}).profile.task.import_path == str(
-        projects / "a"
-    )
+    def import_path(*sets: str, **environ: str) -> str | None:
+        return load(str(projects / "c" / "my.toml"), sets, environ=environ).profile.task.import_path
+
+    assert import_path("task.reward=rewards:score") is None
+    assert import_path(ASYNCRL_TASK__REWARD="rewards:score") is None
+    assert import_path("task.environment=mine:E") == str(projects / "a")
     with pytest.raises(ConfigError, match=f'but task.environment = "rewards:E" one in {projects}/here:'):
-        load(reference, ["task.environment=rewards:E"], environ={})
+        import_path("task.environment=rewards:E")
 
 
 def test_a_file_of_another_kind_is_not_called_missing(

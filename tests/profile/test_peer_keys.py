@@ -66,6 +66,9 @@ NAMED = {
 schema's docstrings."""
 
 
+BOTH_CLIPS = "use algorithm.clip_ratio_low and algorithm.clip_ratio_high (the same value for both)"
+
+
 def refusal(*sets: str, environ: dict[str, str] | None = None) -> ConfigError:
     with pytest.raises(ConfigError) as refused:
         load("base", sets, environ=environ or {})
@@ -84,13 +87,8 @@ def test_a_key_of_the_peers_pages_is_refused_with_ours(key: str) -> None:
 
 
 def test_a_key_is_known_without_its_first_parts_and_not_mistaken_for_ours() -> None:
-    for bare in (
-        "test_freq",
-        "max_staleness_steps",
-        "fully_async.max_staleness_steps",
-        "generate_ahead_steps",
-        "train_batch_size",
-    ):
+    full = "fully_async.max_staleness_steps"
+    for bare in ("test_freq", "max_staleness_steps", full, "generate_ahead_steps", "train_batch_size"):
         assert any(ours in refusal(f"{bare}=1").message for ours in ("verl's", "SkyRL's"))
     assert refusal("staleness_threshold=1").hint == "did you mean async_training.staleness_threshold?"
 
@@ -98,14 +96,8 @@ def test_a_key_is_known_without_its_first_parts_and_not_mistaken_for_ours() -> N
 @pytest.mark.parametrize(
     ("key", "hint"),
     [
-        (
-            "algorithm.clip_ratio",
-            "use algorithm.clip_ratio_low and algorithm.clip_ratio_high (the same value for both)",
-        ),
-        (
-            "trainer.eps_clip",
-            "use algorithm.clip_ratio_low and algorithm.clip_ratio_high (the same value for both)",
-        ),
+        ("algorithm.clip_ratio", BOTH_CLIPS),
+        ("trainer.eps_clip", BOTH_CLIPS),
         ("trainer.ppo_epochs", "every group is trained once"),
         ("trainer.lrr", "did you mean trainer.lr?"),
         ("trainer.policy.optimizer_config.lr", "did you mean trainer.lr?"),
@@ -140,19 +132,13 @@ def test_a_guess_of_how_many_gpus_leads_to_the_key_that_says_it(guess: str, ours
 
 
 def test_all_keys_of_a_table_and_of_several_sets_are_named(tmp_path: Path) -> None:
-    theirs = (
-        '[actor_rollout_ref.rollout]\nmode = "async"\nname = "vllm"\ntemperature = '
-        "1.0\n[rollout]\ntest_freq = 5\n"
-    )
+    theirs = '[actor_rollout_ref.rollout]\nmode = "async"\nname = "vllm"\ntemperature = 1.0\n'
+    theirs += "[rollout]\ntest_freq = 5\n"
     (tmp_path / "own.toml").write_text(f'extends = "base"\n{theirs}')
     with pytest.raises(ConfigError, match="4 problems") as refused:
         load(str(tmp_path / "own.toml"), environ={})
-    for key in (
-        "actor_rollout_ref.rollout.mode",
-        "actor_rollout_ref.rollout.name",
-        "actor_rollout_ref.rollout.temperature",
-    ):
-        assert f"unknown key {key}" in refused.value.message
+    for key in ("mode", "name", "temperature"):
+        assert f"unknown key actor_rollout_ref.rollout.{key}" in refused.value.message
     both = refusal("trainer.total_epochs=1", "rollout.test_freq=5").message
     assert "trainer.total_epochs" in both
     assert "rollout.test_freq" in both
@@ -186,18 +172,10 @@ def test_every_line_of_the_pages_tables_is_a_row() -> None:
 def test_a_row_is_read_as_the_page_has_it() -> None:
     found = {row.theirs: row for row in rows()}
     assert found["data.val_files"].ours == ("eval.sets", "task.eval_path")
-    assert found["data.gen_batch_size"] == (
-        "verl",
-        "data.gen_batch_size",
-        (),
-        "groups are always admitted one by one",
-    )
-    assert found["lora_r"] == (
-        "TRL",
-        "lora_r",
-        ("lora.rank",),
-        "merged at each sync, or sent alone (`lora.sync`)",
-    )
+    note = "groups are always admitted one by one"
+    assert found["data.gen_batch_size"] == ("verl", "data.gen_batch_size", (), note)
+    note = "merged at each sync, or sent alone (`lora.sync`)"
+    assert found["lora_r"] == ("TRL", "lora_r", ("lora.rank",), note)
     assert found["lora_alpha"] == ("TRL", "lora_alpha", ("lora.alpha",), "")
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import tomli
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl_cli.base.errors import RefusedError
@@ -42,6 +42,7 @@ def test_the_resolved_document_holds_every_key_and_eta_as_a_string(loaded: Loade
 
 
 @pytest.mark.slow
+@settings(max_examples=20)
 @given(percent=st.integers(0, 10_000))
 def test_any_eta_survives_the_round_trip_exactly(percent: int) -> None:
     loaded = load("stale-samples", [f"async_training.staleness_threshold={percent / 100 or 0.5}"], environ={})

@@ -20,12 +20,8 @@ def resumed(*sets):
 
 
 def test_numbers_of_workers_and_where_they_run_may_change():
-    loaded = resumed(
-        "rollout.workers=3",
-        "placement.trainer_workers=2",
-        "rollout.max_restarts=2",
-        "trainer.meeting_timeout_s=600",
-    )
+    limits = "rollout.max_restarts=2", "trainer.meeting_timeout_s=600"
+    loaded = resumed("rollout.workers=3", "placement.trainer_workers=2", *limits)
     assert (loaded.profile.rollout.workers, loaded.profile.placement.trainer_workers) == (3, 2)
     assert loaded.origins["rollout.workers"] == "--set (resume)"
     assert loaded.profile.rollout.n == 4, "the rest is the checkpoint's"

@@ -103,17 +103,6 @@ def test_fingerprints_are_xxh3_of_the_bytes():
     assert bucket.fingerprint == expected
 
 
-def test_a_flipped_bit_or_a_missing_bucket_is_told_apart():
-    buckets = pack({"a": torch.randn(50), "b": torch.randn(50)}, 250)
-    manifest = manifest_of(buckets)
-    list(verified(buckets, manifest))
-    with pytest.raises(DamagedWeights, match="version 3: 1 buckets arrived, 2 were sent"):
-        list(verified(buckets[:1], manifest))
-    buckets[1].data[17] ^= 1
-    with pytest.raises(DamagedWeights, match=r"bucket 1 of 2 .* arrived damaged"):
-        list(verified(buckets, manifest))
-
-
 def test_probes_are_the_same_for_the_same_seed_and_stay_in_the_vocabulary():
     probes = make_probes(4, 64, seed=1)
     assert probes == make_probes(4, 64, seed=1)
@@ -146,9 +135,9 @@ def test_buckets_are_handed_on_one_by_one_each_verified_and_the_last_says_whethe
     buckets[2].data[3] ^= 1
     handed = verified(iter(buckets), manifest)
     assert [next(handed), next(handed)] == buckets[:2]
-    with pytest.raises(DamagedWeights, match="bucket 2 of 3"):
+    with pytest.raises(DamagedWeights, match=r"bucket 2 of 3 .* arrived damaged"):
         next(handed)
-    with pytest.raises(DamagedWeights, match="2 buckets arrived, 3 were sent"):
+    with pytest.raises(DamagedWeights, match="version 3: 2 buckets arrived, 3 were sent"):
         list(verified(iter(buckets[:2]), manifest))
     buckets[2].data[3] ^= 1
     with pytest.raises(DamagedWeights, match="4 buckets arrived, 3 were sent"):
