@@ -55,10 +55,8 @@ def test_adapters_are_merged_or_written_as_peft_has_them(lora_run):
     assert scores(AutoModelForCausalLM.from_pretrained(whole.path)) == pytest.approx(ours, abs=1e-5)
     alone = export("otter", runs_dir=directory.parent, max_file_bytes=10**9, adapter=True)
     assert alone.path.name == "step-000002-adapter"
-    told, tensors = (
-        json.loads((alone.path / "adapter_config.json").read_text()),
-        load_file(alone.path / "adapter_model.safetensors"),
-    )
+    told = json.loads((alone.path / "adapter_config.json").read_text())
+    tensors = load_file(alone.path / "adapter_model.safetensors")
     assert (told["r"], told["lora_alpha"], told["base_model_name_or_path"]) == (3, 6.0, str(model_dir))
     assert "base_model.model.model.layers.0.mlp.down_proj.lora_A.weight" in tensors
     assert alone.parameters == sum(tensor.numel() for tensor in tensors.values())

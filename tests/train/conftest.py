@@ -28,6 +28,13 @@ def tiny_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny_model(tmp_path_factory.mktemp("tiny-model"))
 
 
+@pytest.fixture(scope="session")
+def other_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from tests.train.train_samples import save_tiny_model
+
+    return save_tiny_model(tmp_path_factory.mktemp("other-model"), seed=1)
+
+
 @pytest.fixture
 def make_trainer(tmp_path: Path) -> Iterator[Callable]:
     """`make_trainer(trainer_parts(...))` is a single-rank CPU trainer; making another one closes the one
@@ -61,33 +68,21 @@ def rank_context() -> multiprocessing.context.BaseContext:
 
 @pytest.fixture(scope="module")
 def run_ranks(tmp_path_factory, rank_context):
-    """Runs ranks to their end, each in a process of its own; returns rank 0's full weights after `last_step`.
-    `run_ranks.each` does so for each of several settings, one after the other."""
+    """Runs ranks to their end, each in a process of its own, for each of several settings, one after the
+    other; returns rank 0's full weights after `last_step` of each. `load` and `save`: directories with a
+    checkpoint for each of the settings, by their place."""
     directory = tmp_path_factory.mktemp("ranks")
     numbers = itertools.count()
 
-    def run(model_dir, *, settings=None, **keys):
-        return run_each(model_dir, [settings or {}], **keys)[0]
-
-    def run_each(
-        model_dir, settings, *, world_size=1, first_step=1, last_step=4, load="", save="", spoiled_step=0
-    ):
-        jobs = [
-            {
-                "model_dir": str(model_dir),
-                "settings": one,
-                "world_size": world_size,
-                "init_method": f"file://{directory}/rendezvous-{number}",
-                "first_step": first_step,
-                "last_step": last_step,
-                "num_groups": 4,
-                "spoiled_step": spoiled_step,
-                "load": str(load),
-                "save": str(save),
-                "weights": str(directory / f"weights-{number}.safetensors"),
-            }
-            for one, number in zip(settings, numbers, strict=False)
-        ]
+    def run(model_dir, *settings, world_size=1, last_step=3, load=None, save=None, **steps):
+        jobs = []
+        for place, one in enumerate(settings or [{}]):
+            number, checkpoint = next(numbers), str(place)
+            job = {"model_dir": str(model_dir), "settings": one, "world_size": world_size, "num_groups": 2}
+            job |= {"init_method": f"file://{directory}/rendezvous-{number}", "first_step": 1, **steps}
+            job |= {"load": str(load / checkpoint) if load else "", "last_step": last_step}
+            job |= {"save": str(save / checkpoint) if save else ""}
+            jobs.append(job | {"weights": str(directory / f"weights-{number}.safetensors")})
         with ProcessPoolExecutor(world_size, mp_context=rank_context, max_tasks_per_child=1) as ranks:
             running = [
                 ranks.submit(main_each, [job | {"rank": rank} for job in jobs]) for rank in range(world_size)
@@ -95,7 +90,5 @@ def run_ranks(tmp_path_factory, rank_context):
             for future in running:
                 future.result(timeout=240)
         return [load_file(job["weights"]) for job in jobs]
-
-    run.each = run_each
 
     return run

@@ -1,8 +1,8 @@
 """One trainer rank, in a process of its own: `main(job)`. Trains, then saves.
 
 Keys: model_dir, settings (overrides), rank, world_size, init_method, first_step, last_step, num_groups, load
-(a checkpoint), save (a checkpoint), weights (a safetensors file), spoiled_step (one whose first group has a
-NaN; 0: none).
+(a checkpoint), save (a checkpoint), weights (a safetensors file). A setting "spoiled_step" is the step whose
+first group has a NaN.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tests.trainers import planned, trainer_parts
 def train_steps(trainer: PolicyTrainer, job: dict) -> None:
     for step in range(job["first_step"], job["last_step"] + 1):
         metas, payloads = make_step(step, job["num_groups"])
-        if step == job["spoiled_step"]:
+        if step == job["settings"].get("spoiled_step"):
             payloads[0].trajectories[0].segments[0].logprobs_T[-1] = float("nan")
         keys = {*AlgorithmSection.model_fields, "sequence_parallel_size"}
         settings = {key: value for key, value in job["settings"].items() if key in keys}
@@ -52,9 +52,8 @@ def main_each(jobs: list[dict]) -> None:
 def main(job: dict) -> None:
     warnings.simplefilter("error")
     torch.set_num_threads(1)
-    parts = trainer_parts(
-        job["model_dir"], workers=job["world_size"], total_optimizer_steps=100, **job["settings"]
-    )
+    keys = {key: value for key, value in job["settings"].items() if key != "spoiled_step"}
+    parts = trainer_parts(job["model_dir"], workers=job["world_size"], total_optimizer_steps=100, **keys)
     trainer = parts.made(job["init_method"], job["rank"])
     if job["load"]:
         trainer.load(Path(job["load"]))

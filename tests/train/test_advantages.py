@@ -10,12 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl_cli.profile.algorithm_section import AlgorithmSection
-from asyncrl_cli.train.step_plan import (
-    grpo,
-    reinforce_plus_plus_baseline,
-    rloo,
-    shaped_reward,
-)
+from asyncrl_cli.train.step_plan import grpo, reinforce_plus_plus_baseline, rloo, shaped_reward
 from tests.train.train_samples import make_step
 from tests.trainers import planned
 

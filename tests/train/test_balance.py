@@ -99,21 +99,13 @@ def test_mini_batches_are_a_lot_of_the_steps_groups_and_not_the_order_in_which_t
 def test_the_lot_of_a_step_depends_on_its_seed_and_number_alone():
     """A resumed run, which is another process, draws the same."""
     code = (
-        "from asyncrl_cli.train.step_plan import training_order as order;"
-        "print([order(range(8), num_minibatches=2, seed=s, step=t) for s in (0, 1) for t in (1, 2)])"
+        "import sys; from asyncrl_cli.train.step_plan import training_order as order;"
+        "print([order(range(8), num_minibatches=2, seed=s, step=t) for s in (0, 1) for t in (1, 2)]);"
+        "sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
     )
-    drawn = [
-        training_order(range(8), num_minibatches=2, seed=seed, step=step)
-        for seed in (0, 1)
-        for step in (1, 2)
-    ]
+    steps = [dict(num_minibatches=2, seed=seed, step=step) for seed in (0, 1) for step in (1, 2)]
+    drawn = [training_order(range(8), **step) for step in steps]
     assert len({tuple(order) for order in drawn}) == 4
-    told = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
-    assert told.strip() == str(drawn)
-
-
-def test_planning_imports_no_torch():
-    code = (
-        "import sys, asyncrl_cli.train.step_plan; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
-    )
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+    told = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
+    assert told.stdout.strip() == str(drawn)
+    assert told.returncode == 0, "planning imports no torch"

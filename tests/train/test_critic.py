@@ -38,7 +38,7 @@ def plain_values(model, head, segment) -> torch.Tensor:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("max_tokens", [8192, 100, 50])
+@pytest.mark.parametrize("max_tokens", [8192, 50])
 def test_an_optimizer_step_has_the_loss_and_gradient_of_a_plain_loop(
     tiny_model_dir, make_trainer, max_tokens
 ):
@@ -63,9 +63,8 @@ def test_an_optimizer_step_has_the_loss_and_gradient_of_a_plain_loop(
     explained = 1 - np.var(everything.tolist()) / np.var(returns)
     assert metrics["critic/explained_variance"] == pytest.approx(explained, abs=1e-4)
     assert metrics["critic/return_mean"] == pytest.approx(returns.mean(), rel=1e-4)
-    plain = {f"model.{name}": parameter.grad for name, parameter in model.model.named_parameters()} | {
-        "head.weight": head.grad
-    }
+    plain = {f"model.{name}": parameter.grad for name, parameter in model.model.named_parameters()}
+    plain["head.weight"] = head.grad
     moments = trainer.critic.optimizer.moments()
     assert len(plain) > 20
     for name, gradient in plain.items():
@@ -87,24 +86,6 @@ def test_a_critic_learns_what_to_expect_and_the_policy_waits_for_its_head_start(
     assert (trainer.critic.optimizer.steps_made, trainer.optimizer.steps_made) == (6, 3)
     assert "train/loss" in second
     assert any(not torch.equal(before[name], local) for name, local in trainer.model.locals().items())
-
-
-@pytest.mark.slow
-def test_a_checkpoint_has_the_critic_and_one_without_is_refused(tiny_model_dir, make_trainer, tmp_path):
-    settings = trainer_parts(tiny_model_dir, **GAE)
-    trainer = make_trainer(settings)
-    trainer.train(**one_step()[0])
-    save(trainer, tmp_path / "with", 1)
-    expected = {key: local.clone() for key, local in trainer.state_tensors().items()}
-    again = make_trainer(settings)
-    again.load(tmp_path / "with")
-    assert again.critic.optimizer.steps_made == 1
-    assert {key for key in expected if "/critic." in key}
-    assert all(torch.equal(local, expected[key]) for key, local in again.state_tensors().items())
-    without = make_trainer(trainer_parts(tiny_model_dir))
-    save(without, tmp_path / "without")
-    with pytest.raises(RefusedError, match=r"critic\..* is absent"):
-        make_trainer(settings).load(tmp_path / "without")
 
 
 def batch_of(seed, **keys):
@@ -143,10 +124,7 @@ def test_values_of_the_batches_that_are_trained_make_the_same_bits_apart(tiny_mo
     batches = [batch_of(seed, head_start_steps=1) for seed in range(2)]
     alone = make_trainer(trainer_parts(tiny_model_dir, **GAE, **keys))
     expected = [shown(alone.train(step_in_window=0, **batch).metrics) for batch in batches]
-    weights, of_critic = (
-        weights_of(alone),
-        state_of(alone.critic),
-    )
+    weights, of_critic = weights_of(alone), state_of(alone.critic)
 
     apart = trainer_parts(tiny_model_dir, **GAE, **keys, tasks=APART)
     trainer = make_trainer(apart)
@@ -180,6 +158,8 @@ def test_a_checkpoints_critic_may_go_apart_and_come_back(tiny_model_dir, make_tr
     trainer.write(1, tmp_path / "apart", with_published=False)
     with pytest.raises(RefusedError, match=r"critic\..* is absent"):
         critic.restore(tmp_path / "apart")
+    with pytest.raises(RefusedError, match=r"critic\..* is absent"):
+        make_trainer(together).load(tmp_path / "apart")
     critic.write(1, tmp_path / "apart")
 
     back = make_trainer(together)

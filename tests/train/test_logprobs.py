@@ -10,19 +10,13 @@ from asyncrl_cli.train import logprobs as head_chunks
 from asyncrl_cli.train.batch import scoring_microbatch
 from asyncrl_cli.train.logprobs import ForwardPass
 
-SIZES = dict(
-    vocab_size=61,
-    hidden_size=16,
-    intermediate_size=24,
-    num_hidden_layers=2,
-    num_attention_heads=2,
-    head_dim=8,
-)
+SIZES = dict(vocab_size=61, hidden_size=16, intermediate_size=24, num_hidden_layers=2)
+SIZES |= dict(num_attention_heads=2, num_key_value_heads=1, head_dim=8)
 SEQUENCES = [[3, 1, 4, 1, 5, 9, 2, 6], [5, 3, 5], [8, 9, 7, 9, 3]]
 CONFIGS = {
-    "tied": Qwen3Config(**SIZES, num_key_value_heads=1, tie_word_embeddings=True),
-    "untied": Qwen3Config(**SIZES, num_key_value_heads=1, tie_word_embeddings=False),
-    "soft-cap": Gemma2Config(**SIZES, num_key_value_heads=1, final_logit_softcapping=2.0),
+    "tied": Qwen3Config(**SIZES, tie_word_embeddings=True),
+    "untied": Qwen3Config(**SIZES, tie_word_embeddings=False),
+    "soft-cap": Gemma2Config(**SIZES, final_logit_softcapping=2.0),
 }
 
 

@@ -50,10 +50,7 @@ def one_row_after_the_other(
     assert enable_gqa == (query.shape[1] != key.shape[1])
     repeats, rows = query.shape[1] // key.shape[1], []
     for begin, end in pairwise(starts_q.tolist()):
-        q, k, v = (
-            query[begin:end],
-            *(each[begin:end].repeat_interleave(repeats, dim=1) for each in (key, value)),
-        )
+        q, (k, v) = query[begin:end], (one[begin:end].repeat_interleave(repeats, 1) for one in (key, value))
         scores = torch.einsum("qhd,khd->hqk", q, k) * scale
         past = torch.ones(len(q), len(q), dtype=torch.bool).tril()
         rows.append(torch.einsum("hqk,khd->qhd", scores.masked_fill(~past, -torch.inf).softmax(-1), v))
@@ -162,13 +159,8 @@ def differences(directory: str, rank: int) -> list[tuple[float, float, float]]:
     differences of logprobs, of gradients, and the largest gradient."""
     torch.set_num_threads(1)
     device, init_method = torch.device("cpu"), f"file://{directory}/rendezvous"
-    ranks = Ranks(
-        Profile(),
-        ProcessPlace(model_dir=directory, workers=2),
-        rank=rank,
-        init_method=init_method,
-        sequence_size=2,
-    )
+    place = ProcessPlace(model_dir=directory, workers=2)
+    ranks = Ranks(Profile(), place, rank=rank, init_method=init_method, sequence_size=2)
     theirs = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
     expected = expected_of(theirs)
     (2 * loss_of(expected)).backward()  # of two microbatches
@@ -205,9 +197,8 @@ def test_two_ranks_that_divide_sequences_have_the_logprobs_and_gradients_of_one(
 def test_ranks_that_divide_sequences_train_the_weights_of_one(tiny_model_dir, run_ranks):
     """Four ranks, two and two, with a critic: sums over trajectories count each of them once."""
     settings = {"adv_estimator": "gae", "lam": 0.95, "lr": 2e-5, "old_logprobs": "recompute"}
-    one = run_ranks(tiny_model_dir, last_step=1, settings=settings)
-    four = run_ranks(
-        tiny_model_dir, last_step=1, world_size=4, settings=settings | {"sequence_parallel_size": 2}
-    )
+    (one,) = run_ranks(tiny_model_dir, settings, last_step=1)
+    divided = settings | {"sequence_parallel_size": 2}
+    (four,) = run_ranks(tiny_model_dir, divided, last_step=1, world_size=4)
     for name, ours in one.items():
         torch.testing.assert_close(four[name], ours, rtol=0, atol=1e-6)

@@ -22,17 +22,13 @@ RECOMPUTE = {"old_logprobs": "recompute"}
 SLOWLY = {**RECOMPUTE, "lr": 2e-5}
 """AdamW divides by the gradient's size, so that rounding counts where gradients are small, in proportion to
 the learning rate."""
+SMALL = {"max_tokens_per_microbatch": 150}
+"""The ranks' numbers of microbatches differ, and empty ones fill up."""
 ALGORITHMS = [
-    {},
+    SMALL,
     {"loss_mode": "gspo", "loss_agg_mode": "seq-mean-token-mean", "old_logprobs": "loglinear", "lr": 2e-5},
     {"loss_agg_mode": "seq-mean-token-sum-norm", "rollout_is_batch_normalize": True, **RECOMPUTE},
-    {
-        "use_kl_in_reward": True,
-        "kl_coef": 0.05,
-        "use_kl_loss": True,
-        "kl_loss_coef": 0.1,
-        "normalize_advantages": False,
-    },
+    dict(use_kl_in_reward=True, kl_coef=0.05, use_kl_loss=True, kl_loss_coef=0.1, normalize_advantages=False),
     {"adv_estimator": "gae", "lam": 0.95, **SLOWLY},
     {
         "loss_mode": "cispo",
@@ -49,67 +45,47 @@ ALGORITHMS = [
         "rollout_rs_threshold": 0.1,
         "lr": 2e-5,
     },
-    {
-        "loss_mode": "reinforce",
-        "adv_estimator": "reinforce_plus_plus_baseline",
-        "rollout_is_threshold": 2.0,
-        "lr": 2e-5,
-    },
+    dict(
+        loss_mode="reinforce", adv_estimator="reinforce_plus_plus_baseline", rollout_is_threshold=2.0, lr=2e-5
+    ),
 ]
+
+
+# The first mini-batch has no finite gradient: its second one is trained.
+ALGORITHMS += [{"spoiled_step": 1, **SMALL}, {"rank": 4, "alpha": 8.0, **RECOMPUTE}]
 
 
 @pytest.mark.slow
 def test_two_ranks_train_the_weights_of_one(tiny_model_dir, run_ranks):
-    # A small budget: the ranks' numbers of microbatches differ, and empty ones fill up.
-    settings = [{"max_tokens_per_microbatch": 150, "lr": 1e-4, **algorithm} for algorithm in ALGORITHMS]
-    one, two = (run_ranks.each(tiny_model_dir, settings, world_size=ranks, last_step=2) for ranks in (1, 2))
+    settings = [{"lr": 1e-4, **algorithm} for algorithm in ALGORITHMS]
+    one, two = (run_ranks(tiny_model_dir, *settings, world_size=ranks, last_step=1) for ranks in (1, 2))
     initial = load_file(tiny_model_dir / "model.safetensors")
     for algorithm, of_one, of_two in zip(ALGORITHMS, one, two, strict=True):
         for name, ours in of_one.items():
-            assert not torch.equal(ours, initial[name]), algorithm
+            has_adapters = "rank" in algorithm and "proj" not in name
+            assert has_adapters or not torch.equal(ours, initial[name]), algorithm
             difference = (of_two[name] - ours).abs().max().item()
             assert difference <= 5e-6, f"{algorithm}: {name} differs by {difference:.1e}"
+    whole, spoiled = one[0], one[ALGORITHMS.index({"spoiled_step": 1, **SMALL})]
+    assert not any(torch.equal(whole[name], spoiled[name]) for name in whole)
+
+
+RESUMED = [
+    {"lr_schedule": "cosine", "warmup_steps": 3},
+    # Step 3 is the window's third: prox comes from weights that only the checkpoint still has.
+    {"old_logprobs": "recompute", "trigger_parameter_sync_step": 4, "lr": 1e-3},
+    {"adv_estimator": "gae", "lam": 0.95, "use_kl_in_reward": True, "head_start_steps": 1},
+    {"rank": 4, "alpha": 8.0, "old_logprobs": "recompute"},
+]
 
 
 @pytest.mark.slow
-def test_all_ranks_skip_the_same_optimizer_step(tiny_model_dir, run_ranks):
-    """The first mini-batch of step 2 has no finite gradient: its second one, and steps 3 and 4, are
-    trained."""
-    weights = [
-        run_ranks(tiny_model_dir, world_size=ranks, spoiled_step=2, settings={"lr": 1e-4}) for ranks in (1, 2)
-    ]
-    unspoiled = run_ranks(tiny_model_dir, settings={"lr": 1e-4})
-    for name, ours in weights[0].items():
-        torch.testing.assert_close(weights[1][name], ours, rtol=0, atol=1e-5)
-        assert not torch.equal(ours, unspoiled[name])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"lr_schedule": "cosine", "warmup_steps": 3},
-        # Step 3 is the window's third: prox comes from weights that only the checkpoint still has.
-        {"old_logprobs": "recompute", "trigger_parameter_sync_step": 4, "lr": 1e-3},
-        {"adv_estimator": "gae", "lam": 0.95, "use_kl_in_reward": True, "head_start_steps": 1},
-    ],
-)
-def test_a_resumed_trainer_goes_on_bit_for_bit(tmp_path, tiny_model_dir, run_ranks, settings):
-    checkpoint = tmp_path / "checkpoint"
-    straight = run_ranks(tiny_model_dir, settings=settings)
-    run_ranks(tiny_model_dir, last_step=2, save=checkpoint, settings=settings)
-    resumed = run_ranks(tiny_model_dir, first_step=3, load=checkpoint, settings=settings)
-    assert_equal(resumed, straight)
-
-
-@pytest.mark.slow
-def test_a_checkpoint_of_two_ranks_loads_on_one(tmp_path, tiny_model_dir, run_ranks, make_trainer):
-    checkpoint = tmp_path / "checkpoint"
-    weights = run_ranks(tiny_model_dir, world_size=2, last_step=2, save=checkpoint)
-    trainer = make_trainer(trainer_parts(tiny_model_dir))
-    trainer.load(checkpoint)
-    assert_equal(trainer.model.locals(), weights)
-    assert trainer.optimizer.steps_made == 4
+def test_a_resumed_trainer_goes_on_bit_for_bit(tmp_path, tiny_model_dir, run_ranks):
+    straight = run_ranks(tiny_model_dir, *RESUMED)
+    run_ranks(tiny_model_dir, *RESUMED, last_step=2, save=tmp_path)
+    resumed = run_ranks(tiny_model_dir, *RESUMED, first_step=3, load=tmp_path)
+    for ours, theirs in zip(resumed, straight, strict=True):
+        assert_equal(ours, theirs)
 
 
 @pytest.mark.slow
@@ -117,20 +93,12 @@ def test_a_run_that_goes_on_with_other_numbers_of_ranks_trains_the_same_weights(
     tmp_path, tiny_model_dir, run_ranks
 ):
     """Two ranks, then one, then two: as `asyncrl resume --set placement.trainer_workers=...` does."""
-    settings = {
-        "max_tokens_per_microbatch": 150,
-        "lr": 1e-4,
-        "lr_schedule": "cosine",
-        "adv_estimator": "gae",
-        "lam": 0.95,
-    }
-    straight = run_ranks(tiny_model_dir, world_size=2, settings=settings)
-    run_ranks(tiny_model_dir, world_size=2, last_step=1, save=tmp_path / "of-2", settings=settings)
-    on_one = {"load": tmp_path / "of-2", "save": tmp_path / "of-1", "settings": settings}
-    run_ranks(tiny_model_dir, world_size=1, first_step=2, last_step=2, **on_one)
-    resharded = run_ranks(
-        tiny_model_dir, world_size=2, first_step=3, load=tmp_path / "of-1", settings=settings
-    )
+    keys = dict(lr=1e-4, lr_schedule="cosine", adv_estimator="gae", lam=0.95)
+    of_two, of_one = tmp_path / "of-2", tmp_path / "of-1"
+    (straight,) = run_ranks(tiny_model_dir, keys, world_size=2)
+    run_ranks(tiny_model_dir, keys, world_size=2, last_step=1, save=of_two)
+    run_ranks(tiny_model_dir, keys, first_step=2, last_step=2, load=of_two, save=of_one)
+    (resharded,) = run_ranks(tiny_model_dir, keys, world_size=2, first_step=3, load=of_one)
     for name, ours in straight.items():
         torch.testing.assert_close(resharded[name], ours, rtol=0, atol=1e-5)
 
@@ -179,19 +147,12 @@ def test_a_foreign_or_missing_checkpoint_is_refused(tmp_path, tiny_model_dir, ma
     trainer = make_trainer(trainer_parts(tiny_model_dir))
     with pytest.raises(RefusedError, match=r"trainer\.json cannot be read: no such file"):
         trainer.load(tmp_path / "nothing")
+    with pytest.raises(ValueError, match="no snapshot of step 3"):
+        trainer.write(3, tmp_path / "checkpoint", with_published=False)
     save(trainer, tmp_path / "checkpoint")
-    config = Qwen3Config.from_pretrained(tiny_model_dir)
-    config.num_hidden_layers = 4
-    config.layer_types = None
-    AutoModelForCausalLM.from_config(
-        Qwen3Config(**{**config.to_dict(), "layer_types": None})
-    ).save_pretrained(tmp_path / "other")
+    sizes = Qwen3Config.from_pretrained(tiny_model_dir).to_dict() | {"num_hidden_layers": 4}
+    config = Qwen3Config(**sizes | {"layer_types": None})
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "other")
     other = make_trainer(trainer_parts(tmp_path / "other"))
     with pytest.raises(RefusedError, match="checkpoint is of another model"):
         other.load(tmp_path / "checkpoint")
-
-
-def test_writing_a_step_without_snapshot_is_an_error(tmp_path, tiny_model_dir, make_trainer):
-    trainer = make_trainer(trainer_parts(tiny_model_dir))
-    with pytest.raises(ValueError, match="no snapshot of step 3"):
-        trainer.write(3, tmp_path / "checkpoint", with_published=False)

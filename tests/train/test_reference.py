@@ -10,21 +10,8 @@ from transformers import AutoModelForCausalLM
 from asyncrl_cli.base.errors import RefusedError
 from asyncrl_cli.train.batch import REF
 from tests.train.reference_losses import kl
-from tests.train.train_samples import make_step, save_tiny_model
-from tests.trainers import planned, save, trainer_parts, weights_of
-
-
-@pytest.fixture(scope="module")
-def other_model_dir(tmp_path_factory):
-    return save_tiny_model(tmp_path_factory.mktemp("other"), seed=1)
-
-
-def plain_logprobs(model, segment):
-    tokens = torch.tensor(segment.tokens_T, dtype=torch.int64)
-    logprobs = torch.log_softmax(model(tokens[None]).logits[0], dim=-1)[:-1].gather(-1, tokens[1:, None])[
-        :, 0
-    ]
-    return logprobs[torch.tensor(segment.mask_T[1:])]
+from tests.train.train_samples import equal_rewards, make_step, plain_logprobs
+from tests.trainers import planned, rank_batch, save, trainer_parts, weights_of
 
 
 def gradients_of(trainer):
@@ -54,14 +41,8 @@ def test_the_kl_of_the_loss_has_a_plain_loops_value_and_gradient(
         ref_N = torch.cat([plain_logprobs(ref, segment) for segment in segments])
     values, slopes = kl(kind, logp_N.detach().double().numpy(), ref_N.double().numpy())
     logp_N.backward(torch.tensor(0.7 * slopes / len(slopes), dtype=torch.float32))
-    keys = {
-        "use_kl_loss": True,
-        "kl_loss_coef": 0.7,
-        "kl_loss_type": kind,
-        "grad_clip": 1e9,
-        "ref_dir": other_model_dir,
-    }
-    for max_tokens in (8192, 60, 40):
+    keys = dict(use_kl_loss=True, kl_loss_coef=0.7, kl_loss_type=kind, grad_clip=1e9, ref_dir=other_model_dir)
+    for max_tokens in (8192, 40):
         trainer = make_trainer(trainer_parts(tiny_model_dir, max_tokens_per_microbatch=max_tokens, **keys))
         report = trainer.train(step_in_window=0, plan=planned(metas)[0], payloads=groups)
         assert report.metrics["train/loss"].value == pytest.approx(0.7 * values.mean(), rel=1e-5)
@@ -71,12 +52,6 @@ def test_the_kl_of_the_loss_has_a_plain_loops_value_and_gradient(
         found, plain = gradients_of(trainer), dict(theta.named_parameters())
         for name, gradient in found.items():
             torch.testing.assert_close(gradient, plain[name].grad, rtol=1e-4, atol=1e-6)
-
-
-def equal_rewards(group):
-    from dataclasses import replace
-
-    return replace(group, trajectories=tuple(replace(meta, reward=1.0) for meta in group.trajectories))
 
 
 @pytest.mark.slow
@@ -125,8 +100,5 @@ def test_a_resume_with_another_reference_is_refused(tiny_model_dir, other_model_
 def test_without_a_kl_no_reference_is_loaded(tiny_model_dir, make_trainer):
     trainer = make_trainer(trainer_parts(tiny_model_dir))
     assert trainer.reference is None
-    (plan,) = planned(make_step(1, num_groups=1)[0])
-    report = trainer.train(
-        step_in_window=0, plan=plan, payloads=dict(enumerate(make_step(1, num_groups=1)[1]))
-    )
+    report = trainer.train(**rank_batch(*make_step(1, num_groups=1)))
     assert report.column_s.keys() == {"old_logprob"}

@@ -24,16 +24,9 @@ def classifier_dir(tmp_path_factory):
     directory = tmp_path_factory.mktemp("classifier")
     tokenizer = tiny_tokenizer(sorted(set("abcdefghijklmnopqrstuvwxyz0123456789+?.[] ")))
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_labels=1,
-        max_position_embeddings=64,
-        pad_token_id=tokenizer.pad_token_id,
-    )
+    sizes = dict(vocab_size=len(tokenizer), hidden_size=32, intermediate_size=64, num_hidden_layers=2)
+    sizes |= dict(num_attention_heads=2, num_labels=1, max_position_embeddings=64)
+    config = LlamaConfig(**sizes, pad_token_id=tokenizer.pad_token_id)
     AutoModelForSequenceClassification.from_config(config).save_pretrained(directory)
     tokenizer.save_pretrained(directory)
     return directory
@@ -45,11 +38,9 @@ def payload(responses):
         tokens = [1, 2, *map(ord, text)]
         mask = [False, False, *[True] * len(text)]
         zeros = np.zeros(len(tokens))
-        arrays = {
-            "logprobs_T": zeros.astype(np.float32),
-            "versions_T": zeros.astype(np.int32),
-            "mask_T": np.array(mask),
-        }
+        arrays = dict(
+            logprobs_T=zeros.astype(np.float32), versions_T=zeros.astype(np.int32), mask_T=np.array(mask)
+        )
         segments.append(Segment(tokens_T=np.array(tokens, np.int32), **arrays))
     trajectories = tuple(Trajectory(segments=(one,), reward=0.0, finish_reason="stop") for one in segments)
     return GroupPayload(uid="p", epoch=0, attempt=0, trajectories=trajectories)
@@ -57,14 +48,10 @@ def payload(responses):
 
 def reward_model(directory, max_tokens=8192):
     base = Profile(run=RunSection(train_steps=1))
-    profile = base.model_copy(
-        update={"trainer": base.trainer.model_copy(update={"max_tokens_per_microbatch": max_tokens})}
-    )
-    return RewardModel(
-        profile,
-        ProcessPlace(model_dir="", reward_model_dir=str(directory)),
-        lambda ids: "".join(map(chr, ids)),
-    )
+    trainer = base.trainer.model_copy(update={"max_tokens_per_microbatch": max_tokens})
+    profile = base.model_copy(update={"trainer": trainer})
+    place = ProcessPlace(model_dir="", reward_model_dir=str(directory))
+    return RewardModel(profile, place, lambda ids: "".join(map(chr, ids)))
 
 
 @pytest.mark.parametrize("template", [None, TEMPLATE])
@@ -79,18 +66,13 @@ def test_its_scores_are_plain_transformers_first_logits(classifier_dir, tmp_path
     model.save_pretrained(tmp_path)
     tokenizer.chat_template = template
     tokenizer.save_pretrained(tmp_path)
-    with torch.no_grad():
-        plain = [
-            [
-                float(
-                    model(**tokenizer(text, add_special_tokens=template is None, return_tensors="pt")).logits[
-                        0, 0
-                    ]
-                )
-                for text in of
-            ]
-            for of in texts
-        ]
+
+    def score(text: str) -> float:
+        tokens = tokenizer(text, add_special_tokens=template is None, return_tensors="pt")
+        with torch.no_grad():
+            return float(model(**tokens).logits[0, 0])
+
+    plain = [[score(text) for text in of] for of in texts]
     items = [{"prompt": prompt} for prompt in PROMPTS]
     found = reward_model(tmp_path, max_tokens).score([payload(of) for of in RESPONSES], items)
     assert [len(scores) for scores in found] == [3, 1]
@@ -133,12 +115,9 @@ def test_a_tokenizer_that_cannot_pad_is_refused(classifier_dir, tmp_path):
 def test_positions_that_rope_scaling_stretches_are_no_limit(classifier_dir, tmp_path):
     AutoTokenizer.from_pretrained(classifier_dir).save_pretrained(tmp_path)
     model = AutoModelForSequenceClassification.from_pretrained(classifier_dir)
-    model.config.rope_parameters = {
-        "rope_type": "yarn",
-        "rope_theta": 10000.0,
-        "factor": 4.0,
-        "original_max_position_embeddings": 64,
-    }
+    model.config.rope_parameters = dict(
+        rope_type="yarn", rope_theta=10000.0, factor=4.0, original_max_position_embeddings=64
+    )
     model.save_pretrained(tmp_path)
     assert reward_model(tmp_path).score([payload(("4" * 80,))], [{"prompt": "2+2?"}])
 

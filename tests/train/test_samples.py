@@ -62,13 +62,7 @@ def test_every_trajectory_is_a_line_with_all_its_arrays(tmp_path, samples):
         (1, "environment", "<7>"),
         (1, "model", "<9>"),
     ]
-    assert (
-        len(second["tokens"])
-        == len(second["logprobs"])
-        == len(second["versions"])
-        == len(second["mask"])
-        == 6
-    )
+    assert {len(second[name]) for name in ("tokens", "logprobs", "versions", "mask")} == {6}
 
 
 def test_logprobs_come_back_bit_for_bit(tmp_path, payloads, samples):

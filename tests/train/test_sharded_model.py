@@ -16,15 +16,8 @@ from asyncrl_cli.train.logprobs import ForwardPass
 from asyncrl_cli.train.policy_model import PolicyModel
 from asyncrl_cli.train.ranks import Ranks
 
-SIZES = dict(
-    vocab_size=61,
-    hidden_size=16,
-    intermediate_size=24,
-    num_hidden_layers=3,
-    num_attention_heads=2,
-    num_key_value_heads=1,
-    head_dim=8,
-)
+SIZES = dict(vocab_size=61, hidden_size=16, intermediate_size=24, num_hidden_layers=3)
+SIZES |= dict(num_attention_heads=2, num_key_value_heads=1, head_dim=8)
 CONFIGS = {
     "tied": Qwen3Config(**SIZES, tie_word_embeddings=True),
     "untied": Qwen3Config(**SIZES, tie_word_embeddings=False, dtype="bfloat16"),
@@ -134,10 +127,8 @@ def test_whole_gradients_are_kept_on_gpus_where_they_take_an_eighth_of_one_at_mo
     told, ranks, device_gib, kept
 ):
     """1.7 billion parameters have 6.3 GiB of gradients in float32."""
-    assert (
-        keeps_whole_gradients(told, ranks=ranks, parameters=1_700_000_000, device_bytes=device_gib * 2**30)
-        == kept
-    )
+    sizes = {"parameters": 1_700_000_000, "device_bytes": device_gib * 2**30}
+    assert keeps_whole_gradients(told, ranks=ranks, **sizes) == kept
 
 
 def test_gradients_that_are_kept_are_summed_over_ranks_at_the_last_microbatch_alone(
@@ -154,11 +145,7 @@ def test_gradients_that_are_kept_are_summed_over_ranks_at_the_last_microbatch_al
     gathered.keeps_whole = False  # as on a GPU, where parameters are not kept
     for is_last in (False, False, True):
         gathered.before_backward(is_last=is_last)
-    assert calls == [
-        ("requires_gradient_sync", False),
-        ("requires_gradient_sync", False),
-        ("requires_gradient_sync", True),
-    ]
+    assert calls == [("requires_gradient_sync", is_last) for is_last in (False, False, True)]
     gathered.sums_once = False
     gathered.before_backward(is_last=True)
     assert len(calls) == 3

@@ -17,16 +17,8 @@ from asyncrl_cli.base.errors import RefusedError
 from asyncrl_cli.train.trainer_state import COUNTERS_FILE, SavedState, rank_file
 from tests.trainers import save, trainer_parts
 
-DTYPES = (
-    torch.float32,
-    torch.bfloat16,
-    torch.float16,
-    torch.float64,
-    torch.int64,
-    torch.int32,
-    torch.uint8,
-    torch.bool,
-)
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+DTYPES += [torch.int64, torch.int32, torch.uint8, torch.bool]
 Places = dict[str, tuple[int, int]]
 
 
@@ -106,22 +98,11 @@ def test_what_is_no_tensor_file_is_refused(directory, content):
         SavedState(directory)
 
 
-@pytest.mark.parametrize(
-    "places",
-    [
-        None,
-        3,
-        [],
-        {},
-        {"b": [0, 2]},
-        {"a": [0, 2], "b": [0, 2]},
-        {"a": 2},
-        {"a": [0]},
-        {"a": [-1, 2]},
-        {"a": ["0", 2]},
-    ],
-    ids=str,
-)
+PLACES: list[object] = [None, 3, [], {}, {"b": [0, 2]}, {"a": [0, 2], "b": [0, 2]}]
+PLACES += [{"a": 2}, {"a": [0]}, {"a": [-1, 2]}, {"a": ["0", 2]}]
+
+
+@pytest.mark.parametrize("places", PLACES, ids=str)
 def test_headers_that_do_not_place_the_rows_are_refused(tmp_path, places):
     write_rank(tmp_path, 0, {"a": torch.ones(2)}, places)
     write_counters(tmp_path, 1)

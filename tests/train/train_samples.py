@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -18,17 +19,9 @@ def save_tiny_model(directory: Path, *, tied: bool = False, seed: int = 0) -> Pa
     import torch
     from transformers import AutoModelForCausalLM, Qwen3Config
 
-    config = Qwen3Config(
-        vocab_size=VOCAB_SIZE,
-        hidden_size=128,
-        intermediate_size=384,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        tie_word_embeddings=tied,
-        max_position_embeddings=512,
-    )
+    sizes = dict(vocab_size=VOCAB_SIZE, hidden_size=128, intermediate_size=384, num_hidden_layers=3)
+    sizes |= dict(num_attention_heads=4, num_key_value_heads=2, head_dim=32, max_position_embeddings=512)
+    config = Qwen3Config(**sizes, tie_word_embeddings=tied)
     torch.manual_seed(seed)
     AutoModelForCausalLM.from_config(config).save_pretrained(directory)
     return directory
@@ -81,6 +74,19 @@ def make_step(seed: int, num_groups: int, n: int = 8, max_response_tokens: int =
     rng = random.Random(seed)
     groups = [make_group(rng, index, n, max_response_tokens) for index in range(num_groups)]
     return [meta for meta, _ in groups], [payload for _, payload in groups]
+
+
+def equal_rewards(group: GroupResult) -> GroupResult:
+    return replace(group, trajectories=tuple(replace(meta, reward=1.0) for meta in group.trajectories))
+
+
+def plain_logprobs(model, segment: Segment, temperature: float = 1.0):
+    """Of the sampled tokens of one sequence, by itself, by the model's own logits."""
+    import torch
+
+    tokens = torch.tensor(segment.tokens_T, dtype=torch.int64)
+    logprobs = torch.log_softmax(model(tokens[None]).logits[0] / temperature, dim=-1)[:-1]
+    return logprobs.gather(-1, tokens[1:, None])[torch.tensor(segment.mask_T[1:]), 0]
 
 
 class OneRank:
