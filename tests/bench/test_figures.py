@@ -41,30 +41,16 @@ def line(step: int, window: int, time_s: float, step_s: float, **changed: Any) -
 
 def run_lines(scale: float = 1.0) -> list[dict[str, Any]]:
     """Start-up of 90 s, windows of one step of 4, 6 and 10 s, then a last one with an eval of 50 s."""
-    lines = [
-        line(1, 0, 90.0, 90.0),
-        line(2, 1, 94.0, 4.0),
-        line(3, 2, 100.0, 6.0),
-        line(4, 3, 110.0, 10.0),
-        line(
-            5,
-            4,
-            165.0,
-            55.0,
-            **{"timing/eval_s": 50.0, "eval/reward_mean": 0.75, "eval/version": 5, "staleness/max": 3},
-        ),
-    ]
+    last = {"timing/eval_s": 50.0, "eval/reward_mean": 0.75, "eval/version": 5, "staleness/max": 3}
+    lines = [line(1, 0, 90.0, 90.0), line(2, 1, 94.0, 4.0), line(3, 2, 100.0, 6.0), line(4, 3, 110.0, 10.0)]
+    lines.append(line(5, 4, 165.0, 55.0, **last))
     return [entry | {key: entry[key] * scale for key in entry if key.endswith("_s")} for entry in lines]
 
 
 def test_start_up_the_first_window_and_the_last_one_are_not_measured() -> None:
     stretch = stretch_of(run_lines())
-    assert (stretch.before["time_s"], stretch.seconds, stretch.groups, len(stretch.lines)) == (
-        90.0,
-        20.0,
-        6,
-        3,
-    )
+    assert (stretch.before["time_s"], stretch.seconds) == (90.0, 20.0)
+    assert (stretch.groups, len(stretch.lines)) == (6, 3)
 
 
 def test_windows_in_which_version_0_is_still_scored_are_not_measured_either() -> None:
@@ -86,7 +72,7 @@ def test_a_run_of_one_window_is_refused() -> None:
         stretch_of([line(1, 0, 5.0, 5.0)])
 
 
-def test_figures_are_those_of_the_measured_windows() -> None:
+def test_figures_are_those_of_the_measured_windows_and_maxima_waste_and_reward_of_the_whole_run() -> None:
     figures = figures_of(stretch_of(run_lines()), 4)
     assert figures["groups_per_s"] == pytest.approx(6 / 20)
     assert figures["window_time_s"] == pytest.approx(4 * 20 / 6)
@@ -96,12 +82,10 @@ def test_figures_are_those_of_the_measured_windows() -> None:
     assert figures["window_wait_s"] == pytest.approx(figures["window_time_s"] / 2)
     assert figures["tokens_per_s"] == pytest.approx(240 / 20)
     assert figures["partial_ratio"] == pytest.approx(6 / 24)
-
-
-def test_maxima_waste_and_reward_are_those_of_the_whole_run() -> None:
-    figures = figures_of(stretch_of(run_lines()), 4)
+    assert figures["trainer_idle_ratio"] == pytest.approx(0.5)
     assert (figures["staleness_max"], figures["tokens_discarded"], figures["final_reward"]) == (3, 15, 0.75)
     assert figures["wall_s"] == 165.0
+    assert "slot_utilization" not in figures, "it was not measured"
 
 
 def test_the_final_reward_has_its_interval_where_the_eval_recorded_one() -> None:
@@ -109,41 +93,25 @@ def test_the_final_reward_has_its_interval_where_the_eval_recorded_one() -> None
     assert "final_reward_low" not in figures_of(stretch_of(lines), 4)
     lines[-1] = {**lines[-1], "eval/reward_low": 0.5, "eval/reward_high": 0.9}
     figures = figures_of(stretch_of(lines), 4)
-    assert (figures["final_reward_low"], figures["final_reward"], figures["final_reward_high"]) == (
-        0.5,
-        0.75,
-        0.9,
-    )
-
-
-def test_what_was_not_measured_is_absent() -> None:
-    figures = figures_of(stretch_of(run_lines()), 4)
-    assert figures["trainer_idle_ratio"] == pytest.approx(0.5)
-    assert "slot_utilization" not in figures
+    interval = [figures[name] for name in ("final_reward_low", "final_reward", "final_reward_high")]
+    assert interval == [0.5, 0.75, 0.9]
 
 
 def test_speedup_is_the_median_ratio_to_the_baselines_run_of_the_same_seed() -> None:
-    contestants = [
-        Contestant(name=name, mode=name, step_groups=2, window_groups=2) for name in ("base", "fast")
-    ]
+    scales = {"base": (2.0, 4.0, 4.0), "fast": (1.0, 1.0, 2.0, 100.0)}  # the last one has no pair
     runs = [
-        FinishedRun(profile="base", seed=seed, lines=run_lines(scale))
-        for seed, scale in enumerate((2.0, 4.0, 4.0))
+        FinishedRun(profile=name, seed=seed, lines=run_lines(scale))
+        for name in scales
+        for seed, scale in enumerate(scales[name])
     ]
-    runs += [
-        FinishedRun(profile="fast", seed=seed, lines=run_lines(scale))
-        for seed, scale in enumerate((1.0, 1.0, 2.0))
-    ]
-    # without a run of the baseline: no pair
-    runs.append(FinishedRun(profile="fast", seed=3, lines=run_lines(100.0)))
-    base, fast = summarise(contestants, runs)
+    base, fast = summarise(contestants("base", "fast"), runs)
     assert base.figures["speedup"] == Range(median=1.0, min=1.0, max=1.0)
     assert fast.figures["speedup"] == Range(median=2.0, min=2.0, max=4.0)
-    assert (base.limited_by, base.to_json()["bound_ratio"], base.to_json()["capacities"]) == (
-        None,
-        None,
-        None,
-    )
+    assert base.limited_by is base.to_json()["bound_ratio"] is base.to_json()["capacities"] is None
+
+
+def contestants(*names: str) -> list[Contestant]:
+    return [Contestant(name=name, mode=name, step_groups=2, window_groups=2) for name in names]
 
 
 def steps(count: int, step_groups: int, window_steps: int, **of_first: Any) -> list[dict[str, Any]]:
@@ -194,8 +162,5 @@ def test_runs_no_longer_than_the_longest_window_cannot_be_compared() -> None:
 
 
 def test_a_profile_without_a_finished_run_has_no_result() -> None:
-    contestants = [
-        Contestant(name=name, mode=name, step_groups=2, window_groups=2) for name in ("base", "late")
-    ]
-    results = summarise(contestants, [FinishedRun(profile="base", seed=0, lines=run_lines())])
+    results = summarise(contestants("base", "late"), [FinishedRun(profile="base", seed=0, lines=run_lines())])
     assert [result.profile for result in results] == ["base"]

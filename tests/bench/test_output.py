@@ -6,6 +6,7 @@ import io
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -18,13 +19,9 @@ from asyncrl_cli.bench.table import heading_of, table_of
 SPLIT = ("on-policy-pipeline", "stream-off-policy", "stale-samples", "partial-rollout", "one-step-off")
 NAMES = ("colocate", *SPLIT)
 
-BOUND = {
-    "generation_s": 100.0,
-    "training_s": 50.0,
-    "ideal_s": 100.0,
-    "rollout_tokens_per_s": 1e6,
-    "trainer_tokens_per_s": 2e6,
-}
+BOUND = dict(
+    generation_s=100.0, training_s=50.0, ideal_s=100.0, rollout_tokens_per_s=1e6, trainer_tokens_per_s=2e6
+)
 
 
 def result(name: str, speed: float) -> Result:
@@ -34,24 +31,15 @@ def result(name: str, speed: float) -> Result:
         "step_s_mean": Range(median=1.25, min=1.0, max=1.5),
         **{figure: Range.of([value]) for figure, value in single.items()},
     }
-    return Result(
-        contestant=Contestant(name=name, mode=name, step_groups=128, window_groups=512),
-        figures=figures,
-        seeds=(0, 1),
-    )
+    contestant = Contestant(name=name, mode=name, step_groups=128, window_groups=512)
+    return Result(contestant=contestant, figures=figures, seeds=(0, 1))
 
 
 def comparison(workload: str = "big") -> Comparison:
-    return Comparison(
-        results=[result(name, speed) for speed, name in enumerate(NAMES, 2)],
-        workload=workload,
-        baseline="colocate",
-        groups=5120,
-        window_groups=512,
-        seeds=(0, 1),
-        resources="128 GPUs",
-        remarks=("colocate fits within 1%",),
-    )
+    sizes: dict[str, Any] = {"groups": 5120, "window_groups": 512, "seeds": (0, 1), "resources": "128 GPUs"}
+    results = [result(name, speed) for speed, name in enumerate(NAMES, 2)]
+    remarks = ("colocate fits within 1%",)
+    return Comparison(results=results, workload=workload, baseline="colocate", remarks=remarks, **sizes)
 
 
 def printed(made: Comparison, width: int = 100) -> str:
@@ -85,11 +73,8 @@ def test_no_number_is_folded_however_narrow_the_terminal(width: int) -> None:
     assert lines[speeds + 1].split() == ["1.8-2.2", "2.7-3.3", "3.6-4.4", "4.5-5.5", "5.4-6.6", "6.3-7.7"]
 
 
-def test_a_simulated_table_is_headed_so() -> None:
+def test_a_simulated_table_is_headed_so_and_a_measured_one_is_not() -> None:
     assert printed(comparison()).startswith("SIMULATED on the workload big")
-
-
-def test_a_measured_table_does_not_say_simulated() -> None:
     assert "SIMULATED" not in printed(comparison(workload=""))
 
 
@@ -155,11 +140,8 @@ def test_an_interrupted_comparison_leaves_no_directory_of_its_own_and_nothing_el
 
 def test_results_are_read_back_as_they_were_written(tmp_path: Path) -> None:
     made = comparison()
-    bare = replace(
-        made,
-        results=[replace(made.results[0], figures={"groups_per_s": Range(median=2.0, min=1.0, max=3.0)})],
-        workload="",
-    )
+    figures = {"groups_per_s": Range(median=2.0, min=1.0, max=3.0)}
+    bare = replace(made, results=[replace(made.results[0], figures=figures)], workload="")
     for one in (made, bare):
         assert read_results(write_results(one, tmp_path)[0]).to_json() == one.to_json()
 

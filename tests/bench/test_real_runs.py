@@ -43,9 +43,8 @@ def test_repeats_are_interleaved_and_seeds_shared(tmp_path: Path) -> None:
 def test_the_command_is_what_a_user_would_type(tmp_path: Path) -> None:
     command = " ".join(runs(tmp_path)[1].command())
     assert "-m asyncrl_cli train --profile partial-rollout --set placement.device=cpu" in command
-    assert (
-        "--set run.total_rollout_steps=384 --set eval.every_versions=0 --set checkpoint.every_steps=0"
-    ) in command
+    keys = ("run.total_rollout_steps=384", "eval.every_versions=0", "checkpoint.every_steps=0")
+    assert " ".join(f"--set {key}" for key in keys) in command
     assert f"--runs-dir {tmp_path} --name partial-rollout-r0 --ui none" in command
     assert command.endswith("--address local")
     there = replace(runs(tmp_path)[1], address="10.0.0.1:6379")

@@ -58,15 +58,8 @@ def planned(profile: Profile, gpus: int) -> JobPlan:
 
 
 def row_of(setting: Setting, time_s: float, staleness: float, windows: int) -> Row:
-    return Row(
-        setting=setting,
-        windows=windows,
-        window_time_s=time_s,
-        staleness_mean=staleness,
-        staleness_max=1,
-        trainer_idle_ratio=0.0,
-        rollouter_idle_ratio=0.0,
-    )
+    of_run = {"windows": windows, "window_time_s": time_s, "staleness_mean": staleness, "staleness_max": 1}
+    return Row(setting=setting, trainer_idle_ratio=0.0, rollouter_idle_ratio=0.0, **of_run)  # type: ignore[arg-type]
 
 
 def best_of(rows: Sequence[Row]) -> Row:
@@ -84,12 +77,8 @@ def model_time_s(setting: Setting) -> float:
     train_s, generate_s = 6400 / setting.devices["trainer"], 3300 / setting.devices["rollout"]
     hidden = min(float(setting.eta), 1.0)
     slots_s = 20 * (1 - setting.slots / 256)
-    return (
-        max(train_s, generate_s)
-        + (1 - hidden) * min(train_s, generate_s)
-        + slots_s
-        + 0.1 * setting.window_steps
-    )
+    both_s = max(train_s, generate_s) + (1 - hidden) * min(train_s, generate_s)
+    return both_s + slots_s + 0.1 * setting.window_steps
 
 
 def evaluated(time_s: Callable[[Setting, int], float]) -> Evaluate:
@@ -100,12 +89,8 @@ def evaluated(time_s: Callable[[Setting, int], float]) -> Evaluate:
 
 
 def model(setting: Setting, windows: int) -> Row:
-    return row_of(
-        setting,
-        model_time_s(setting),
-        float(setting.eta) * 0.6 * setting.window_steps * setting.require_batches / 16,
-        windows,
-    )
+    staleness = float(setting.eta) * 0.6 * setting.window_steps * setting.require_batches / 16
+    return row_of(setting, model_time_s(setting), staleness, windows)
 
 
 # --- the space
@@ -211,9 +196,10 @@ def test_slack_beyond_what_an_eta_needs_is_searched_and_both_placements() -> Non
 
 
 def test_the_recommended_setting_is_tried_without_a_bound_and_that_is_no_result() -> None:
-    found = search(
-        space(), evaluated(lambda one, _: model_time_s(one) * (0.9 if one.on_stale == "accept" else 1)), LONG
-    )
+    def time_s(setting: Setting, windows: int) -> float:
+        return model_time_s(setting) * (0.9 if setting.on_stale == "accept" else 1)
+
+    found = search(space(), evaluated(time_s), LONG)
     assert found.without_bound is not None
     assert found.without_bound.setting == replace(found.best.setting, on_stale="accept")
     assert found.without_bound.window_time_s == pytest.approx(0.9 * found.best.window_time_s)
@@ -286,11 +272,8 @@ def test_counts_of_a_calibrated_run_are_scaled_and_those_of_the_user_are_kept() 
 
 
 def test_a_search_with_scorers_apart_shifts_devices_to_and_from_them() -> None:
-    sets = (
-        "algorithm.use_kl_loss=true",
-        'placement.tasks=[["train"],["ref"],["rollout"]]',
-        "placement.ratios=[4,2,2]",
-    )
+    tasks = 'placement.tasks=[["train"],["ref"],["rollout"]]', "placement.ratios=[4,2,2]"
+    sets = ("algorithm.use_kl_loss=true", *tasks)
     eight = space(*sets, gpus=8)
     assert (eight.current.split, eight.current.split_names) == ("4:2:2", "trainer:ref:rollout")
     near = {"6:0:2", "4:0:4", "5:1:2", "4:1:3", "3:3:2", "4:3:1", "2:4:2", "3:2:3", "2:2:4", "5:2:1"}

@@ -37,12 +37,9 @@ def workload(*references: dict[str, Any]) -> Workload:
             "lengths": {"median_tokens": 20.0, "sigma": 0.5},
             "decoding": {"step_s": 0.01, "step_s_per_sequence": 0.001},
             "training": {"s_per_token": 0.001},
-            "syncing": {
-                "parameter_bytes": 1e6,
-                "gather_bytes_per_s": 1e8,
-                "send_bytes_per_s": 1e8,
-                "load_bytes_per_s": 1e8,
-            },
+            "syncing": dict(
+                parameter_bytes=1e6, gather_bytes_per_s=1e8, send_bytes_per_s=1e8, load_bytes_per_s=1e8
+            ),
             "references": [
                 {"set": {}, "parts_s": {}, "window_time_s": 1.0, **reference} for reference in references
             ],

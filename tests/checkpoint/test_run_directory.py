@@ -67,13 +67,8 @@ def test_a_name_that_is_no_directory_name_is_a_usage_error(tmp_path, name):
 
 def test_two_drivers_never_hold_one_run_and_a_killed_one_lets_go(run):
     run.close()
-    holder = subprocess.Popen(
-        [sys.executable, "-c", HOLDER, str(run.path)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    with holder:
+    words, pipe = [sys.executable, "-c", HOLDER, str(run.path)], subprocess.PIPE
+    with subprocess.Popen(words, stdin=pipe, stdout=pipe, text=True) as holder:
         assert holder.stdout is not None
         assert holder.stdout.readline() == "held\n"
         assert is_locked(run.path)
@@ -204,17 +199,13 @@ def test_whoever_takes_the_name_of_a_run_is_told_what_can_be_done_with_that_run(
     assert re.findall("`asyncrl ([a-z]+) ", refused.value.hint) == [command]
 
 
-def test_a_run_that_is_starting_is_not_replaced(tmp_path):
+def test_a_run_that_is_starting_and_a_directory_of_somebody_else_are_not_replaced(tmp_path):
     run = RunDirectory.create(tmp_path, "first", profile_toml="", resolved={})
-    with pytest.raises(RefusedError, match="a run of that name exists"):
-        check_free(tmp_path, "first")
+    (tmp_path / "second").mkdir()
+    for name in ("first", "second"):
+        with pytest.raises(RefusedError, match="a run of that name exists"):
+            check_free(tmp_path, name)
     run.close()
-
-
-def test_a_directory_of_somebody_else_is_not_replaced(tmp_path):
-    (tmp_path / "first").mkdir()
-    with pytest.raises(RefusedError, match="a run of that name exists"):
-        RunDirectory.create(tmp_path, "first", profile_toml="", resolved={})
 
 
 def test_a_directory_of_runs_that_was_made_for_a_run_goes_with_it(tmp_path):
