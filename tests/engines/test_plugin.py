@@ -53,12 +53,8 @@ def parrot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "parrot_engine.py").write_text(MODULE, encoding="utf-8")
     info = tmp_path / "parrot_engine-1.0.dist-info"
     info.mkdir()
-    (info / "METADATA").write_text(
-        "Metadata-Version: 2.1\nName: parrot-engine\nVersion: 1.0\n", encoding="utf-8"
-    )
-    (info / "entry_points.txt").write_text(
-        "[asyncrl.engines]\nparrot = parrot_engine:KIND\n", encoding="utf-8"
-    )
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: parrot-engine\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[asyncrl.engines]\nparrot = parrot_engine:KIND\n")
     monkeypatch.syspath_prepend(tmp_path)
 
 
@@ -76,14 +72,12 @@ def test_an_engine_of_another_package_is_made_from_the_profile() -> None:
 
 @pytest.mark.usefixtures("parrot")
 def test_what_it_says_of_itself_is_checked() -> None:
+    nccl = ["weights.transport=nccl", "placement.device=cuda"]
     for sets, message in (
         (['rollout.engine_args={word="no"}'], "says no no"),
         (["rollout.max_model_len=600"], "rollout.max_model_len = 600 with rollout.engine"),
         (["weights.dual_buffer=false"], "weights.dual_buffer = false with rollout.engine"),
-        (
-            ["weights.transport=nccl", "placement.device=cuda"],
-            'weights.transport = "nccl" with rollout.engine',
-        ),
+        (nccl, 'weights.transport = "nccl" with rollout.engine'),
     ):
         with pytest.raises(ConfigError, match=message):
             load("base", ["rollout.engine=parrot", *sets], environ={})

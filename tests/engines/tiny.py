@@ -17,20 +17,10 @@ VOCABULARY = {"<pad>": 0, "<eos>": EOS} | {character: i + 2 for i, character in 
 def make_model(seed: int = 0, *, scale: float = 4.0, tied: bool = False) -> Qwen3ForCausalLM:
     """`scale` sharpens the random logits, so that wrong weights, caches or positions show."""
     torch.manual_seed(seed)
-    config = Qwen3Config(
-        vocab_size=64,
-        hidden_size=128,
-        intermediate_size=384,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        max_position_embeddings=1024,
-        tie_word_embeddings=tied,
-        bos_token_id=None,
-        eos_token_id=EOS,
-        pad_token_id=0,
-    )
+    sizes = dict(vocab_size=64, hidden_size=128, intermediate_size=384, num_hidden_layers=3)
+    sizes |= dict(num_attention_heads=4, num_key_value_heads=2, head_dim=32, max_position_embeddings=1024)
+    tokens = dict(bos_token_id=None, eos_token_id=EOS, pad_token_id=0)
+    config = Qwen3Config(**sizes, **tokens, tie_word_embeddings=tied)
     model = Qwen3ForCausalLM(config).eval().requires_grad_(False)
     for parameter in model.parameters():
         if parameter.ndim > 1:

@@ -41,13 +41,9 @@ KEYS = {
     "eval_timeout_s": "eval.timeout_s",
     "samples_per_prompt": "eval.samples_per_prompt",
 }
-PLAIN = {
-    "seed": 0,
-    "checkpoint_every_steps": 0,
-    "eval_every_versions": 0,
-    "stall_timeout_s": 300.0,
-    "sync_timeout_s": 300.0,
-}
+PLAIN = dict(
+    seed=0, checkpoint_every_steps=0, eval_every_versions=0, stall_timeout_s=300.0, sync_timeout_s=300.0
+)
 
 
 def loop_settings(**keywords: Any) -> LoopSettings:

@@ -248,7 +248,7 @@ def test_live_and_trained_groups_never_exceed_the_run():
 
 
 @pytest.mark.slow
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(
     eta=st.sampled_from(["0", "0.25", "0.5", "1", "2"]),
     window_groups=st.integers(1, 6),

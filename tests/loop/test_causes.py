@@ -32,12 +32,9 @@ def test_a_worker_that_the_run_goes_on_without_is_not_said_to_be_restarted(monke
 def test_an_eval_that_holds_the_only_worker_is_what_the_feed_and_the_trainer_wait_for():
     """The groups in flight were due first, admission was closed by deadlines: and nobody said that an eval
     stood behind it."""
-    times = {
-        "token_s": 0.1,
-        "response_tokens": lambda rng: 40,
-        "prefetch_s": lambda rng: 0.0,
-        "load_s": lambda rng: 0.1,
-    }
+    times = dict(
+        token_s=0.1, response_tokens=lambda rng: 40, prefetch_s=lambda rng: 0.0, load_s=lambda rng: 0.1
+    )
     changes = {"eval_every_versions": 1, "eta": Fraction(1, 2), "window_steps": 1}
     ran = run_world(settings("partial-rollout", **changes), workers=1, slots=8, evals=48, times=times)
     ticks = [tick for tick in ran.recorder.ticks if tick.phase == "running" and tick.admission == "deadlines"]

@@ -35,11 +35,7 @@ def test_for_rewards_of_0_and_1_it_is_pass_at_k(num, data):
 
 def test_a_prompt_weighs_the_same_however_many_of_its_samples_have_a_score():
     failed = Failure("reward", "the reward raised")
-    outcomes = {
-        "a": [meta(1.0), meta(0.0, 9, "length"), failed, failed],
-        "b": [meta(1.0)] * 4,
-        "c": [failed] * 4,
-    }
+    outcomes = dict(a=[meta(1.0), meta(0.0, 9, "length"), failed, failed], b=[meta(1.0)] * 4, c=[failed] * 4)
     ended = [
         (EvalTry({"uid": uid}, "math", i), outcome)
         for uid, own in outcomes.items()

@@ -70,33 +70,17 @@ def test_every_mode_fault_stop_and_resume_really_happens_in_some_seed():
     for outcome in ran:
         counts += outcome.counts
         faults += outcome.faults
-    happened = {
-        "ended by Interrupted",
-        "ended by ExecutorFailed",
-        "ended by AsyncrlError",
-        "resumed",
-        "checkpointed",
-        "eval",
-        "warning",
-        "dropped",
-        "requeued",
-        "replaced",
-        "kept responses",
-        "away",
-        "judging cut off",
-    }
-    assert happened <= set(counts)
+    events = ["resumed", "checkpointed", "eval", "warning", "dropped", "requeued", "replaced", "away"]
+    ends = [f"ended by {error}" for error in ("Interrupted", "ExecutorFailed", "AsyncrlError")]
+    stale = [f"staleness {versions}" for versions in (0, 1, 2, 3)]  # bounds are not only kept, but reached
+    assert {*events, *ends, *stale, "kept responses", "judging cut off"} <= set(counts)
     assert set(faults) == {kind.value for kind in FaultKind}
     trained = [outcome.scenario for outcome in ran if outcome.counts["trained"]]
     settings = [scenario.settings for scenario in trained]
     assert {scenario.mode for scenario in trained} == set(MODES)
     assert {float(entry.schedule.eta) for entry in settings} == {0, 0.25, 0.5, 1, 2, 3}
-    assert {entry.profile.async_training.on_stale for entry in settings} == {
-        "wait",
-        "accept",
-        "drop",
-        "requeue",
-    }
+    policies = {"wait", "accept", "drop", "requeue"}
+    assert {entry.profile.async_training.on_stale for entry in settings} == policies
     assert {entry.profile.algorithm.filter_groups for entry in settings} == {False, True}
     assert {entry.profile.weights.mode for entry in settings} == {"async", "sync"}
     assert {entry.interrupt for entry in settings} == {"drain", "keep-kv", "recompute-kv"}
@@ -108,12 +92,8 @@ def test_every_mode_fault_stop_and_resume_really_happens_in_some_seed():
 @pytest.mark.slow
 def test_runs_whose_workers_are_restarted_are_completed():
     """Every invariant held (above); here: the faults that restarts mend ended no run, in any mode."""
-    ran = [
-        outcome
-        for first in range(0, NUM_SEEDS, CHUNK_SEEDS)
-        for outcome in outcomes(first)
-        if outcome.counts["restarted"]
-    ]
+    everything = [outcome for first in range(0, NUM_SEEDS, CHUNK_SEEDS) for outcome in outcomes(first)]
+    ran = [outcome for outcome in everything if outcome.counts["restarted"]]
     by_executors = ("ExecutorFailed", "ExecutorLost", "NoRoom", "StallError")
     whole = [
         outcome for outcome in ran if not any(error.startswith(by_executors) for error in outcome.errors)
@@ -169,12 +149,8 @@ def test_a_failing_seed_prints_its_scenario_and_its_trace(monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("deadlines", "takes_left", "is_in_time"),
     [
-        ([5, 6, 6], 2, True),
-        ([5, 6], 1, True),
-        ([5, 6, 6, 6], 2, True),
-        ([5, 6], 0, False),
-        ([4], 2, False),
-        ([], 0, True),
+        *[([5, 6, 6], 2, True), ([5, 6], 1, True), ([5, 6, 6, 6], 2, True)],
+        *[([5, 6], 0, False), ([4], 2, False), ([], 0, True)],
     ],
 )
 def test_the_worked_example_of_the_deadline_rule(deadlines, takes_left, is_in_time):
@@ -345,14 +321,10 @@ def kept_is_forgotten(attempt, num_responses, worker, version, original=Attempt.
     return original(attempt, num_responses, worker, version, **how)
 
 
-@mistake(
-    "a deadline forgets the tokens that were kept",
-    Attempt,
-    "place",
-    "deadlines",
-    "admission",
-    "token versions",
-)
+forgets = "a deadline forgets the tokens that were kept"
+
+
+@mistake(forgets, Attempt, "place", "deadlines", "admission", "token versions")
 def part_of_the_workers_version(attempt, num_responses, worker, version, original=Attempt.place, **how):
     part = original(attempt, num_responses, worker, version, **how)
     part.version = version
@@ -370,7 +342,7 @@ def always(*_, **__):
 mixed = "without partial rollouts a response goes on with newer weights"
 mistake(mixed, PartialResponse, "goes_on", "spans", "resume")(always)
 mistake("a group is taken without its columns", Admission, "is_scored", "takes")(always)
-mistake(
+blind = mistake(
     "admission looks at no deadline",
     admission,
     "takeable_in_time",
@@ -378,7 +350,8 @@ mistake(
     "takes",
     "deadlines",
     "scores",
-)(always)
+)
+blind(always)
 mistake("too many workers are away", Fleet, "can_spare", "restarts")(always)
 mistake("three versions are on their way", WeightSync, "room", "loads")(True)
 mistake("a dead worker's tokens are forgotten", ReportBook, "lost", "waste", "time")(lambda *_: 0)

@@ -26,12 +26,9 @@ def run_long(
     mode: str, *, tokens: int = LONG, slots: int = 8, evals: int = 0, reward_s: float = 0.0, **changes: Any
 ) -> Ran:
     """Every wait that is not for a response is bounded by less than one response takes."""
-    limits = {
-        "call_timeout_s": LIMIT_S,
-        "sync_timeout_s": 2 * LIMIT_S,
-        "stall_timeout_s": 4 * LIMIT_S,
-        "train_steps": 6,
-    }
+    limits = dict(
+        call_timeout_s=LIMIT_S, sync_timeout_s=2 * LIMIT_S, stall_timeout_s=4 * LIMIT_S, train_steps=6
+    )
     times = {
         "response_tokens": lambda rng: tokens,
         "call_timeout_s": LIMIT_S,
@@ -47,8 +44,9 @@ def assert_whole(ran: Ran) -> None:
     assert not ran.recorder.named("lost")
 
 
-@pytest.mark.parametrize("weights_mode", ["async", "sync"])
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    ("mode", "weights_mode"), [*((mode, "async") for mode in MODES), ("stale-samples", "sync")]
+)
 def test_groups_and_drains_that_take_three_times_the_limit_are_no_loss(mode: str, weights_mode: str) -> None:
     ran = run_long(mode, weights_mode=weights_mode)
     assert_whole(ran)

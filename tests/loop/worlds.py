@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
 from asyncrl_cli.contracts.events import Event, Snapshot, StepRecord
-from asyncrl_cli.contracts.ports import Feed
+from asyncrl_cli.contracts.prompt_group import TrajectoryMeta
 from asyncrl_cli.loop.pipeline import Pipeline
 from asyncrl_cli.loop.run_state import ResumeFrom, World
 from asyncrl_cli.profile.arithmetic import LoopSettings
@@ -48,12 +48,8 @@ def worker_times(
 
 
 def settings(mode: str, **changes: Any) -> LoopSettings:
-    values = (
-        {"seed": 0, "step_groups": 4, "train_steps": 12, "n": 2, "checkpoint_every_steps": 3}
-        | MODES[mode]
-        | changes
-    )
-    return loop_settings(**values)
+    plain = dict(seed=0, step_groups=4, train_steps=12, n=2, checkpoint_every_steps=3)
+    return loop_settings(**(plain | MODES[mode] | changes))
 
 
 class Recorder:
@@ -97,28 +93,23 @@ class Ran:
     checkpoints: MemoryCheckpoints
     elapsed_s: float
     error: BaseException | None = None
-    extra: dict[str, Any] = field(default_factory=dict)
 
     @property
     def trained(self) -> list[Any]:
         return [group.key for batch in self.trainer.batches for group in batch.groups]
 
+    @property
+    def trajectories(self) -> list[tuple[int, TrajectoryMeta]]:
+        """All that were trained, each with its window."""
+        groups = [(batch.window, group) for batch in self.trainer.batches for group in batch.groups]
+        return [(window, meta) for window, group in groups for meta in group.trajectories]
+
     def staleness(self) -> list[int]:
         """Of the oldest token of each trained trajectory."""
-        return [
-            batch.window - meta.oldest
-            for batch in self.trainer.batches
-            for group in batch.groups
-            for meta in group.trajectories
-        ]
+        return [window - meta.oldest for window, meta in self.trajectories]
 
     def spans(self) -> list[int]:
-        return [
-            meta.span
-            for batch in self.trainer.batches
-            for group in batch.groups
-            for meta in group.trajectories
-        ]
+        return [meta.span for _, meta in self.trajectories]
 
 
 def run_world(
@@ -133,7 +124,6 @@ def run_world(
     evals: int | dict[str, int] = 0,
     resume_from: ResumeFrom | None = None,
     stop_at_s: float | None = None,
-    feed: Feed | None = None,
     group_score_s: float | None = None,
     scorer: str = "ref",
     learn_s: float = 0.0,
@@ -148,9 +138,8 @@ def run_world(
         own = syncing | (times or {})
         call_timeout_s = own.pop("call_timeout_s", 600.0)
         times_of_all, names = worker_times(**own), [f"rollout-{i}" for i in range(workers)]
-        step_times = {"train_s": lambda batch: 0.7, "gather_s": 0.1, "publish_s": 0.05} | (
-            trainer_times or {}
-        )
+        step_times = {"train_s": lambda batch: 0.7, "gather_s": 0.1, "publish_s": 0.05}
+        step_times |= trainer_times or {}
         recorder, checkpoints = Recorder(), MemoryCheckpoints(write_s=0.4)
         team: list[KeepingWorker]
         if faults is None:
@@ -161,14 +150,13 @@ def run_world(
         trainer = KeepingTrainer(TrainerTimes(**step_times), faults)
         score_s, call_learn_s = lambda groups: len(groups) * (group_score_s or 0.0), lambda groups: learn_s
         score_times = ScorerTimes(score_s=score_s, learn_s=call_learn_s, judge_s=judge_s, call_tokens=1)
-        scorers = (
-            []
-            if group_score_s is None
-            else [FaultyScorer(scorer, score_times, faults=faults or Faults(), call_timeout_s=call_timeout_s)]
-        )
+        scorers = []
+        if group_score_s is not None:
+            mortal: dict[str, Any] = {"faults": faults or Faults(), "call_timeout_s": call_timeout_s}
+            scorers.append(FaultyScorer(scorer, score_times, **mortal))
         sets = {"": evals} if isinstance(evals, int) else evals
         world = World(
-            feed=feed or NumberedFeed(),
+            feed=NumberedFeed(),
             trainer=trainer,
             workers=team,
             scorers=scorers,

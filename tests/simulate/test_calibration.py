@@ -25,30 +25,28 @@ def truth(**interference: float) -> Workload:
     """Trainer and rollouts share a machine; loads pause their worker, too."""
     generation, training = interference.get("generation", 0.4), interference.get("training", 0.25)
     return Workload.model_validate(
-        {
-            "profile": {
-                "trainer": {"ppo_mini_batch_size": 8},
-                "rollout": {"n": 4, "slots": 32},
-                "placement": {"device": "cpu"},
-            },
-            "profiles": {},
-            "lengths": {"median_tokens": 20.0, "sigma": 0.8, "prompt_tokens": 0},
-            "decoding": {"step_s": 0.004, "step_s_per_sequence": 0.0004, "interference_ratio": generation},
-            "training": {
-                "s_per_token": 4e-4,
-                "step_s": 0.1,
-                "old_logprob_s_per_token": 1.5e-4,
-                "step_overhead_s": 0.01,
-                "interference_ratio": training,
-            },
-            "syncing": {
-                "parameter_bytes": PARAMETER_BYTES,
-                "gather_bytes_per_s": 2e8,
-                "send_bytes_per_s": 1e8,
-                "load_bytes_per_s": 1e9,
-                "pause_s": 0.02,
-            },
-        }
+        dict(
+            profile=dict(
+                trainer=dict(ppo_mini_batch_size=8), rollout=dict(n=4, slots=32), placement=dict(device="cpu")
+            ),
+            profiles={},
+            lengths=dict(median_tokens=20.0, sigma=0.8, prompt_tokens=0),
+            decoding=dict(step_s=0.004, step_s_per_sequence=0.0004, interference_ratio=generation),
+            training=dict(
+                s_per_token=4e-4,
+                step_s=0.1,
+                old_logprob_s_per_token=1.5e-4,
+                step_overhead_s=0.01,
+                interference_ratio=training,
+            ),
+            syncing=dict(
+                parameter_bytes=PARAMETER_BYTES,
+                gather_bytes_per_s=2e8,
+                send_bytes_per_s=1e8,
+                load_bytes_per_s=1e9,
+                pause_s=0.02,
+            ),
+        )
     )
 
 
@@ -109,8 +107,15 @@ def test_interference_is_found_with_the_work_that_it_slows(tmp_path: Path) -> No
     assert found.interference_ratio == pytest.approx(0.4, abs=0.03)
 
 
-def test_a_run_on_machines_of_its_own_gives_back_what_made_it(tmp_path: Path) -> None:
-    found = calibrate(write_run(tmp_path / "run", truth(generation=0.0, training=0.0), "partial-rollout", 40))
+@pytest.fixture(scope="module")
+def apart(tmp_path_factory: pytest.TempPathFactory) -> Workload:
+    """What is found from a run on machines of its own."""
+    work = truth(generation=0.0, training=0.0)
+    return calibrate(write_run(tmp_path_factory.mktemp("apart") / "run", work, "partial-rollout", 40))
+
+
+def test_a_run_on_machines_of_its_own_gives_back_what_made_it(apart: Workload) -> None:
+    found = apart
     assert found.training.s_per_token == pytest.approx(4e-4, rel=0.05)
     assert found.training.step_s == pytest.approx(0.1, rel=0.3)
     full = found.decoding.step_s + 24 * found.decoding.step_s_per_sequence
@@ -122,9 +127,8 @@ def test_a_run_on_machines_of_its_own_gives_back_what_made_it(tmp_path: Path) ->
 
 
 @pytest.mark.slow
-def test_it_predicts_profiles_that_it_was_not_calibrated_on(tmp_path: Path) -> None:
-    known = truth(generation=0.0, training=0.0)
-    found = calibrate(write_run(tmp_path / "run", known, "partial-rollout", 40))
+def test_it_predicts_profiles_that_it_was_not_calibrated_on(apart: Workload) -> None:
+    known, found = truth(generation=0.0, training=0.0), apart
     for name in ("stale-samples", "on-policy-pipeline", "one-step-off", "colocate"):
         times_s = []
         for work in (known, found):
@@ -135,11 +139,9 @@ def test_it_predicts_profiles_that_it_was_not_calibrated_on(tmp_path: Path) -> N
 
 @pytest.mark.slow
 def test_a_run_with_tools_is_predicted_back_from_its_mean_turns(tmp_path: Path) -> None:
-    turns = {
-        "number": {"values": (2, 3, 4)},
-        "tool_s": {"median": 0.4, "sigma": 0.3},
-        "result_tokens": {"median": 5.0},
-    }
+    turns = dict(
+        number=dict(values=(2, 3, 4)), tool_s=dict(median=0.4, sigma=0.3), result_tokens=dict(median=5.0)
+    )
     given = truth(generation=0.0, training=0.0).model_dump() | {"turns": turns}
     sets = ["env.max_context_tokens=4000", "rollout.hold_slots=false"]
     made = Workload.model_validate(given)
@@ -225,15 +227,14 @@ def test_a_run_that_is_too_short_or_no_run_is_refused(tmp_path: Path) -> None:
         calibrate(tmp_path)
 
 
-@pytest.mark.parametrize(
-    "key", ["rollouter/tokens_per_s", "rollouter/decode_batch_mean", "timing/train_s", "response_tokens/mean"]
-)
-def test_a_run_whose_lines_say_nothing_is_refused(tmp_path: Path, key: str) -> None:
+def test_a_run_whose_lines_say_nothing_is_refused(tmp_path: Path) -> None:
     directory = write_run(tmp_path / "run", truth(), "partial-rollout", 20)
-    metrics = directory / "metrics.jsonl"
-    write_lines(metrics, [{**line, key: 0.0} for line in read_lines(metrics)])
-    with pytest.raises(ConfigError, match="a calibration needs 3"):
-        calibrate(directory)
+    metrics, keys = directory / "metrics.jsonl", "rollouter/tokens_per_s rollouter/decode_batch_mean"
+    lines = read_lines(metrics)
+    for key in (*keys.split(), "timing/train_s", "response_tokens/mean"):
+        write_lines(metrics, [{**line, key: 0.0} for line in lines])
+        with pytest.raises(ConfigError, match="a calibration needs 3"):
+            calibrate(directory)
 
 
 def test_a_fit_has_the_rate_of_a_machine_that_is_shared_for_a_while() -> None:

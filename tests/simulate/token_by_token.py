@@ -53,13 +53,8 @@ class TokenByToken:
         self, slots, step, per_sequence, prefill, speed, version, blocks=None, block_size=16, hold=True
     ):
         self.blocks, self.block_size, self.preemptions = blocks, block_size, 0
-        self.slots, self.step, self.per_sequence, self.prefill, self.speed = (
-            slots,
-            step,
-            per_sequence,
-            prefill,
-            speed,
-        )
+        self.slots, self.prefill, self.speed = slots, prefill, speed
+        self.step, self.per_sequence = step, per_sequence
         self.version, self.slowdown = version, Fraction(1)
         self.now, self.prefill_left = Fraction(0), Fraction(0)
         self.frozen = self.closed = False

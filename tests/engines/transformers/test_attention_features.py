@@ -25,18 +25,9 @@ from tests.engines.made import sampling, transformers_engine
 from tests.train.conftest import make_trainer as make_trainer
 from tests.trainers import trainer_parts
 
-SIZES: dict[str, Any] = {
-    "vocab_size": 64,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 512,
-    "bos_token_id": None,
-    "eos_token_id": tiny.EOS,
-    "pad_token_id": 0,
-}
+SIZES: dict[str, Any] = dict(vocab_size=64, hidden_size=64, intermediate_size=128, num_hidden_layers=2)
+SIZES |= dict(num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=512)
+SIZES |= dict(bos_token_id=None, eos_token_id=tiny.EOS, pad_token_id=0)
 SMALL: dict[str, Any] = {"slots": 4, "max_response_tokens": 24}
 HEAD = {"head_dim": 16}
 WINDOW = {"sliding_window": 8}

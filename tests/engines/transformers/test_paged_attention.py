@@ -23,13 +23,8 @@ from asyncrl_cli.engines.transformers.paged_attention import _make_blocks
         ([(1, 30)] * 8 + [(1, 2)] * 3, [{*range(8), 9, 10}, {8}]),
     ],
     ids=[
-        "a group",
-        "two groups",
-        "one-token prompts",
-        "one decodes between",
-        "pieces of longer prompts",
-        "all decode",
-        "padding",
+        *("a group", "two groups", "one-token prompts", "one decodes between"),
+        *("pieces of longer prompts", "all decode", "padding"),
     ],
 )
 def test_sequences_with_equally_many_queries_share_a_call_and_see_their_own_keys(

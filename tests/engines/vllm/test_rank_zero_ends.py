@@ -3,6 +3,7 @@ an end."""
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 import weakref
@@ -36,6 +37,7 @@ from tests.packed import pack
 WORKER = "rollout-0"
 
 
+@functools.cache
 def weights_of(version: int, tied: bool = True) -> dict[str, torch.Tensor]:
     return tiny.weights_after(tiny.make_model(tied=tied), version)
 

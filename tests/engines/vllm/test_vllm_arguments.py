@@ -21,7 +21,7 @@ from tests.engines.made import made_for
 from tests.engines.needs import needs_vllm
 
 NAMES = (*OURS, "block_size", "max_num_batched_tokens", "enable_chunked_prefill")
-
+LONGEST = "the longest sequence (300 tokens)"
 
 Setup = tuple[Profile, ProcessPlace]
 
@@ -82,11 +82,8 @@ def test_fields_of_both_classes_count_and_methods_do_not(
 ) -> None:
     fields = "".join(f"    {name}: int = 0\n" for name in NAMES)
     method = "    def get(self):\n        x: int = 1\n"
-    source(
-        tmp_path,
-        monkeypatch,
-        f"class EngineArgs:\n{fields}{method}class AsyncEngineArgs(EngineArgs):\n    last: int = 0\n",
-    )
+    both = f"class EngineArgs:\n{fields}{method}class AsyncEngineArgs(EngineArgs):\n    last: int = 0\n"
+    source(tmp_path, monkeypatch, both)
     assert names_in_source() == {*NAMES, "last"}
 
 
@@ -111,16 +108,8 @@ def test_an_unknown_name_is_refused_with_the_nearest_one() -> None:
 @pytest.mark.parametrize(
     ("made", "told", "least"),
     [
-        (
-            setup(max_num_batched_tokens=299),
-            "the longest sequence (300 tokens), which is not prefilled in parts",
-            300,
-        ),
-        (
-            setup("cuda", enable_chunked_prefill=False, max_num_batched_tokens=299),
-            "the longest sequence (300 tokens)",
-            300,
-        ),
+        (setup(max_num_batched_tokens=299), f"{LONGEST}, which is not prefilled in parts", 300),
+        (setup("cuda", enable_chunked_prefill=False, max_num_batched_tokens=299), LONGEST, 300),
         (setup("cuda", slots=128, max_num_batched_tokens=127), "rollout.slots = 128", 128),
     ],
 )
@@ -131,9 +120,8 @@ def test_a_pass_that_is_too_small_is_refused_with_the_least_that_is_not(
         check(made, NAMES)
     profile, place = made
     given = profile.rollout.engine_args
-    assert (
-        f"max_num_batched_tokens = {given['max_num_batched_tokens']} is less than {told}"
-    ) in refused.value.message
+    given_tokens = given["max_num_batched_tokens"]
+    assert f"max_num_batched_tokens = {given_tokens} is less than {told}" in refused.value.message
     assert refused.value.hint.startswith(f"max_num_batched_tokens = {least} in rollout.engine_args")
     given["max_num_batched_tokens"] = least
     check((profile, place), NAMES)

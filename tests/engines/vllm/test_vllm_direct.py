@@ -463,11 +463,7 @@ async def test_a_meeting_to_which_vllm_does_not_come_is_told_in_rank_zeros_words
     [(never, never, "rank 0"), (never, at_once, "rank 0"), (at_once, never, "vLLM's processes")],
 )
 async def test_a_meeting_that_rank_zero_says_nothing_of_names_who_is_missing(
-    rank_zero: Any,
-    vllm: Any,
-    missing: str,
-    direct: MakeDirect,
-    monkeypatch: pytest.MonkeyPatch,
+    rank_zero: Any, vllm: Any, missing: str, direct: MakeDirect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Neither end comes: it is rank 0, which would have said that it waits."""
     monkeypatch.setattr(worker_transports, "WORKER_MARGIN_S", 0.0)
@@ -486,11 +482,7 @@ async def test_a_meeting_that_rank_zero_says_nothing_of_names_who_is_missing(
     ("export", "update", "missing"), [(never, at_once, "rank 0"), (None, never, "vLLM's processes")]
 )
 async def test_a_part_that_does_not_come_through_names_who_is_missing(
-    export: Any,
-    update: Any,
-    missing: str,
-    direct: MakeDirect,
-    monkeypatch: pytest.MonkeyPatch,
+    export: Any, update: Any, missing: str, direct: MakeDirect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def a_part(*args: Any) -> dict[str, Any]:
         return {}
@@ -508,9 +500,7 @@ async def test_a_part_that_does_not_come_through_names_who_is_missing(
 
 
 async def test_a_load_that_has_ended_well_stays_so_when_rank_zero_answers_late(
-    direct: MakeDirect,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    direct: MakeDirect, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def late(self: Any) -> None:
         raise ExecutorLost("trainer-0 failed: the leave of rollout-0 took longer than 10 s")

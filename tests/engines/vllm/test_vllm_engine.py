@@ -90,8 +90,7 @@ async def test_more_prompt_tokens_than_a_forward_pass_takes_are_no_trouble(there
 async def test_greedy_has_logprobs_of_the_unscaled_distribution(there: World) -> None:
     prompt = prompts(1)[0]
     greedy, sampled = await asyncio.gather(
-        there.generate(prompt, sampling(temperature=0.0)),
-        there.generate(prompt, sampling(temperature=1.5)),
+        there.generate(prompt, sampling(temperature=0.0)), there.generate(prompt, sampling(temperature=1.5))
     )
     assert greedy.logprobs == pytest.approx(there.plain(there.engine.version, prompt, greedy), abs=1e-4)
     assert sampled.logprobs == pytest.approx(

@@ -10,10 +10,10 @@ import pytest
 
 from asyncrl_cli.engines.vllm.engine_processes import EngineLog
 
+Log = tuple[EngineLog, Callable[[str], None]]
 KILLED = (
     "(EngineCore pid=19573) ERROR 11-21 20:46:27 [multiproc_executor.py:315] Worker proc VllmWorker-0 died "
-    "unexpectedly "
-    "(exit code: -9), shutting down executor.\n"
+    "unexpectedly (exit code: -9), shutting down executor.\n"
 )
 FAILED = """\
 (EngineCore pid=19573) WARNING 11-21 20:46:23 [vllm.py:1703] Enforce eager set, disabling torch.compile.
@@ -30,7 +30,7 @@ Exception: WorkerProc failed due to an exception in a background process. See st
 
 
 @pytest.fixture
-def log(tmp_path: Path) -> Iterator[tuple[EngineLog, Callable[[str], None]]]:
+def log(tmp_path: Path) -> Iterator[Log]:
     """A log that has an error of a process before, opened for writing only, as a rollout worker's is."""
     descriptor = os.open(tmp_path / "rollout-0.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.write(descriptor, KILLED.encode() + b"ValueError: of the process before\n")
@@ -38,21 +38,17 @@ def log(tmp_path: Path) -> Iterator[tuple[EngineLog, Callable[[str], None]]]:
     os.close(descriptor)
 
 
-def test_what_was_written_before_is_not_this_engines(log: tuple[EngineLog, Callable[[str], None]]) -> None:
+def test_what_was_written_before_is_not_this_engines(log: Log) -> None:
     assert (log[0].why(), log[0].killed_worker()) == ("", "")
 
 
-def test_a_killed_worker_process_is_named_with_its_signal(
-    log: tuple[EngineLog, Callable[[str], None]],
-) -> None:
+def test_a_killed_worker_process_is_named_with_its_signal(log: Log) -> None:
     engine_log, write = log
     write(FAILED + KILLED)
     assert engine_log.killed_worker() == engine_log.why() == "VllmWorker-0 with SIGKILL"
 
 
-def test_a_killed_worker_whose_exit_code_came_too_late_is_the_cause_of_the_errors_after_it(
-    log: tuple[EngineLog, Callable[[str], None]],
-) -> None:
+def test_a_killed_worker_whose_exit_code_came_too_late_is_the_cause_of_the_errors_after_it(log: Log) -> None:
     engine_log, write = log
     write(
         KILLED.replace("-9", "None") + "(EngineCore pid=19573) ERROR 11-21 20:46:27 [core.py:1512] "
@@ -61,27 +57,16 @@ def test_a_killed_worker_whose_exit_code_came_too_late_is_the_cause_of_the_error
     assert engine_log.killed_worker() == engine_log.why() == "VllmWorker-0 with an unknown exit code"
 
 
-def test_a_worker_that_failed_is_not_taken_for_killed_when_its_exit_code_came_too_late(
-    log: tuple[EngineLog, Callable[[str], None]],
-) -> None:
+@pytest.mark.parametrize("exit_code", ["0", "None"], ids=["known", "came too late"])
+def test_the_last_error_that_does_not_point_elsewhere_is_the_cause(log: Log, exit_code: str) -> None:
+    """A worker that failed is not taken for killed."""
     engine_log, write = log
-    write(FAILED.replace("(exit code: 0)", "(exit code: None)"))
-    assert engine_log.killed_worker() == ""
-    assert engine_log.why() == "ValueError: No available memory for the cache."
-
-
-def test_the_last_error_that_does_not_point_elsewhere_is_the_cause(
-    log: tuple[EngineLog, Callable[[str], None]],
-) -> None:
-    engine_log, write = log
-    write(FAILED)
+    write(FAILED.replace("(exit code: 0)", f"(exit code: {exit_code})"))
     assert engine_log.why() == "ValueError: No available memory for the cache."
     assert engine_log.killed_worker() == ""
 
 
-def test_a_long_error_is_cut_and_an_old_one_is_found_far_up(
-    log: tuple[EngineLog, Callable[[str], None]],
-) -> None:
+def test_a_long_error_is_cut_and_an_old_one_is_found_far_up(log: Log) -> None:
     engine_log, write = log
     write(f"torch.AcceleratorError: {'x' * 1000}\n" + "INFO something\n" * 10_000)
     assert engine_log.why() == f"torch.AcceleratorError: {'x' * 376}..."

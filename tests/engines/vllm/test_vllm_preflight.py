@@ -72,12 +72,9 @@ def test_packages_that_do_not_load_are_told_with_the_command_that_removes_them(
 def test_a_users_arguments_come_last_and_a_cpu_gets_a_cache_for_its_slots(tmp_path: Path) -> None:
     model = tiny.make_model()
     lengths = {"max_prompt_tokens": 100, "max_response_tokens": 200}
-    arguments = engine_arguments(
-        *made_for(tiny.save(model, tmp_path), slots=8, engine_args={"block_size": 32}, **lengths)
-    )
-    kv_bytes_per_token = (
-        2 * model.config.num_hidden_layers * model.config.num_key_value_heads * model.config.head_dim * 4
-    )
+    model_dir, config = tiny.save(model, tmp_path), model.config
+    arguments = engine_arguments(*made_for(model_dir, slots=8, engine_args={"block_size": 32}, **lengths))
+    kv_bytes_per_token = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * 4
     assert arguments["block_size"] == 32
     assert arguments["enforce_eager"] is True
     assert arguments["enable_chunked_prefill"] is False
@@ -93,15 +90,12 @@ def test_an_engine_that_takes_turns_with_a_trainer_can_sleep_and_leaves_it_half_
     shared = {"device": "cuda", "colocate": True, **sizes}
     arguments = engine_arguments(*made_for(model_dir, **shared))
     assert (arguments["enable_sleep_mode"], arguments["gpu_memory_utilization"]) == (True, 0.5)
-    assert (
-        engine_arguments(*made_for(model_dir, gpu_memory_utilization=0.7, **shared))["gpu_memory_utilization"]
-        == 0.7
-    )
+    larger = engine_arguments(*made_for(model_dir, gpu_memory_utilization=0.7, **shared))
+    assert larger["gpu_memory_utilization"] == 0.7
     assert "enable_sleep_mode" not in engine_arguments(*made_for(model_dir, device="cuda", **sizes))
 
 
 def test_a_probe_of_32_tokens_fits_where_responses_are_shorter(tmp_path: Path) -> None:
-    made = made_for(
-        tiny.save(tiny.make_model(), tmp_path), slots=2, max_prompt_tokens=8, max_response_tokens=8
-    )
+    model_dir = tiny.save(tiny.make_model(), tmp_path)
+    made = made_for(model_dir, slots=2, max_prompt_tokens=8, max_response_tokens=8)
     assert engine_arguments(*made)["max_model_len"] == 33  # vLLM wants room for one token more than it scores

@@ -138,11 +138,7 @@ def world(model: Qwen3ForCausalLM, directory: Path, **changes: Any) -> Iterator[
     with asyncio.Runner() as runner, tempfile.NamedTemporaryFile() as beats:
         beats.write(bytes(8))
         beats.flush()
-        settings = {
-            "slots": 8,
-            "max_prompt_tokens": MAX_PROMPT_TOKENS,
-            "max_response_tokens": MAX_RESPONSE_TOKENS,
-        }
+        settings = dict(slots=8, max_prompt_tokens=MAX_PROMPT_TOKENS, max_response_tokens=MAX_RESPONSE_TOKENS)
         engine_args = {
             "worker_extension_cls": f"{Paced.__module__}.{Paced.__name__}",
             **changes.pop("engine_args", {}),

@@ -368,18 +368,17 @@ class FaultyScorer(Mortal, SimulatedScorer):
     async def report(self) -> ExecutorReport:
         return await self._ask(self._report(), "a report", CALL_KEY)
 
-    def _column(self, group: GroupResult) -> Any:
-        """A reward model tells the trajectories of every second group apart."""
-        if self.name != "reward" or zlib.crc32(str(group.key).encode()) % 2:
-            return super()._column(group)
-        return tuple(index / 2 for index in range(len(group.trajectories)))
-
     async def _score(
         self, groups: Sequence[GroupResult], items: Sequence[Mapping[str, Any]]
     ) -> tuple[Sequence[Any], ExecutorReport]:
+        """A reward model tells the trajectories of every second group apart."""
         columns, report = await super().score(groups, items)
         self._on_report(report)
-        return columns, report
+        is_apart = [self.name == "reward" and not zlib.crc32(str(group.key).encode()) % 2 for group in groups]
+        apart = [tuple(index / 2 for index in range(len(group.trajectories))) for group in groups]
+        return [
+            own if here else column for own, here, column in zip(apart, is_apart, columns, strict=True)
+        ], report
 
     async def _learn(self, batch: TrainBatch) -> tuple[TrainReport, ExecutorReport]:
         made, report = await super().learn(batch)
