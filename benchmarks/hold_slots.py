@@ -57,7 +57,7 @@ KEYS = {
 }
 ENVIRONMENT = """
 import asyncio, os, random
-from asyncrl_cli.builtin.guess import Guess
+from asyncrl_cli.builtin.builtin_tasks import Guess
 
 class SlowGuess(Guess):
     async def step(self, answer):

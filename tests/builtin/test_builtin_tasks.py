@@ -12,8 +12,8 @@ from statistics import fmean
 import pytest
 
 from asyncrl_cli.base.errors import ConfigError
+from asyncrl_cli.builtin.builtin_tasks import Guess, best_reward, par_of
 from asyncrl_cli.builtin.calculator import Calculator
-from asyncrl_cli.builtin.guess import Guess, best_reward, par_of
 from asyncrl_cli.contracts.environment import Answer, End, Turn
 from asyncrl_cli.contracts.item import make_item
 from asyncrl_cli.profile.schema import Profile

@@ -1,9 +1,8 @@
 """What comes with asyncrl for a first run: the toy model, its tasks and their environments.
 
-builtin_tasks.py                   tasks by name: checks their parameters, draws their items
-    calculation.py, calculator.py  builtin:calculator: its items; its environment, a class of its own
-    guess.py                       builtin:guess: its items and its environment
-number_sorting.py                  compact prompts with written-out working, of a reasoning-gym dataset
-tiny.py, warm_start.py             builtin:tiny: model, tokenizer and lessons; how it learns them
-tiny_models.py                     builds it, once, into the cache
+builtin_tasks.py           tasks by name: parameters, items, demonstrations; the environment of builtin:guess
+calculator.py              the environment of builtin:calculator, a class of its own
+number_sorting.py          compact prompts with written-out working, of a reasoning-gym dataset
+tiny.py, warm_start.py     builtin:tiny: model, tokenizer and lessons; how it learns them
+tiny_models.py             builds it, once, into the cache
 """

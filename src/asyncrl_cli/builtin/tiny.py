@@ -187,23 +187,6 @@ def make_lessons(task: Course, *, num: int, label_noise: float, seed: int) -> li
     return lessons
 
 
-def taught_response(tokenizer: PreTrainedTokenizerFast, lesson: Lesson) -> Taught:
-    """The response and its end-of-sequence token are learned; the prompt is only input."""
-    assert isinstance(lesson.response, str)
-    prompt, response = (
-        tokenizer.encode(lesson.prompt),
-        [*tokenizer.encode(lesson.response), tokenizer.eos_token_id],
-    )
-    return prompt + response, [IGNORED] * len(prompt) + response
-
-
-def characters_of(task: Course, lessons: Sequence[Lesson]) -> list[str]:
-    """Every character of any prompt or lesson, sorted: the tokenizer's vocabulary."""
-    texts = [item["prompt"] for split in (task.train, task.eval) for item in split]
-    texts += [text for lesson in lessons for text in lesson if isinstance(text, str)]
-    return sorted(set().union(*texts))
-
-
 USER, MODEL, CALL, RESULT = "<user>", "<model>", "<call>", "<result>"
 CHAT_TOKENS = (*SPECIAL_TOKENS, USER, MODEL, CALL, RESULT)
 CHARACTERS = "\n" + "".join(map(chr, range(32, 127)))

@@ -17,13 +17,12 @@ from asyncrl_cli.base.storage import appearing_directory, naming, storage_error
 from asyncrl_cli.builtin.tiny import (
     CHARACTERS,
     CHAT_TEMPLATE,
+    IGNORED,
     Course,
     Recipe,
-    characters_of,
     chat_tokenizer,
     make_lessons,
     taught_conversation,
-    taught_response,
     tiny_model,
     tiny_sizes,
     tiny_tokenizer,
@@ -51,12 +50,17 @@ def built_tiny(profile: Profile, task: Course, cache: Path, *, progress: Progres
     recipe, seed = Recipe(steps=profile.model.warm_start_steps), profile.run.seed
     num_lessons = recipe.steps * recipe.batch_size
     lessons = make_lessons(task, num=num_lessons, label_noise=profile.model.warm_start_label_noise, seed=seed)
-    characters = characters_of(task, lessons) if task.words is None else CHARACTERS
+    if task.words is None:  # every character of any prompt or lesson
+        texts = [item["prompt"] for split in (task.train, task.eval) for item in split]
+        texts += [text for lesson in lessons for text in lesson if isinstance(text, str)]
+        characters = "".join(sorted(set().union(*texts)))
+    else:
+        characters = CHARACTERS
     # Everything that the weights depend on. Another torch may draw other random numbers.
     description: dict[str, object] = {
         "recipe_version": RECIPE_VERSION,
         "config": tiny_sizes(len(characters)),
-        "characters": "".join(characters),
+        "characters": characters,
         "recipe": asdict(recipe),
         "lessons": _digest(lessons),
         "seed": seed,
@@ -73,7 +77,12 @@ def built_tiny(profile: Profile, task: Course, cache: Path, *, progress: Progres
 
     if task.words is None:
         tokenizer = tiny_tokenizer(characters)
-        taught = [taught_response(tokenizer, lesson) for lesson in lessons]
+        taught = []
+        for lesson in lessons:  # the response and its end are learned; the prompt is only input
+            assert isinstance(lesson.response, str)
+            prompt = tokenizer.encode(lesson.prompt)
+            response = [*tokenizer.encode(lesson.response), tokenizer.eos_token_id]
+            taught.append((prompt + response, [IGNORED] * len(prompt) + response))
     else:
         tokenizer = chat_tokenizer(task.words)
         responses = (lesson.response for lesson in lessons)

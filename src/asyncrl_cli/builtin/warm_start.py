@@ -55,14 +55,14 @@ def warm_start(
     peaks = [group["lr"] for group in groups]
     losses: list[float] = []
     model.train()
-    # One thread: with matrices this small, a second one saves a tenth of the time on idle cores, but takes ten
-    # times as long beside one busy process, because threads spin while they wait. How they wait is fixed when
-    # torch is loaded.
+    # One thread: with matrices this small, a second one saves a tenth of the time on idle cores, but takes
+    # ten times as long beside one busy process, because threads spin while they wait. How they wait is fixed
+    # when torch is loaded.
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         for step, batch in enumerate(batches_of(lessons, recipe, Random(seed))):
-            # Linear warm-up times a half cosine to zero, so that RL does not start from the noise of large steps.
+            # Linear warm-up times a half cosine to zero: RL must not begin with the noise of large steps.
             warmup = min(1.0, (step + 1) / recipe.lr_warmup_steps)
             cosine = 0.5 * (1 + math.cos(math.pi * step / recipe.steps))
             for group, peak in zip(groups, peaks, strict=True):

@@ -28,7 +28,7 @@ from asyncrl_cli.contracts.user_code import is_user_code
 
 ENVIRONMENTS = {
     "one-turn": "asyncrl_cli.contracts.environment:OneTurn",
-    "guess": "asyncrl_cli.builtin.guess:Guess",
+    "guess": "asyncrl_cli.builtin.builtin_tasks:Guess",
 }
 
 

@@ -23,13 +23,13 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 from asyncrl_cli.base.child_process import pickles, write_line
 from asyncrl_cli.contracts.item import Item
-from asyncrl_cli.contracts.reward_spec import RewardSpec
+from asyncrl_cli.contracts.reward_spec import NAMES_ANSWER, RewardSpec
 from asyncrl_cli.contracts.user_code import report
+from asyncrl_cli.tasks.final_answer import names_answer
 from asyncrl_cli.tasks.reward_functions import (
     build_reward,
     checked_reward,
     is_async,
-    with_reference,
 )
 
 if TYPE_CHECKING:
@@ -131,8 +131,13 @@ class RewardServer:
                 running[number].cancel()
 
     def _judged(self, item: Item, response: object, value: object) -> dict[str, object]:
-        reward = with_reference(self.spec, item, response, checked_reward(value))
-        return {"reward": reward, "parts": reward.parts}
+        """The answer to the pool. One more part says whether the response names the reference answer, if
+        there is one to look for."""
+        reward, answer = checked_reward(value), item.get("answer")
+        parts = reward.parts
+        if self.spec.adapter != "worked" and isinstance(answer, str) and isinstance(response, str):
+            parts = {**parts, NAMES_ANSWER: float(names_answer(response, answer))}
+        return {"reward": reward, "parts": parts}
 
 
 @types.coroutine

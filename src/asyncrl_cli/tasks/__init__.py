@@ -1,9 +1,9 @@
 """Sources of items: from a profile's `task` section to the items of both splits, and what judges them.
 
-    task.load_task(profile) -> Task    both splits, the reward's description, demonstrations
+    task.load_task(profile) -> Task    both splits, the reward's description, demonstrations; the items of an
+                                       environment of the package verifiers
         files.py, rows.py, splits.py   items of a jsonl or parquet file: rows, held-out eval items
         gym.py                         items of a reasoning-gym dataset
-        verifiers_source.py            items of an environment of the package verifiers
         (builtin/)                     items of a task that comes with asyncrl
         code_choice.py                 chooses the reward and the environment class; tries out user code
 

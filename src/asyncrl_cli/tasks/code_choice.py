@@ -203,8 +203,18 @@ def try_out(
     has to be, for the hint. The import may take as long as `limit_key` says, but at least START_LIMIT_S and
     `at_least_s`. Raises ConfigError if the code cannot be used.
     """
-    file, notes = (None, ()) if run_dir is None else recorded_file(run_dir, what, name, record)
-    code = _user_code(name, file, profile.task.import_path)
+    module, notes = name.partition(":")[0], Notes()
+    if run_dir is None:
+        directory = profile.task.import_path
+        is_there = directory is not None and has_module(Path(directory), module)
+        code = UserCode(name=name, import_path=directory if directory and is_there else os.getcwd())
+    else:  # the module must be imported from the recorded file ("": from none, it is one of Python's own)
+        file, notes = recorded_file(run_dir, what, name, record)
+        parents, root = Path(file).parents, ""
+        if file:  # its root is the directory in which the module can be found by its name
+            depth = module.count(".") + (Path(file).stem == "__init__")
+            root = str(parents[min(depth, len(parents) - 1)])
+        code = UserCode(name=name, import_path=root, file=file, only_there=True)
     limit_s = max(START_LIMIT_S, at_least_s, attrgetter(limit_key)(profile))
     try:
         file, found = call_once(_checked, code, check, timeout_s=limit_s)
@@ -217,19 +227,6 @@ def try_out(
         where = only if code.only_there else f"in {code.import_path} first"
         why, hint = str(failure), f"the module is imported {where}; {expects}"
     raise ConfigError(f'task.{what} = "{name}" cannot be used: {why}', hint=hint)
-
-
-def _user_code(name: str, only_file: str | None, directory: str | None) -> UserCode:
-    """`only_file`: the module must be imported from this file ("": from none). `directory`: where it is
-    looked up first."""
-    module, root = name.partition(":")[0], ""
-    if only_file is None:
-        is_there = directory is not None and has_module(Path(directory), module)
-        return UserCode(name=name, import_path=directory if directory and is_there else os.getcwd())
-    if only_file:  # its root is the directory in which the module can be found by its name
-        parents = Path(only_file).parents
-        root = str(parents[min(module.count(".") + (Path(only_file).stem == "__init__"), len(parents) - 1)])
-    return UserCode(name=name, import_path=root, file=only_file, only_there=True)
 
 
 def _checked(code: UserCode, check: Callable[[UserCode], object]) -> tuple[str, object]:

@@ -85,11 +85,8 @@ def _readable(path: Path, key: str) -> Iterator[None]:
     except FileNotFoundError as error:
         raise ConfigError(f"{key}: {path} does not exist", hint=missing_hint(path)) from error
     except UnsafeFile as error:
-        hint = (
-            ("write one JSON object per line into a file")
-            if path.suffix != ".parquet"
-            else "name a parquet file"
-        )
+        is_parquet = path.suffix == ".parquet"
+        hint = "name a parquet file" if is_parquet else "write one JSON object per line into a file"
         raise ConfigError(f"{key}: {path!s:.300} cannot be read: {reason(error)}", hint=hint) from error
     except OSError as error:
         hint = f"check the path and its permissions: `ls -l {shlex.quote(f'{path!s:.300}')}`"

@@ -50,29 +50,27 @@ def make_dataset(name: str, params: Mapping[str, object], *, seed: int, size: in
     dataset_class, config_class = DATASETS[name]
     hints = get_type_hints(config_class)
     kinds = {field.name: hints[field.name] for field in dataclasses.fields(config_class) if field.init}
-    checked = {key: _checked_param(name, kinds, key, value) for key, value in params.items()}
+    checked = dict[str, object]()
+    for key, value in params.items():
+        if key in SET_ELSEWHERE:
+            raise ConfigError(f"task.params.{key} cannot be set", hint=f"{SET_ELSEWHERE[key]} sets it")
+        if key not in kinds:
+            known = sorted(set(kinds) - set(SET_ELSEWHERE))
+            hint = did_you_mean(key, known, f"it has: {', '.join(known)}")
+            raise ConfigError(f'task.params.{key}: dataset "{name}" has no such parameter', hint=hint)
+        # Numbers and texts must have exactly the right type; containers may come as TOML's lists and tables.
+        is_strict = kinds[key] in (int, float, str, bool)
+        try:
+            checked[key] = TypeAdapter(kinds[key]).validate_python(value, strict=is_strict)
+        except ValidationError as error:
+            reason = error.errors()[0]["msg"].lower()
+            raise ConfigError(f'task.params.{key} = {value!r}: {reason} (dataset "{name}")') from error
     checked |= {key: value for key, value in (("seed", seed), ("size", size)) if key in kinds}
     try:
         dataset: Dataset = dataset_class(config_class(**checked))
         return dataset
     except Exception as error:
         raise _refused_params(name, params, error) from error
-
-
-def _checked_param(name: str, kinds: Mapping[str, type], key: str, value: object) -> object:
-    if key in SET_ELSEWHERE:
-        raise ConfigError(f"task.params.{key} cannot be set", hint=f"{SET_ELSEWHERE[key]} sets it")
-    if key not in kinds:
-        known = sorted(set(kinds) - set(SET_ELSEWHERE))
-        hint = did_you_mean(key, known, f"it has: {', '.join(known)}")
-        raise ConfigError(f'task.params.{key}: dataset "{name}" has no such parameter', hint=hint)
-    kind = kinds[key]
-    try:
-        # Numbers and texts must have exactly the right type; containers may come as TOML's lists and tables.
-        return TypeAdapter(kind).validate_python(value, strict=kind in (int, float, str, bool))
-    except ValidationError as error:
-        reason = error.errors()[0]["msg"].lower()
-        raise ConfigError(f'task.params.{key} = {value!r}: {reason} (dataset "{name}")') from error
 
 
 def _refused_params(name: str, params: Mapping[str, object], error: Exception) -> ConfigError:

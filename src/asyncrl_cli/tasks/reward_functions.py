@@ -24,13 +24,12 @@ from asyncrl_cli.contracts.item import Item, messages_of
 from asyncrl_cli.contracts.reward_spec import (
     MAX_PARTS,
     MAX_REWARD,
-    NAMES_ANSWER,
     NoReward,
     Reward,
     RewardSpec,
 )
 from asyncrl_cli.contracts.user_code import UserCode
-from asyncrl_cli.tasks.final_answer import after_prompt, final_answer, names_answer, tagged
+from asyncrl_cli.tasks.final_answer import after_prompt, final_answer, tagged
 from asyncrl_cli.tasks.players import agent_player, verifiers_player
 from asyncrl_cli.tasks.rows import DEFAULT_ANSWER, GROUND_TRUTHS, find
 
@@ -93,9 +92,7 @@ def _adapted(
 
     def arguments(item: Item, response: str, figures: dict[str, float]) -> dict[str, object]:
         prompt, answer, columns = item["prompt"], item["answer"], item["metadata"]
-        if (
-            is_trl
-        ):  # text for a prompt that is text, messages for one of messages, and every column of the data
+        if is_trl:  # text for a prompt that is text, messages for one of messages, every column of the data
             is_text = isinstance(prompt, str)
             data = {answer_key: answer, "answer": answer, **columns}
             given: dict[str, object] = {
@@ -156,15 +153,6 @@ def checked_reward(value: object) -> Reward:
             f"the reward returned {reward:g}; a reward is a number from {-MAX_REWARD:g} to {MAX_REWARD:g}"
         )
     return value if isinstance(value, Reward) else Reward(reward)
-
-
-def with_reference(spec: RewardSpec, item: Item, response: object, reward: Reward) -> Reward:
-    """The reward with one more figure: whether the response names the reference answer, if there is one to
-    look for."""
-    answer = item.get("answer")
-    if spec.adapter == "worked" or not isinstance(answer, str) or not isinstance(response, str):
-        return reward
-    return Reward(reward, {**reward.parts, NAMES_ANSWER: float(names_answer(response, answer))})
 
 
 def _weighted_sum(spec: RewardSpec) -> RewardFunction:

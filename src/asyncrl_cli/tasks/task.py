@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -9,20 +12,23 @@ from functools import partial
 from pathlib import Path
 from random import Random
 
+from asyncrl_cli.base.child_process import ChildFailed, call_once
 from asyncrl_cli.base.errors import ConfigError
+from asyncrl_cli.base.paths import expand
 from asyncrl_cli.builtin.builtin_tasks import builtin_task, drawn
 from asyncrl_cli.builtin.number_sorting import WORKED
 from asyncrl_cli.builtin.tiny import Demonstration
-from asyncrl_cli.contracts.item import Item
+from asyncrl_cli.contracts.item import Item, content_uid, make_item
 from asyncrl_cli.contracts.reward_spec import Adapter, RewardSpec
 from asyncrl_cli.contracts.user_code import UserCode
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.tasks.code_choice import has_tool_class, resolve_reward, resolve_tool_class
 from asyncrl_cli.tasks.files import read_items
 from asyncrl_cli.tasks.gym import make_entries
-from asyncrl_cli.tasks.splits import KINDS, check_no_files, file_of, read_sets, splits_of
+from asyncrl_cli.tasks.players import read_rows
+from asyncrl_cli.tasks.rows import Row, prompt_and_answer
+from asyncrl_cli.tasks.splits import KINDS, check_no_files, file_of, hold_out, read_sets, splits_of
 from asyncrl_cli.tasks.tool_class import ToolClass
-from asyncrl_cli.tasks.verifiers_source import verifiers_items, verifiers_spec
 
 SOURCES = {
     "builtin": "<task>",
@@ -39,6 +45,8 @@ HELD_OUT_AT_LEAST = 512
 builtin:tiny learns from the training prompts, which exclude these, so it is the same model for every smaller
 `eval.prompts`."""
 
+LOAD_LIMIT_S = 600.0
+"""For the import of verifiers, which takes seconds, and of an environment, which may download its dataset."""
 HUB_HINT = (
     'a dataset of the hub is written to a file first: datasets.load_dataset(...)["train"].to_parquet('
     '"train.parquet"), and task.source = "parquet:train.parquet"'
@@ -115,9 +123,7 @@ def load_task(profile: Profile, run_dir: Path | None = None) -> Task:
     else:
         check_no_files(profile)
         if kind == "verifiers":
-            spec = verifiers_spec(profile, name)
-            train, held_out, left_out = verifiers_items(profile, spec)
-            task = Task(name=source, train=train, eval=held_out, reward=spec, notes=tuple(left_out))
+            task = _verifiers_task(profile, name)
         else:
             task = (_builtin_task if kind == "builtin" else _gym_task)(profile, name, run_dir)
     if not has_tool_class(profile):
@@ -149,9 +155,58 @@ def _builtin_task(profile: Profile, name: str, run_dir: Path | None) -> Task:
 
 
 def _verifiers_task(profile: Profile, name: str) -> Task:
-    spec = verifiers_spec(profile, name)
-    train, held_out, notes = verifiers_items(profile, spec)
-    return Task(name=profile.task.source, train=train, eval=held_out, reward=spec, notes=tuple(notes))
+    """Prompts of an environment made with the package `verifiers`, which a child process loads to read its
+    datasets (players.py), and every rollout worker to play it. Eval items come from its own eval dataset, or
+    are held out."""
+    source, num_eval, wanted = profile.task.source, profile.eval.prompts, profile.task.train_prompts
+    python = profile.task.python and shutil.which(expand(profile.task.python))
+    if profile.task.python is not None and not python:
+        raise ConfigError(
+            f'task.python = "{profile.task.python}" is not a program',
+            hint="give the path of a virtual environment's bin/python",
+        )
+    spec = RewardSpec(kind="verifiers", dataset=name, params=profile.task.params, python=python or "")
+    try:
+        rows, eval_rows = call_once(
+            read_rows,
+            name,
+            spec.params,
+            None if wanted is None else wanted + num_eval,
+            num_eval,
+            timeout_s=LOAD_LIMIT_S,
+            python=spec.python,
+            HF_DATASETS_DISABLE_PROGRESS_BARS="1",
+        )
+    except ChildFailed as failure:
+        raise ConfigError(
+            f'task.source = "{source}" cannot be loaded: {failure}',
+            hint=f"install the environment's package for {spec.python or sys.executable}; task.params are "
+            "the arguments of its load_environment",
+        ) from failure
+    items = _distinct_rows(rows, source)
+    theirs = None if eval_rows is None else _distinct_rows(eval_rows, f"{source} (eval)")
+    described = f"{source} has {len(items)} distinct rows"
+    train, held_out = hold_out(items, num_eval, described, "lower eval.prompts", theirs)
+    notes, num_left = list[str](), len(rows) - len(items)
+    if num_left:
+        notes.append(f"{source}: left out {num_left:,} rows that repeat an earlier one")
+    if len(held_out) < num_eval:
+        has = f"has {len(held_out)} distinct rows for eval, fewer than eval.prompts = {num_eval}"
+        notes.append(f"{source}: {has}")
+    return Task(name=source, train=train[:wanted], eval=held_out, reward=spec, notes=tuple(notes))
+
+
+def _distinct_rows(rows: Sequence[Row], source: str) -> list[Item]:
+    """One item per distinct row. Rows with the same prompt may differ in what only the environment knows: a
+    game's secret word."""
+    items: dict[str, Item] = {}
+    for number, row in enumerate(rows, start=1):
+        prompt, answer = prompt_and_answer(row, "prompt", "answer", f"{source}:{number}", needs_answer=False)
+        content = {name: value for name, value in row.items() if name != "example_id"}
+        item = make_item(prompt, answer, {"row": row})
+        uid = content_uid(prompt, json.dumps([content]))
+        items.setdefault(uid, {**item, "uid": uid})
+    return list(items.values())
 
 
 def _gym_task(profile: Profile, dataset: str, run_dir: Path | None) -> Task:
