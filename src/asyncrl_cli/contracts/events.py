@@ -71,7 +71,7 @@ class StepRecord:
 
     `window`: the version that the window began with; `step_in_window`: how many train steps it had before
     this one. `timing_s`: keys step, wait_data, old_logprob, train, gather, checkpoint, eval, other; also, if
-    they took time, wait_scores, and ref and values (columns that the trainer computed). `reports`: the newest
+    they took time, wait_scores, and ref and critic (columns that the trainer computed). `reports`: the newest
     report of each executor, by name. `spans`: those of *all* reports since the previous step, by executor,
     already mapped to the driver's clock; the same for `stays`, if they are recorded. `ended_s` is on the
     driver's clock. `sync`: `WeightSync.summary`. `filtered`: the reward of each group dropped for equal

@@ -5,7 +5,7 @@
 
 Worked example, with n = 3 and two workers that have room:
 
-    Prompt("9f3c", epoch=0, item={"prompt": "1+1=", "answer": "2", ...})
+    Prompt(uid="9f3c", epoch=0, item={"prompt": "1+1=", "answer": "2", ...})
     PartRequest(key=9f3c@0.0/0, indices=(0, 1), seed=77, item=...)      to rollout-0
     PartRequest(key=9f3c@0.0/1, indices=(2,), seed=77, item=...)        to rollout-1
     PartResult(key=9f3c@0.0/0, trajectories=(a, b), payload=<handle>)   from rollout-0

@@ -1,5 +1,5 @@
-"""The arrays of a group. They travel from rollout workers to trainer ranks, never through the driver, which
-has only handles of them (`GroupResult.payload`).
+"""The arrays of a group. They travel from rollout workers to trainer ranks and not through the driver, which
+has only handles of them (`GroupResult.payload`), except when it reads a checkpoint.
 
     GroupPayload(uid="9f3c", epoch=0, attempt=0, trajectories=(
         Trajectory(reward=1.0, finish_reason="stop", segments=(

@@ -17,7 +17,7 @@
                                                                                One that has work but makes no
                                                                                token for
                                                                                rollout.call_timeout_s is lost
-    restart (worker)   a dead worker        a fresh one                        the worker's start, bounded
+    restart (executor) a dead worker/scorer a fresh one                        its start, bounded
                                             colocate: also the lease           training
     sync (a worker)    the newest version   a version newer than its own       publish; then its prefetch,
                                                                                load and eval, each bounded
@@ -42,23 +42,36 @@
                        -                    the previous checkpoint written    checkpoint
     publish            gathered buckets     the trainer's publish              the trainer, weights.timeout_s
     checkpoint         a cut                the writer                         disk, checkpoint.timeout_s
-    tick               -                    one second                         the clock
+    tick, reports      -                    one second                         the clock; the trainer's report is
+                                                                               bounded
 
-The journey of a prompt group, by file: groups.py takes a `Prompt` from the feed (an `Attempt` begins),
-admission.py places its n responses, rollouts.py submits a `PartRequest` to each worker that gets some, and
-collects a `PartResult` from each. Their `GroupResult` is finished; scorer_tasks.py adds columns to it.
-training.py takes R groups as a `TrainBatch` and records the `TrainReport`; after a window publishing.py makes
-a `Published`, which each worker loads (rollouts.py): a `LoadReport`.
+Words. W groups are trained between two publishes: a window, numbered like the version that it begins with. A
+train step takes R of them. A group's deadline is the last version in which it may be trained. A group is
+takeable when it is finished, has all its columns, and every other untaken group can still be taken in time
+without it: inequality (*) of admission.py.
+
+The journey of a prompt group, by file. groups.py takes a `Prompt` from the feed, and an `Attempt` at it
+begins; attempts.py draws its stages. admission.py finds slots for its n responses and sets its deadline;
+rollouts.py submits a `PartRequest` to each worker that gets some. There an environment and the model take
+turns, and a reward judges. The arrays (`GroupPayload`) stay behind a handle; a `PartResult` comes back.
+Joined, the parts are a `GroupResult`: the group is finished, or left out (group_limits.py). scorer_tasks.py
+has the attempt's missing columns computed. training.py takes R takeable groups as a `TrainBatch`, in finish
+order; the trainer computes advantages, deals the responses to its ranks, makes its optimizer steps and
+answers with a `TrainReport`. At the window's end the trainer gathers its weights and the version rises: that
+opens the next window, and under `on_stale = "drop"` or `"requeue"` it ends the attempts that are past their
+deadline (a requeued prompt starts again as another attempt). Then publishing.py has the trainer hand its
+buckets out: a `Published`, which each worker prefetches and loads (rollouts.py), and answers with a
+`LoadReport`.
 
 Why there is no deadlock: training waits for groups and loads. Groups run on workers whatever training does.
 Admission is closed by slots (freed by groups, and by evals, which eval.timeout_s bounds), by the window
-(reopened by training's publish, which needs only groups that are already admitted: `takeable_in_time` keeps
-room for every one of them), or by deadlines (reopened by a load, which waits for a publish and, under
-`drain`, for running groups). Responses of a failed worker are placed before any new group. They need slots on
-workers whose weights are as new as those of the rest of the group; every load adds such slots. A failed
-worker is restarted (executor_tasks.py) while it has restarts left. After that its failure stops the run in
-good order, unless the run can continue without it (`rollout.min_workers`). A failed trainer or separate
-critic fails the run at once.
+(reopened when the version rises, which needs only groups that are already admitted: `takeable_in_time` keeps
+room for every one of them), or by deadlines (a worker that lags would start the group too old; reopened by
+its load, which waits for a publish and, under `drain`, for running groups). Responses of a failed worker are
+placed before any new group. They need slots on workers whose weights are as new as those of the rest of the
+group; every load adds such slots. A failed worker or scorer is restarted (executor_tasks.py) while it has
+restarts left. After that its failure stops the run in good order, unless the run can continue without it
+(`rollout.min_workers`). A failed trainer or separate critic fails the run at once.
 """
 
 from __future__ import annotations
