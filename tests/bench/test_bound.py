@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-from asyncrl_cli.bench.bound import bound_of_costs, bound_of_states, tokens_made
 from asyncrl_cli.bench.contest import Entry, contest_of
-from asyncrl_cli.bench.figures import stretch_of
+from asyncrl_cli.bench.figures import bound_of_costs, bound_of_states, stretch_of, tokens_made
 from asyncrl_cli.bench.results import Contestant, FinishedRun, Range, summarise
 from asyncrl_cli.bench.simulated_runs import with_capacities
 from asyncrl_cli.simulate.costs import Capacities, Costs

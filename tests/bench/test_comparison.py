@@ -12,8 +12,8 @@ from rich.console import Console
 from asyncrl_cli.bench.bars import Bars
 from asyncrl_cli.bench.comparison import comparison_of
 from asyncrl_cli.bench.contest import contest_of
+from asyncrl_cli.bench.output import rows_of
 from asyncrl_cli.bench.results import Comparison, FinishedRun
-from asyncrl_cli.bench.table import rows_of
 
 SETS = ("placement.device=cpu",)
 

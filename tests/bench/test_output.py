@@ -12,9 +12,8 @@ import pytest
 from rich.console import Console
 
 from asyncrl_cli.base.errors import RefusedError
-from asyncrl_cli.bench.output import output_directory, report_text, write_results
+from asyncrl_cli.bench.output import heading_of, output_directory, report_text, table_of, write_results
 from asyncrl_cli.bench.results import Comparison, Contestant, Range, Result, read_results
-from asyncrl_cli.bench.table import heading_of, table_of
 
 SPLIT = ("on-policy-pipeline", "stream-off-policy", "stale-samples", "partial-rollout", "one-step-off")
 NAMES = ("colocate", *SPLIT)

@@ -14,10 +14,9 @@ from typing import Any
 import pytest
 
 from asyncrl_cli.base.errors import AsyncrlError, ConfigError
-from asyncrl_cli.bench import real_runs
-from asyncrl_cli.bench.comparison import compare
+from asyncrl_cli.bench import comparison as comparisons
+from asyncrl_cli.bench.comparison import RealRun, compare, make_run, runs_of
 from asyncrl_cli.bench.contest import contest_of
-from asyncrl_cli.bench.real_runs import RealRun, make_run, runs_of
 from tests.bench.quiet import Quiet
 
 SETS = ("placement.device=cpu",)
@@ -30,7 +29,7 @@ def runs(directory: Path, seeds: tuple[int, ...] = (0,)) -> list[RealRun]:
 
 def child(monkeypatch: pytest.MonkeyPatch, code: str) -> None:
     """Every run is this program; its arguments are the run's directory."""
-    monkeypatch.setattr(real_runs, "POLL_S", 0.05)
+    monkeypatch.setattr(comparisons, "POLL_S", 0.05)
     monkeypatch.setattr(RealRun, "command", lambda run: [sys.executable, "-c", code, str(run.directory)])
 
 
@@ -85,7 +84,7 @@ def test_an_interrupted_run_is_asked_to_stop_and_ends(
 
 
 def test_a_run_that_does_not_stop_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(real_runs, "STOP_EXTRA_S", 0.05)
+    monkeypatch.setattr(comparisons, "STOP_EXTRA_S", 0.05)
     code = (
         "import signal\nfor s in (2, 15): signal.signal(s, signal.SIG_IGN)\nprint('ready', "
         "flush=True)\nsignal.pause()"
@@ -96,8 +95,8 @@ def test_a_run_that_does_not_stop_is_killed(monkeypatch: pytest.MonkeyPatch) -> 
         assert said.readline() == b"ready\n"
         killing = threading.Timer(10, stubborn.kill)
         killing.start()
-        monkeypatch.setattr(real_runs, "_wait", lambda child, limit_s, interrupts: child.poll())
-        real_runs.end(stubborn, 0.05, [])
+        monkeypatch.setattr(comparisons, "_wait", lambda child, limit_s, interrupts: child.poll())
+        comparisons.end(stubborn, 0.05, [])
         killing.cancel()
     assert stubborn.returncode == -signal.SIGKILL
 

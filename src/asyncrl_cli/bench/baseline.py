@@ -76,10 +76,11 @@ def baseline_toml(base: Loaded, plan: JobPlan, *, keep_k: bool) -> str:
     update: dict[str, object] = {
         section: getattr(profile, section).model_copy(update=values) for section, values in changed.items()
     }
-    update["name"] = f"{profile.name}-colocate"
-    update["purpose"] = (
-        f"The baseline of {profile.name}: trainer and rollout workers take turns on all resources."
-    )
+    takes_turns = "trainer and rollout workers take turns on all resources."
+    update |= {
+        "name": f"{profile.name}-colocate",
+        "purpose": f"The baseline of {profile.name}: {takes_turns}",
+    }
     origins = {f"{section}.{name}": "bench" for section, values in changed.items() for name in values}
     return to_toml(
         profile.model_copy(update=update), {**base.origins, **origins, **dict.fromkeys(BENCH_KEYS, DEFAULT)}

@@ -194,9 +194,21 @@ def entries_of(
         raise ConfigError(
             f"'{entries[0].reference}' cannot be compared with itself", hint="--profile partial-rollout"
         )
-    for entry in entries[1:]:
-        _check_same_work(entries[0], entry)
-        _check_same_resources(entries[0], entry)
+    baseline, *others = entries
+    for entry in others:
+        theirs = values_of(entry.profile)
+        for key, value in values_of(baseline.profile).items():
+            is_work = key in SAME_KEYS or f"{key.partition('.')[0]}." in SAME_KEYS
+            if is_work and value != theirs[key]:
+                given = theirs[key] if value is None else value
+                # `--set` takes a string without quotes
+                setting = f"{key}={given if isinstance(given, str) else toml_value(given)}"
+                raise ConfigError(
+                    f"'{baseline.name}' and '{entry.name}' do different work: {key} is {value!r} and "
+                    f"{theirs[key]!r}",
+                    hint=f"--set {shlex.quote(setting)} sets it for all of them",
+                )
+        _check_same_resources(baseline, entry)
     return entries
 
 
@@ -222,20 +234,6 @@ def _check_groups(entries: Sequence[Entry], groups: int) -> None:
         else:
             continue
         raise ConfigError(f"{groups} groups are {wrong}", hint=f"--groups {groups_for_all(entries, groups)}")
-
-
-def _check_same_work(baseline: Entry, entry: Entry) -> None:
-    others = values_of(entry.profile)
-    for key, ours in values_of(baseline.profile).items():
-        theirs = others[key]
-        if ours != theirs and (key in SAME_KEYS or f"{key.partition('.')[0]}." in SAME_KEYS):
-            value = ours if ours is not None else theirs
-            # `--set` takes a string without quotes
-            written = value if isinstance(value, str) else toml_value(value)
-            raise ConfigError(
-                f"'{baseline.name}' and '{entry.name}' do different work: {key} is {ours!r} and {theirs!r}",
-                hint=f"--set {shlex.quote(f'{key}={written}')} sets it for all of them",
-            )
 
 
 def _check_same_resources(baseline: Entry, entry: Entry) -> None:

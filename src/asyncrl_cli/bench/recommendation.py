@@ -178,7 +178,12 @@ def tune(asked: Asked, progress: Callable[..., None]) -> Tuned:
             space, evaluate, long_windows, lambda done: progress("SIMULATED: windows, at most", done, planned)
         )
     progress(f"SIMULATED: {len(found.outcomes)} settings tried in {found.windows} windows")
-    known = next((row for row in workload.references if _is_of(row, workload, profile)), None)
+    known = None
+    for row in workload.references:  # the row of this very profile, but for the length of its run
+        other = profile_for(workload, row.profile, reference_sets(row), groups=1).profile
+        if other.model_dump(exclude={"run"}) == profile.model_dump(exclude={"run"}):
+            known = row
+            break
     return Tuned(workload=workload, profile=reference, sets=sets, found=found, known=known, fit=fit)
 
 
@@ -206,12 +211,6 @@ def _simulated(
     groups = int(run.lines[-1]["groups_trained"])
     figures = figures_of(stretch_of(run.lines, Edges(window_groups, groups - window_groups)), window_groups)
     return Row(setting=setting, windows=windows, **{name: figures.get(name, 0.0) for name in FIGURES})
-
-
-def _is_of(row: Reference, workload: Workload, profile: Profile) -> bool:
-    """Whether a measured or published row is of this very profile."""
-    measured = profile_for(workload, row.profile, reference_sets(row), groups=1).profile
-    return measured.model_dump(exclude={"run"}) == profile.model_dump(exclude={"run"})
 
 
 def workload_of(asked: Asked, progress: Callable[..., None]) -> tuple[Workload, str | None]:
@@ -291,9 +290,7 @@ def scaled_sets(workload_name: str, profile: Profile, sets: Sequence[str], gpus:
     if not (possible := rank_counts(sides)):
         fitting = next((fewer for fewer in range(sides - 1, 0, -1) if rank_counts(fewer)), sharing + each)
         beside = "".join(f" beside {task}" for task in scorers)
-        default = (
-            "what the profile says" if placement.gpus is None else f"the workload's own {placement.gpus}"
-        )
+        default = f"the workload's own {placement.gpus}" if placement.gpus else "what the profile says"
         raise ConfigError(
             f"--gpus {gpus}: there is no split of {max(sides, 0)} for trainer and rollout{beside}, as ranks "
             f"come in multiples of {sharing} (trainer.sequence_parallel_size) and a rollout worker has "

@@ -18,8 +18,7 @@ from typing import Any
 
 from asyncrl_cli.base.errors import AsyncrlError, RefusedError
 from asyncrl_cli.base.safe_files import load_json
-from asyncrl_cli.bench.bound import bound_of_costs, bound_of_states
-from asyncrl_cli.bench.figures import figures_of, stretches
+from asyncrl_cli.bench.figures import bound_of_costs, bound_of_states, figures_of, stretches
 from asyncrl_cli.observe.line_types import Line
 from asyncrl_cli.simulate.costs import Capacities
 
@@ -123,11 +122,9 @@ def summarise(contestants: Sequence[Contestant], runs: Sequence[FinishedRun]) ->
     figures: dict[str, dict[int, Figures]] = {contestant.name: {} for contestant in contestants}
     for run, stretch in zip(runs, stretches([run.lines for run in runs], longest), strict=True):
         windows, is_colocated = stretch.groups / window_groups, by_name[run.profile].is_colocated
-        bound = (
-            bound_of_states(stretch, windows, is_colocated=is_colocated)
-            if run.capacities is None
-            else bound_of_costs(stretch, windows, run.capacities)
-        )
+        bound = bound_of_states(stretch, windows, is_colocated=is_colocated)
+        if run.capacities is not None:
+            bound = bound_of_costs(stretch, windows, run.capacities)
         figures[run.profile][run.seed] = figures_of(stretch, window_groups) | bound
     baseline = figures[contestants[0].name]
     return [_result(one, figures[one.name], baseline) for one in contestants if figures[one.name]]

@@ -63,11 +63,8 @@ class Row:
         return f"{self.setting.split}, {self.window_time_s:.2f} s"
 
     def to_json(self) -> dict[str, object]:
-        return (
-            self.setting.to_json()
-            | {name: getattr(self, name) for name in FIGURES}
-            | {"is_long": self.is_long}
-        )
+        figures = {name: getattr(self, name) for name in FIGURES}
+        return self.setting.to_json() | figures | {"is_long": self.is_long}
 
 
 Outcome = Row | str
@@ -176,9 +173,8 @@ def search(
     apart = front(rows, SAME_STALENESS)
     settings = [row.setting for row in (*_fastest(rows, "split"), *apart[:2], *apart[-1:])]
     for one in (row.setting for row in _fastest(rows, "window_steps", "require_batches")):
-        settings.append(
-            replace(settings[0], window_steps=one.window_steps, require_batches=one.require_batches)
-        )
+        window = {"window_steps": one.window_steps, "require_batches": one.require_batches}
+        settings.append(replace(settings[0], **window))
     rows = run([*settings, space.current], long_windows)
     if not any(row.is_long for row in rows):
         raise AsyncrlError(
@@ -195,9 +191,8 @@ def search(
 def _fastest(rows: Sequence[Row], *names: str) -> list[Row]:
     """The fastest row for each value of these attributes of a setting, for the `BEST` values with the fastest
     ones."""
-    fastest = {
-        attrgetter(*names)(row.setting): row for row in sorted(rows, key=lambda row: row.rank, reverse=True)
-    }
+    slowest_first = sorted(rows, key=lambda row: row.rank, reverse=True)
+    fastest = {attrgetter(*names)(row.setting): row for row in slowest_first}
     return sorted(fastest.values(), key=lambda row: row.rank)[:BEST]
 
 

@@ -32,11 +32,8 @@ def split_sets(devices: Mapping[str, int], gpus_per_rollout_worker: int) -> list
     """The `--set`s that divide the devices so; `Setting` says what the two mean."""
     _, *scorers, _ = devices
     apart = [task for task in scorers if devices[task]]
-    tasks = [
-        [TRAIN, *(task for task in scorers if task not in apart)],
-        *([task] for task in apart),
-        [ROLLOUT],
-    ]
+    shared = [task for task in scorers if task not in apart]
+    tasks = [[TRAIN, *shared], *([task] for task in apart), [ROLLOUT]]
     ratios = [count for count in devices.values() if count]
     sets = [f"placement.gpus={sum(ratios)}"] if gpus_per_rollout_worker else []
     if scorers:
@@ -70,15 +67,11 @@ class Setting:
 
     @classmethod
     def of(cls, profile: Profile, plan: JobPlan) -> Setting:
-        values = {name: attrgetter(key)(profile) for name, key in KEYS.items()} | {
-            "max_staleness": staleness_bound(profile)
-        }
+        values = {name: attrgetter(key)(profile) for name, key in KEYS.items()}
+        values["max_staleness"] = staleness_bound(profile)
         gpus = plan.gpus_per_rollout_worker
-        devices = {
-            TRAINER: plan.trainer_workers,
-            **plan.scorers,
-            ROLLOUT: plan.rollout_workers * max(gpus, 1),
-        }
+        rollout_devices = plan.rollout_workers * max(gpus, 1)
+        devices = {TRAINER: plan.trainer_workers, **plan.scorers, ROLLOUT: rollout_devices}
         return cls(gpus_per_rollout_worker=gpus, devices=devices, **values)
 
     @property
@@ -148,14 +141,8 @@ class Space:
     @property
     def stages(self) -> tuple[Stage, ...]:
         """The grids in the order in which they are tried, each around the best setting so far."""
-        return (
-            self.first_splits,
-            self.splits,
-            self.windows,
-            self.bounded_etas,
-            self.slots_and_placements,
-            self.splits,
-        )
+        first, last = (self.first_splits, self.splits), (self.slots_and_placements, self.splits)
+        return *first, self.windows, self.bounded_etas, *last
 
     @property
     def starts(self) -> tuple[Setting, ...]:
@@ -195,15 +182,10 @@ class Space:
         """All pairs (K, require_batches) with the current W, and shorter windows of train steps of the
         current size."""
         steps, batches = self.current.window_steps, self.current.require_batches
-        same = {
-            (part, steps * batches // part)
-            for part in range(1, steps * batches + 1)
-            if steps * batches % part == 0
-        }
-        shorter = {(part, batches) for part in range(1, steps) if steps % part == 0}
-        return (
-            replace(setting, window_steps=part, require_batches=of) for part, of in sorted(same | shorter)
-        )
+        total = steps * batches
+        pairs = {(part, total // part) for part in range(1, total + 1) if total % part == 0}
+        pairs |= {(part, batches) for part in range(1, steps) if steps % part == 0}
+        return (replace(setting, window_steps=k, require_batches=n) for k, n in sorted(pairs))
 
     def bounded_etas(self, setting: Setting) -> Iterator[Setting]:
         """Each eta with the smallest bound that it needs and, if eta > 0, also with one version more and the

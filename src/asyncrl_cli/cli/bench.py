@@ -127,8 +127,7 @@ def bench(
 def _show(comparison: Comparison, directory: Path, *, as_json: bool) -> None:
     """Write and print the results, then make the page: a run that cannot be read must not lose the
     results."""
-    from asyncrl_cli.bench.output import short_notes, write_results
-    from asyncrl_cli.bench.table import heading_of, table_of
+    from asyncrl_cli.bench.output import heading_of, short_notes, table_of, write_results
     from asyncrl_cli.report.write import write_report
 
     written = write_results(comparison, directory)

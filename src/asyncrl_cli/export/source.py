@@ -13,9 +13,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from asyncrl_cli.base.errors import RefusedError
 from asyncrl_cli.checkpoint.lookup import find_run_or_checkpoint, has_checkpoints, resolve
@@ -25,9 +23,6 @@ from asyncrl_cli.profile.arithmetic import Schedule
 from asyncrl_cli.profile.loaded import read_document
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.weights.model_files import PUBLISHED_FILE, VERSIONS, kept_versions, version_directory
-
-if TYPE_CHECKING:
-    from asyncrl_cli.export.tensors import SavedWeights
 
 RESOLVED = "config.resolved.json"
 VERSIONS_SHOWN = 8
@@ -60,13 +55,6 @@ class Source:
         """Whether the weights are LoRA's adapters alone. A published version is always whole."""
         return not self.files and bool(self.profile.lora.rank)
 
-    @cached_property
-    def weights(self) -> SavedWeights:
-        # imports torch, which takes seconds
-        from asyncrl_cli.export.tensors import file_weights, trainer_weights
-
-        return file_weights(self.files) if self.files else trainer_weights(self.path)
-
     def __str__(self) -> str:
         which = f"version {self.version}"
         if self.after_version is not None:
@@ -97,7 +85,11 @@ def _of_run(run_dir: Path, version: int | None, say: Say) -> Source:
     wrong: list[str] = []
     others: dict[Path, int] = {}
     for directory in checkpoints_in(run_dir / "checkpoints"):
-        if version is None or (held := _version_in(directory)) == version:
+        held = None
+        if version is not None:
+            with contextlib.suppress(Damaged):
+                held = read_manifest(directory)["version"]
+        if held == version:
             try:
                 return _of_checkpoint(_whole(directory, say), version, tuple(wrong))
             except RefusedError as error:
@@ -117,13 +109,6 @@ def _of_run(run_dir: Path, version: int | None, say: Say) -> Source:
     parts += [f"version {held} in {path.name}" for path, held in list(others.items())[:VERSIONS_SHOWN]]
     none = "no version is left: weights.keep_versions was 0"
     raise RefusedError(why, hint=f"there are: {', '.join(parts)}" if parts else none)
-
-
-def _version_in(checkpoint: Path) -> int | None:
-    """The checkpoint's version; None if its manifest cannot be read."""
-    with contextlib.suppress(Damaged):
-        return read_manifest(checkpoint)["version"]
-    return None
 
 
 def _whole(directory: Path, say: Say) -> Checkpoint:

@@ -60,39 +60,38 @@ class SavedWeights:
     read: Read
 
 
-def trainer_weights(directory: Path) -> SavedWeights:
-    """The policy's float32 master weights in a checkpoint, written by any number of ranks."""
-    saved = SavedState(directory)
-    shapes = {
-        key.removeprefix(WEIGHT_PREFIX): shape
-        for key, shape in saved.shapes.items()
-        if key.startswith(WEIGHT_PREFIX) and not key.startswith(f"{WEIGHT_PREFIX}{CRITIC}")
-    }
+def saved_weights(source: Source) -> SavedWeights:
+    """The policy's float32 master weights in a checkpoint, written by any number of ranks, or one version in
+    safetensors files."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    if source.files:
+        path_of: dict[str, Path] = {}
+        for path in source.files:
+            with _opened(path) as file:
+                shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118 - no mapping
+            path_of |= {name: path for name in shapes if name not in path_of}
 
-    def read(names: Collection[str]) -> dict[str, torch.Tensor]:
+        def read_files(names: Collection[str]) -> dict[str, torch.Tensor]:
+            with ExitStack() as stack:
+                files = {
+                    path: stack.enter_context(_opened(path)) for path in {path_of[name] for name in names}
+                }
+                return {name: files[path_of[name]].get_tensor(name) for name in names}
+
+        return SavedWeights(shapes, read_files)
+    saved = SavedState(source.path)
+    for key, shape in saved.shapes.items():
+        name = key.removeprefix(WEIGHT_PREFIX)
+        if name != key and not name.startswith(CRITIC):
+            shapes[name] = shape
+
+    def read_state(names: Collection[str]) -> dict[str, torch.Tensor]:
         tensors = {name: torch.empty(shapes[name], dtype=torch.float32) for name in names}
         for name, tensor in tensors.items():
             saved.read(f"{WEIGHT_PREFIX}{name}", tensor)
         return tensors
 
-    return SavedWeights(shapes, read)
-
-
-def file_weights(paths: Collection[Path]) -> SavedWeights:
-    """One version in safetensors files: a kept version, or the published weights inside a checkpoint."""
-    path_of: dict[str, Path] = {}
-    shapes: dict[str, tuple[int, ...]] = {}
-    for path in sorted(paths):
-        with _opened(path) as file:
-            shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118 - no mapping
-        path_of |= {name: path for name in shapes if name not in path_of}
-
-    def read(names: Collection[str]) -> dict[str, torch.Tensor]:
-        with ExitStack() as stack:
-            files = {path: stack.enter_context(_opened(path)) for path in {path_of[name] for name in names}}
-            return {name: files[path_of[name]].get_tensor(name) for name in names}
-
-    return SavedWeights(shapes, read)
+    return SavedWeights(shapes, read_state)
 
 
 @contextmanager
@@ -108,7 +107,7 @@ def _opened(path: Path) -> Iterator[Any]:
         ) from error
 
 
-def merged_weights(source: Source, given: Path | None) -> SavedWeights:
+def merged_weights(source: Source, adapters: SavedWeights, given: Path | None) -> SavedWeights:
     """The whole model's weights by their names in memory, with LoRA's adapters merged. The base model is in
     `given`, or else in `model.path`. A published version (`--version`) already has the whole, merged weights.
 
@@ -118,7 +117,7 @@ def merged_weights(source: Source, given: Path | None) -> SavedWeights:
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
-    profile, shapes = source.profile, source.weights.shapes
+    profile, shapes = source.profile, adapters.shapes
     task = load_task(profile, source.run_dir)
     base_dir = given or resolve_model(profile, task)
     check_model_directory(base_dir)
@@ -136,23 +135,22 @@ def merged_weights(source: Source, given: Path | None) -> SavedWeights:
                 hint="name the base model's directory with --model DIR",
             )
 
-    def read_one(name: str) -> torch.Tensor:
-        weight = base[name].detach()
-        if name not in adapted:
-            return weight
-        a, b = adapter_names(name)
-        adapter = source.weights.read([a, b])
-        return merged(weight, adapter[a], adapter[b], scale_of(profile.lora))
+    def read(names: Collection[str]) -> dict[str, torch.Tensor]:
+        tensors = {name: base[name].detach() for name in names}
+        for name in adapted.intersection(names):
+            a, b = adapter_names(name)
+            sides = adapters.read([a, b])
+            tensors[name] = merged(tensors[name], sides[a], sides[b], scale_of(profile.lora))
+        return tensors
 
-    shapes_of_base = {name: tuple(tensor.shape) for name, tensor in base.items()}
-    return SavedWeights(shapes_of_base, lambda names: {name: read_one(name) for name in names})
+    return SavedWeights({name: tuple(tensor.shape) for name, tensor in base.items()}, read)
 
 
 def write_adapter(source: Source, target: Path, dtype_name: str) -> Written:
     """Write LoRA's adapters as `peft.PeftModel.from_pretrained` reads them."""
-    lora, names, dtype = source.profile.lora, list(source.weights.shapes), torch_dtype(dtype_name)
-    saved = source.weights.read(names)
-    tensors = {f"{PEFT_PREFIX}{name}": tensor.to(dtype) for name, tensor in saved.items()}
+    lora, dtype, weights = source.profile.lora, torch_dtype(dtype_name), saved_weights(source)
+    names = list(weights.shapes)
+    tensors = {f"{PEFT_PREFIX}{name}": tensor.to(dtype) for name, tensor in weights.read(names).items()}
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -186,7 +184,9 @@ def write_model(
     if it is not where the profile says."""
     dtype = torch_dtype(dtype_name)
     form = SavedForm(skeleton(model_files, trust_remote_code=source.profile.model.trust_remote_code))
-    weights = merged_weights(source, base_model) if source.has_adapters else source.weights
+    weights = saved_weights(source)
+    if source.has_adapters:
+        weights = merged_weights(source, weights, base_model)
     sizes, read = _fitted(form, weights, model_files)
     split = split_state_dict_into_shards_factory(
         sizes,

@@ -270,7 +270,26 @@ def _counts_of_rest(profile: Profile, cluster: ClusterResources, scorers: int, r
 
 def _warnings(profile: Profile, plan: JobPlan, cluster: ClusterResources) -> Iterator[str]:
     placement, on_cpus, rollout = profile.placement, plan.device == "cpu", plan.role(ROLLOUT)
-    yield from _slots_warnings(profile, rollout.workers)
+    # SkyRL asks for at least as many groups at once as a mini batch has, and for no more than its capacity
+    # admits. Fewer are fine here, because responses of the next groups fill the slots; very few are not.
+    slots, n, mini_batch = profile.rollout.slots, profile.rollout.n, profile.trainer.ppo_mini_batch_size
+    workers, most = rollout.workers, window_groups_of(profile) + groups_ahead(profile)
+    at_once = max(1, workers * slots // n)
+    there_are = f"rollout.slots = {slots} on {counted(workers, 'worker')}"
+    if at_once * MOST_ROUNDS < mini_batch:
+        yield (
+            f"{there_are}: {counted(at_once, 'group')} of rollout.n = {n} at a time, but a mini batch has "
+            f"trainer.ppo_mini_batch_size = {mini_batch}: the trainer waits for about "
+            f"{-(-mini_batch // at_once)} groups one after the other, each as long as its longest response "
+            f"(--set rollout.slots={-(-mini_batch * n // workers)} has room for all)"
+        )
+    # The default is not compared with small runs.
+    if at_once > most and slots > RolloutSection.model_fields["slots"].default:
+        yield (
+            f"{there_are}: at most {counted(most, 'group')} of rollout.n = {n}, {most * n} responses, are "
+            f"ever under way ((1 + eta) * W), so {workers * slots - most * n} slots only take memory, except "
+            f"in evals (--set rollout.slots={-(-most * n // workers)})"
+        )
     if not plan.gpus and placement.gpus is not None:
         yield f"placement.gpus = {placement.gpus} is not used: the job runs on CPUs"
     counts = {
@@ -299,25 +318,3 @@ def _warnings(profile: Profile, plan: JobPlan, cluster: ClusterResources) -> Ite
     if cluster.elastic_cpus and threads > cluster.cpus:
         cores = counted(cluster.cpus, "core")
         yield f"the job's workers compute with {threads} threads on {cores} and slow each other down"
-
-
-def _slots_warnings(profile: Profile, workers: int) -> Iterator[str]:
-    """SkyRL asks for at least as many groups at once as a mini batch has, and for no more than its capacity
-    admits. Fewer are fine here, because responses of the next groups fill the slots; very few are not. The
-    default is not compared with small runs."""
-    slots, n, mini_batch = profile.rollout.slots, profile.rollout.n, profile.trainer.ppo_mini_batch_size
-    at_once, most = max(1, workers * slots // n), window_groups_of(profile) + groups_ahead(profile)
-    there_are = f"rollout.slots = {slots} on {counted(workers, 'worker')}"
-    if at_once * MOST_ROUNDS < mini_batch:
-        yield (
-            f"{there_are}: {counted(at_once, 'group')} of rollout.n = {n} at a time, but a mini batch has "
-            f"trainer.ppo_mini_batch_size = {mini_batch}: the trainer waits for about "
-            f"{-(-mini_batch // at_once)} groups one after the other, each as long as its longest response "
-            f"(--set rollout.slots={-(-mini_batch * n // workers)} has room for all)"
-        )
-    if at_once > most and slots > RolloutSection.model_fields["slots"].default:
-        yield (
-            f"{there_are}: at most {counted(most, 'group')} of rollout.n = {n}, {most * n} responses, are "
-            f"ever under way ((1 + eta) * W), so {workers * slots - most * n} slots only take memory, except "
-            f"in evals (--set rollout.slots={-(-most * n // workers)})"
-        )

@@ -60,21 +60,7 @@ def for_device(loaded: Loaded, device: str) -> Loaded:
 def for_job(loaded: Loaded, plan: JobPlan, shape: ModelShape) -> Loaded:
     """With default time limits for this model and this number of ranks, also if an earlier attempt of the run
     had others."""
-    limits = _time_limits(loaded.profile, plan, shape)
-    return _with_defaults(
-        loaded, {key: limit for key, limit in limits.items() if is_default(loaded.origins.get(key, ""))}
-    )
-
-
-def _with_defaults(loaded: Loaded, defaults: Mapping[str, tuple[str | float, str]]) -> Loaded:
-    """With values, and what they follow from, by dotted key."""
-    profile = with_values(loaded.profile, {key: value for key, (value, _) in defaults.items()})
-    origins = {key: f"{DEFAULT} for {why}" for key, (_, why) in defaults.items()}
-    return replace(loaded, profile=profile, origins={**loaded.origins, **origins})
-
-
-def _time_limits(profile: Profile, plan: JobPlan, shape: ModelShape) -> dict[str, tuple[float, str]]:
-    """The seconds of each key, in tens, and what they follow from."""
+    profile, least = loaded.profile, values_of(Profile())
     num_models = 1 + profile.algorithm.has_critic  # a critic's size is about the policy's
     files, state = (each * shape.parameters * num_models for each in (FILE_BYTES, STATE_BYTES))
     context_tokens = max_context_tokens(profile)
@@ -94,5 +80,15 @@ def _time_limits(profile: Profile, plan: JobPlan, shape: ModelShape) -> dict[str
             f"{state / GB:,.1f} GB of weights and moments {slowly}",
         ),
     }
-    least = values_of(Profile())
-    return {key: (float(10 * round((least[key] + work_s) / 10)), why) for key, (work_s, why) in work.items()}
+    limits = {}
+    for key, (work_s, why) in work.items():
+        if is_default(loaded.origins.get(key, "")):
+            limits[key] = float(10 * round((least[key] + work_s) / 10)), why  # in tens of seconds
+    return _with_defaults(loaded, limits)
+
+
+def _with_defaults(loaded: Loaded, defaults: Mapping[str, tuple[str | float, str]]) -> Loaded:
+    """With values, and what they follow from, by dotted key."""
+    profile = with_values(loaded.profile, {key: value for key, (value, _) in defaults.items()})
+    origins = {key: f"{DEFAULT} for {why}" for key, (_, why) in defaults.items()}
+    return replace(loaded, profile=profile, origins={**loaded.origins, **origins})

@@ -27,7 +27,7 @@ from asyncrl_cli.models.shape import FAMILY, ModelShape, shape_of
 from asyncrl_cli.plan.cluster import cache_bytes_left
 from asyncrl_cli.plan.job_plan import ROLLOUT, TRAINER, JobPlan
 from asyncrl_cli.profile.arithmetic import CRITIC, PROX, REF, REWARD, max_context_tokens
-from asyncrl_cli.profile.schema import DIRECT_TRANSPORTS, ActivationCheckpointing, Profile
+from asyncrl_cli.profile.schema import DIRECT_TRANSPORTS, Profile
 from asyncrl_cli.train import LOGITS_CHUNK_ELEMENTS, LOGITS_COPIES, MOMENTS_SLICE_BYTES, keeps_whole_gradients
 
 MASTER_BYTES = 4
@@ -145,17 +145,6 @@ def activation_bytes_per_token(shape: ModelShape, value_bytes: int) -> int:
     norms = normalized * (MASTER_BYTES + e) + 2 * h * e
     attention = (2 * a + 2 * j) * e + shape.num_heads * MASTER_BYTES
     return norms + attention + 4 * i * e
-
-
-def kept_bytes_per_token(shape: ModelShape, value_bytes: int, recompute: ActivationCheckpointing) -> int:
-    """The part of `activation_bytes_per_token` that a layer keeps until its backward pass: its input, and if
-    `selective` the outputs of matrix products and attention."""
-    if recompute == "none":
-        return activation_bytes_per_token(shape, value_bytes)
-    h, a, j = shape.hidden_size, shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-    products = (2 * a + 2 * j + 2 * shape.intermediate_size + 2 * h) * value_bytes
-    products += shape.num_heads * MASTER_BYTES
-    return h * value_bytes + (products if recompute == "selective" else 0)
 
 
 def kv_cache_bytes(profile: Profile, shape: ModelShape) -> int:
@@ -283,12 +272,16 @@ def _microbatch(
     rows = ceil(trainer.ppo_mini_batch_size * job.profile.rollout.n * sharing / ranks)
     row_tokens = ceil((max_context_tokens(job.profile) - 1) / sharing)
     tokens = max(min(trainer.max_tokens_per_microbatch, rows * row_tokens), row_tokens)
-    recompute = trainer.activation_checkpointing
-    kept = tokens * shape.num_layers * kept_bytes_per_token(shape, e, recompute)
+    recompute, everything = trainer.activation_checkpointing, activation_bytes_per_token(shape, e)
+    # What a layer keeps until its backward pass: all, or its input, and if `selective` the outputs of matrix
+    # products and attention.
+    h, a, j = shape.hidden_size, shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    products = (2 * a + 2 * j + 2 * shape.intermediate_size + 2 * h) * e + shape.num_heads * MASTER_BYTES
+    each = {"none": everything, "selective": h * e + products, "full": h * e}[recompute]
     how = f"{tokens} tokens of a microbatch; trainer.activation_checkpointing = {recompute}"
-    yield device("step", "activations", kept, how)
+    yield device("step", "activations", tokens * shape.num_layers * each, how)
     logits, how = _logits(job, tokens, e if trains_head else 0) if is_policy else (0, "")
-    again = 0 if recompute == "none" else tokens * activation_bytes_per_token(shape, e)
+    again = 0 if recompute == "none" else tokens * everything
     if logits >= again:  # the head's backward pass comes before the layers'
         yield device("step", "logits", logits, how)
     else:
@@ -365,11 +358,8 @@ def _wires(job: MemoryEstimate, role: str, processes: int) -> Iterator[MemoryIte
     """Buffers on a GPU through which a version is transferred. vLLM closes an NCCL buffer with the tensor
     that exceeds its size, so it may be larger by one tensor; rank 0 packs the next buffer while two are being
     sent."""
-    transport, wire_mb, shape = (
-        job.profile.weights.transport,
-        job.profile.weights.load_bucket_size_mb,
-        job.shape,
-    )
+    weights, shape = job.profile.weights, job.shape
+    transport, wire_mb = weights.transport, weights.load_bucket_size_mb
     if transport not in DIRECT_TRANSPORTS:
         return
     largest = job.value_bytes * shape.hidden_size * max(shape.vocab_size, shape.intermediate_size)
@@ -393,11 +383,8 @@ def _rollout(job: MemoryEstimate, left_bytes: int | None) -> Iterator[MemoryItem
     batch_tokens = engine.batch_tokens if engine else batch_tokens
     # Without gradients: a layer's three inner products and its float32 norm, of all tokens of the batch.
     token_bytes = 3 * shape.intermediate_size * e + shape.hidden_size * (MASTER_BYTES + 2 * e)
-    prefill, sampled = (
-        batch_tokens * token_bytes // gpus,
-        rollout.slots * shape.vocab_size * SAMPLED_LOGIT_BYTES,
-    )
-
+    prefill = batch_tokens * token_bytes // gpus
+    sampled = rollout.slots * shape.vocab_size * SAMPLED_LOGIT_BYTES
     over = f", shared by {gpus} GPUs" if gpus > 1 else ""
     whole = e * shape.parameters
     weights, cache, name = whole // gpus, kv_cache_bytes(profile, shape) // gpus, CACHE
@@ -415,9 +402,8 @@ def _rollout(job: MemoryEstimate, left_bytes: int | None) -> Iterator[MemoryItem
         if cache > room:
             cache, how = room, f"half of what is free; {how} would take more"
 
-    device, host = (
-        partial(MemoryItem, ROLLOUT, job.plan.rollout_workers, kind) for kind in ("device", "host")
-    )
+    workers = job.plan.rollout_workers
+    device, host = (partial(MemoryItem, ROLLOUT, workers, kind) for kind in ("device", "host"))
     yield device("always", "weights", weights, f"{dtype}{over}")
     if engine:
         yield host("always", engine.name, engine.own_bytes, engine.own_processes)
@@ -425,7 +411,7 @@ def _rollout(job: MemoryEstimate, left_bytes: int | None) -> Iterator[MemoryItem
     yield device("step", "prefill", prefill, f"{batch_tokens} tokens in one pass")
     yield device("step", "sampling", sampled, f"{rollout.slots} slots * {shape.vocab_size} of vocabulary")
     if profile.weights.transport in DIRECT_TRANSPORTS:
-        yield from _wires(job, ROLLOUT, job.plan.rollout_workers)
+        yield from _wires(job, ROLLOUT, workers)
     elif profile.weights.dual_buffer:  # a version that waits to be loaded
         mapped = f", which {engine.name}'s processes map" if engine else ""
         yield host("sync", "load buffer", whole, f"received weights{mapped}")

@@ -37,7 +37,7 @@ STORE = "object store"
 PROBE_TIMEOUT_S = 10.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class DeviceNeed:
     """A device, the roles that share it, the bytes they need, the bytes it has (None: unknown), and the items
     that coincide when it is fullest."""
@@ -65,10 +65,11 @@ def device_needs(estimate: MemoryEstimate) -> list[DeviceNeed]:
     """One need per kind of GPU: the trainer's and the rollout's, or the one they share. On CPUs: one for this
     machine."""
     plan, of, every = estimate.plan, estimate.of, tuple(role.role for role in estimate.plan.roles)
+    device, available = GPU, estimate.available_bytes
     if plan.device == "cpu":
-        machine = [
-            peak([*of(role, "device"), *of(role, "host")], lambda item: item.total_bytes) for role in every
-        ]
+        device = MACHINE
+        on_host = ([*of(role, "device"), *of(role, "host")] for role in every)
+        machine = [peak(items, lambda item: item.total_bytes) for items in on_host]
         needs = {every: (sum(total for total, _ in machine), tuple(i for _, items in machine for i in items))}
     else:
         needs = {(role,): peak(of(role, "device")) for role in every}
@@ -79,16 +80,7 @@ def device_needs(estimate: MemoryEstimate) -> list[DeviceNeed]:
             # The engine frees its memory while the trainer trains. A rank keeps its weights and moments.
             together = max(training, estimate.always_bytes(TRAINER) + generating)
         needs = {every: (together, ranks + workers)}
-    return [
-        DeviceNeed(
-            device=MACHINE if plan.device == "cpu" else GPU,
-            roles=roles,
-            num_bytes=num_bytes,
-            available_bytes=estimate.available_bytes,
-            items=items,
-        )
-        for roles, (num_bytes, items) in needs.items()
-    ]
+    return [DeviceNeed(device, roles, size, available, items) for roles, (size, items) in needs.items()]
 
 
 def node_needs(estimate: MemoryEstimate, there: ClusterResources) -> list[DeviceNeed]:
@@ -115,11 +107,7 @@ def node_needs(estimate: MemoryEstimate, there: ClusterResources) -> list[Device
                 items.append(replace(item, processes=num_here))
         num_bytes, at_peak = peak(items, lambda item: item.total_bytes)
         roles = tuple(f"{number} {role}" for role, number in processes.items())
-        needs.append(
-            DeviceNeed(
-                device=NODE, roles=roles, num_bytes=num_bytes, available_bytes=memory[node], items=at_peak
-            )
-        )
+        needs.append(DeviceNeed(NODE, roles, num_bytes, memory[node], at_peak))
     return list(dict.fromkeys(needs))
 
 
@@ -129,15 +117,8 @@ def share_needs(estimate: MemoryEstimate) -> list[DeviceNeed]:
     if estimate.plan.device == "cpu" or engine is None or engine.cache_bytes is not None or available is None:
         return []
     weights, share = estimate.rollout_weights, int(engine.share * available)
-    return [
-        DeviceNeed(
-            device=SHARE,
-            roles=(ROLLOUT,),
-            num_bytes=weights.num_bytes,
-            available_bytes=share,
-            items=(weights,),
-        )
-    ]
+    need = DeviceNeed(SHARE, (ROLLOUT,), weights.num_bytes, share, items=(weights,))
+    return [need]
 
 
 def shortage(needs: Iterable[DeviceNeed]) -> PreflightError | None:

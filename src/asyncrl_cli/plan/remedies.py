@@ -98,12 +98,7 @@ def _smaller(
 def _changes(item: MemoryItem, estimate: MemoryEstimate) -> list[Values]:
     """Changes that make the item smaller, those that cost least speed first."""
     profile, plan, engine = estimate.profile, estimate.plan, estimate.plan.engine
-    trainer, rollout, placement, weights = (
-        profile.trainer,
-        profile.rollout,
-        profile.placement,
-        profile.weights,
-    )
+    trainer, rollout, weights = profile.trainer, profile.rollout, profile.weights
     on_gpus, workers, each = plan.device == "cuda", plan.rollout_workers, plan.gpus_per_rollout_worker
     is_alone = on_gpus and not plan.colocate  # each role has GPUs of its own
 
@@ -131,10 +126,10 @@ def _changes(item: MemoryItem, estimate: MemoryEstimate) -> list[Values]:
     )
     more_ranks: list[Values] = []
     counts_nodes = trainer.n_gpus_per_node or rollout.n_gpus_per_node
-    if is_alone and workers > 1 and not counts_nodes and not placement.tasks:  # from the rollout's GPUs
-        more_ranks = [
-            {"placement.trainer_workers": plan.trainer_workers + each, "rollout.workers": workers - 1}
-        ]
+    if is_alone and workers > 1 and not counts_nodes and not profile.placement.tasks:
+        # from the rollout's GPUs
+        ranks = plan.trainer_workers + each
+        more_ranks = [{"placement.trainer_workers": ranks, "rollout.workers": workers - 1}]
     more_gpus: list[Values] = []
     if is_alone and workers > 1 and engine != "transformers":
         wider: Table = {"placement.gpus_per_rollout_worker": 2 * each}

@@ -244,11 +244,8 @@ class LoopSettings:
     @property
     def interrupt(self) -> Interrupt:
         """What a load does to a worker's running rollouts. Without partial rollouts, they finish first."""
-        return (
-            (self.profile.rollout.interrupt or "keep-kv")
-            if self.profile.async_training.partial_rollout
-            else "drain"
-        )
+        is_partial = self.profile.async_training.partial_rollout
+        return (self.profile.rollout.interrupt or "keep-kv") if is_partial else "drain"
 
     @property
     def sync_timeout_s(self) -> float:

@@ -88,7 +88,7 @@ def check(profile: Profile) -> list[str]:
     except ConfigError as wrong_name:
         problems.append(wrong_name)
     problems += [*_sizes(profile), *_rewards(profile.task)]
-    problems += [clash.error(values) for clash in clashes if clash.is_in(values)]
+    problems += filter(None, (clash.error(values) for clash in clashes))
     if problems or conflicts:
         raise combine([*problems, *conflicts])
     return list(_warnings(profile))
@@ -163,11 +163,8 @@ def _warnings(profile: Profile) -> Iterator[str]:
         if value != off:
             yield f"rollout.{key} = {value}: the sampled distribution is not the one that is trained"
     algorithm, age = profile.algorithm, schedule.max_staleness
-    if (
-        age
-        and algorithm.rollout_is == "none"
-        and (algorithm.loss_mode == "reinforce" or algorithm.old_logprobs != "rollout")
-    ):
+    ignores_sampling = algorithm.loss_mode == "reinforce" or algorithm.old_logprobs != "rollout"
+    if age and algorithm.rollout_is == "none" and ignores_sampling:
         yield (
             f'algorithm.rollout_is = "none": data up to {age} versions old is trained as if the current '
             "weights had sampled it, which biases the gradient and can end in a collapse"

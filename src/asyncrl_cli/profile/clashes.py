@@ -26,14 +26,13 @@ class Clash:
     hint: str | Callable[[Values], str]
     together: Callable[[Values], bool] = lambda values: True
 
-    def is_in(self, values: Values) -> bool:
-        matches = (
-            wrong(values[key]) if callable(wrong) else values[key] == wrong
-            for key, wrong in self.values.items()
-        )
-        return all(matches) and self.together(values)
-
-    def error(self, values: Values) -> ConfigError:
+    def error(self, values: Values) -> ConfigError | None:
+        """None if the values do not clash."""
+        for key, wrong in self.values.items():
+            if not (wrong(values[key]) if callable(wrong) else values[key] == wrong):
+                return None
+        if not self.together(values):
+            return None
         first, *others = (
             f"no {key}" if values[key] is None else f"{key} = {shortened(toml_value(values[key]))}"
             for key in self.values

@@ -167,9 +167,11 @@ def foreign(key: str) -> PeerKey | None:
     section, _, name = key.partition(".")
     if key in _last_parts():
         return None
-    return counterpart(key) or (
-        renamed(name) if section in sections() and name not in _last_parts() else None
-    )
+    if (row := counterpart(key)) is not None or section not in sections() or name in _last_parts():
+        return row
+    # By its last part alone, if all keys of other trainers that end so have the same counterpart, or none.
+    found = [row for row in rows() if row.theirs.rpartition(".")[2] == name]
+    return found[0] if len({row.ours for row in found}) == 1 else None
 
 
 @cache
@@ -254,10 +256,3 @@ def counterpart(key: str) -> PeerKey | None:
     if most > 1 or len(parts) == 1:
         return best
     return next((row for row in rows() if row.covers(parts)), best)
-
-
-def renamed(name: str) -> PeerKey | None:
-    """The row for the last part of a key, if all keys of other trainers with that last part have the same
-    counterpart, or none."""
-    found = [row for row in rows() if row.theirs.rpartition(".")[2] == name]
-    return found[0] if len({row.ours for row in found}) == 1 else None

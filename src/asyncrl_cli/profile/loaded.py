@@ -130,10 +130,9 @@ def merge(layers: Sequence[Layer]) -> tuple[Table, dict[str, str]]:
     origins: dict[str, str] = {}
     for layer in layers:
         cleared = [other for key in layer.values for other in CLEARS.get(key, ())]
-        for key in [
-            key for key in values if any(key == other or key.startswith(f"{other}.") for other in cleared)
-        ]:
-            del values[key], origins[key]
+        for key in list(values):
+            if any(key == other or key.startswith(f"{other}.") for other in cleared):
+                del values[key], origins[key]
         values |= layer.values
         origins |= {key: layer.origins.get(key, layer.origin) for key in layer.values}
     if isinstance(values.get(ALIAS), bool) and ALIASED not in values:
@@ -270,11 +269,8 @@ def _anchored(values: Values, directory: Path) -> Table:
 def _anchor(key: str, value: str, directory: Path) -> str:
     scheme, colon, rest = value.partition(":")
     if key == "task.source":
-        return (
-            f"{scheme}:{directory / expand(rest)}"
-            if colon and scheme in ("jsonl", "parquet") and rest
-            else value
-        )
+        is_file = colon and rest and scheme in ("jsonl", "parquet")
+        return f"{scheme}:{directory / expand(rest)}" if is_file else value
     path = directory / expand(value)
     if key == "model.chat_template" and scheme == "builtin":
         return value
@@ -308,7 +304,15 @@ def from_document(document: Values, *, where: str = "config.resolved.json") -> L
             hint="resume with the version of asyncrl that started the run",
         )
     try:
-        return _loaded(document["profile"], document["origins"])
+        tables, origins = document["profile"], document["origins"]
+        training = tables["async_training"]
+        exact = {**training, "staleness_threshold": Decimal(training["staleness_threshold"])}
+        profile = Profile.model_validate({**tables, "async_training": exact})
+        for section, _, name in (key.partition(".") for key in origins if key in keys()):
+            if name not in tables.get(section, {}):
+                raise ConfigError(f"{section}.{name} is missing")
+        check(profile)
+        return Loaded(profile=profile, origins={str(key): str(origin) for key, origin in origins.items()})
     except ValidationError as error:
         why = first_of(error)
     except ConfigError as error:
@@ -316,17 +320,6 @@ def from_document(document: Values, *, where: str = "config.resolved.json") -> L
     except (KeyError, TypeError, AttributeError, ValueError, ArithmeticError) as error:
         why = f"{type(error).__name__} {error}"
     raise RefusedError(f"{where} does not describe a profile: {why}", hint="take another checkpoint")
-
-
-def _loaded(tables: Values, origins: Mapping[str, str]) -> Loaded:
-    training = tables["async_training"]
-    exact = {**training, "staleness_threshold": Decimal(training["staleness_threshold"])}
-    profile = Profile.model_validate({**tables, "async_training": exact})
-    for section, _, name in (key.partition(".") for key in origins if key in keys()):
-        if name not in tables.get(section, {}):
-            raise ConfigError(f"{section}.{name} is missing")
-    check(profile)
-    return Loaded(profile=profile, origins={str(key): str(origin) for key, origin in origins.items()})
 
 
 def to_toml(

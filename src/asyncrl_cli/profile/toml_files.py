@@ -33,10 +33,12 @@ def read(path: Path) -> Table:
     try:
         return parse_toml(read_text(path, max_bytes=MAX_BYTES))
     except tomli.TOMLDecodeError as error:
-        where = f"{path}:{error.lineno}"
-        raise ConfigError(
-            f"{where}: {decapitalized(error.msg)} (column {error.colno})", hint=_syntax_hint(error)
-        ) from None
+        lines = error.doc.splitlines()
+        line = lines[error.lineno - 1].strip() if error.lineno <= len(lines) else ""
+        hint = "strings are quoted, booleans are true and false, sections are [run], [model], ..."
+        hint += f" (the line is `{line[:60]}`)" if line else ""
+        message = f"{path}:{error.lineno}: {decapitalized(error.msg)} (column {error.colno})"
+        raise ConfigError(message, hint=hint) from None
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"{path} cannot be read: {reason(error)}", hint="a profile is a TOML file in UTF-8"
@@ -105,13 +107,6 @@ def shortened(value: Value) -> str:
     return text if len(text) <= LONGEST_ECHO else f"{text[:LONGEST_ECHO]}..."
 
 
-def _syntax_hint(error: tomli.TOMLDecodeError) -> str:
-    lines = error.doc.splitlines()
-    line = lines[error.lineno - 1].strip() if error.lineno <= len(lines) else ""
-    shown = f" (the line is `{line[:60]}`)" if line else ""
-    return f"strings are quoted, booleans are true and false, sections are [run], [model], ...{shown}"
-
-
 MAX_CHAIN = 16
 """Files in one chain of `extends`."""
 _PACKAGE = Path(__file__).resolve().parents[1]
@@ -167,12 +162,9 @@ def locate(reference: str, *, relative_to: Path, asked_by: str) -> Path:
         if os.path.isfile(path):
             return path.resolve()
         wrong = "is not a file" if os.path.exists(path) else "does not exist"
-        shipped = nearest(path.stem, shipped_profiles())
-        otherwise = (
-            (f"asyncrl has a profile `{shipped}`")
-            if shipped
-            else "`asyncrl profiles` lists the profiles by name"
-        )
+        otherwise = "`asyncrl profiles` lists the profiles by name"
+        if shipped := nearest(path.stem, shipped_profiles()):
+            otherwise = f"asyncrl has a profile `{shipped}`"
         raise ConfigError(f"{asked_by}: {shortened(path)} {wrong}", hint=missing_hint(path, otherwise))
     known = shipped_profiles()
     if reference in known:

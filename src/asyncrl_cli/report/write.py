@@ -13,9 +13,8 @@ from pathlib import Path
 
 from asyncrl_cli.base.errors import ConfigError
 from asyncrl_cli.base.storage import replace_text
-from asyncrl_cli.bench.output import long_notes
+from asyncrl_cli.bench.output import heading_of, long_notes, rows_of
 from asyncrl_cli.bench.results import Comparison, read_results
-from asyncrl_cli.bench.table import heading_of, rows_of
 from asyncrl_cli.observe.recorded import Recorded
 from asyncrl_cli.report.out_file import check_out
 from asyncrl_cli.report.page import GENERATOR, beside_each_other, card, page_of, plotly, table

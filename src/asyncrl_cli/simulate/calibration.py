@@ -43,9 +43,8 @@ from asyncrl_cli.simulate.observations import (
     scorer_s_per_token,
     train_points,
     turns_of,
-    undisturbed,
 )
-from asyncrl_cli.simulate.workload import Decoding, Reference, Syncing, Training, Turns, Workload
+from asyncrl_cli.simulate.workload import Decoding, Reference, Syncing, Training, Workload
 from asyncrl_cli.simulate.world import virtual_cluster
 
 LEAST_STEPS, ENOUGH_STEPS = 3, 8
@@ -106,8 +105,10 @@ def _calibrated(run_directory: Path) -> Workload:
     everything, published = list(recorded.metrics()), list(recorded.events("published"))
     loaded = list(recorded.events("loaded"))
     # all files have been read: what is damaged is known
-    damage, lines = recorded.damage.notes, undisturbed(everything)
-    why = "".join([_left_out(everything), *(f"; {note}" for note in damage)])
+    damage, reasons = recorded.damage.notes, reasons_against(everything)
+    lines = [line for line, reason in zip(everything, reasons, strict=True) if not reason]
+    left_out = ", ".join(f"{times} {reason}" for reason, times in Counter(filter(None, reasons)).items())
+    why = "".join([f" ({left_out})" if left_out else "", *(f"; {note}" for note in damage)])
     _enough(lines, run_directory, f"of {len(everything)} train steps can be used{why}")
     job = compile_job(profile, virtual_cluster(profile))
     ranks = job.role(TRAINER).workers
@@ -124,12 +125,14 @@ def _calibrated(run_directory: Path) -> Workload:
         values_s /= 1 + LEARNING  # apart, its time includes learning
     elif values_s:
         train_s = max(0.0, train_s - LEARNING * values_s)  # in the trainer, the train step's does
+    common = _values(profile, COMMON_KEYS | ({} if turns is None else TURN_KEYS))
+    common["placement"]["device"] = job.device
     return Workload(
         name=run_directory.name,
         purpose=f"Calibrated from the run {run_directory.name} ({profile.name}).",
         notes="\n".join([*_notes(lines, profile, decoding, training, scored_s), *damage]),
         windows=24,
-        profile=_common(profile, job.device, turns),
+        profile=common,
         profiles={},
         lengths=lengths_of(lines, profile),
         turns=turns,
@@ -160,12 +163,6 @@ def _enough(found: Sequence[object], run_directory: Path, what: str) -> None:
             f"{run_directory}: {len(found)} {what}; a calibration needs {LEAST_STEPS}",
             hint="a longer run, with --set eval.every_versions=0 --set checkpoint.every_steps=0",
         )
-
-
-def _left_out(lines: Sequence[Line]) -> str:
-    """` (4 warm-up, 1 the last, 2 beside an eval)`."""
-    reasons = Counter(filter(None, reasons_against(lines)))
-    return f" ({', '.join(f'{times} {reason}' for reason, times in reasons.items())})" if reasons else ""
 
 
 def _notes(
@@ -211,12 +208,6 @@ def _values(profile: Profile, keys: Mapping[str, Sequence[str]]) -> Tables:
         values = {name: getattr(getattr(profile, section), name) for name in names}
         tables[section] = {name: value for name, value in values.items() if value is not None}
     return tables
-
-
-def _common(profile: Profile, device: str, turns: Turns | None) -> Tables:
-    """The profile keys that size the work, without `placement.colocate`, which each profile sets itself."""
-    tables = _values(profile, COMMON_KEYS | (TURN_KEYS if turns is not None else {}))
-    return tables | {"placement": tables["placement"] | {"device": device}}
 
 
 def _syncing(

@@ -16,8 +16,7 @@ first mini-batch's forward pass gives both).
 from __future__ import annotations
 
 import operator
-import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
@@ -121,6 +120,7 @@ class Costs:
             "step_s_per_sequence": decoding.step_s_per_sequence * slowdown,
             "prefill_s_per_token": decoding.prefill_s_per_token * slowdown,
         }
+        latency_s, spread = workload.rewarding.latency_s, workload.rewarding.latency_spread
         num_bytes = 0.0 if self._is_colocated else syncing.parameter_bytes
         send_s, load_s = num_bytes / syncing.send_bytes_per_s, num_bytes / syncing.load_bytes_per_s
         lengths = ResponseLengths(workload.lengths, rollout.max_response_tokens)
@@ -134,7 +134,7 @@ class Costs:
             prompt_tokens=self._prompt_tokens,
             max_response_tokens=rollout.max_response_tokens,
             cache=self._cache_size(),
-            reward_s=_spread(workload.rewarding.latency_s, workload.rewarding.latency_spread),
+            reward_s=lambda rng: latency_s * (1 + spread * (2 * rng.random() - 1)),
             equal_ratio=workload.rewarding.equal_ratio,
             prefetch_s=lambda rng: send_s if weights.dual_buffer else 0.0,
             fetch_s=0.0 if weights.dual_buffer else send_s,
@@ -284,7 +284,3 @@ def _tokens(groups: Sequence[GroupResult]) -> tuple[int, int]:
     metas = [meta for group in groups for meta in group.trajectories]
     response_tokens = sum(meta.response_tokens for meta in metas)
     return response_tokens, response_tokens + sum(meta.prompt_tokens for meta in metas)
-
-
-def _spread(mean_s: float, spread: float) -> Callable[[random.Random], float]:
-    return lambda rng: mean_s * (1 + spread * (2 * rng.random() - 1))

@@ -101,27 +101,24 @@ def _least_squares(columns: Floats) -> tuple[float, Floats]:
     return min(found, key=lambda one: one[0])
 
 
-def undisturbed(lines: Sequence[Line]) -> list[Line]:
-    """Lines of train steps without an eval or a checkpoint, without the warm-up and the last. The warm-up is
-    WARMING_STEPS, or a quarter of a short run."""
-    return [line for line, reason in zip(lines, reasons_against(lines), strict=True) if not reason]
-
-
 def reasons_against(lines: Sequence[Line]) -> list[str]:
-    """Why each line cannot be used; "" if it can."""
-    warming, last = min(WARMING_STEPS, len(lines) // 4), len(lines) - 1
-    return [
-        "warm-up" if place < warming else "the last" if place == last else _disturbance(line)
-        for place, line in enumerate(lines)
-    ]
-
-
-def _disturbance(line: Line) -> str:
-    for part in ("eval", "checkpoint"):
-        if spent_s(line, part) >= 0.02 * spent_s(line, "step"):
-            return f"beside {'an' if part == 'eval' else 'a'} {part}"
-    is_complete = all(key in line for key in NEEDED)
-    return "" if is_complete else "without a report of each side (steps far below a second)"
+    """Why each line cannot be used; "" if it can. The warm-up is WARMING_STEPS, or a quarter of a short
+    run."""
+    reasons = []
+    for place, line in enumerate(lines):
+        least_s, reason = 0.02 * spent_s(line, "step"), ""
+        if place < min(WARMING_STEPS, len(lines) // 4):
+            reason = "warm-up"
+        elif place == len(lines) - 1:
+            reason = "the last"
+        elif spent_s(line, "eval") >= least_s:
+            reason = "beside an eval"
+        elif spent_s(line, "checkpoint") >= least_s:
+            reason = "beside a checkpoint"
+        elif any(key not in line for key in NEEDED):
+            reason = "without a report of each side (steps far below a second)"
+        reasons.append(reason)
+    return reasons
 
 
 def _busy(line: Line) -> tuple[float, float, float]:
@@ -162,11 +159,8 @@ def old_logprob_s_per_token(lines: Sequence[Line], fit: Fit) -> float | None:
     """Seconds per scored token with the machine to itself; None if nothing was scored."""
     scored = sum(line.get("train/old_logprob_tokens", 0.0) for line in lines)
     spent = ((spent_s(line, "old_logprob"), _shared_by_trainer(line)) for line in lines)
-    return (
-        sum(alone(seconds, shared, fit.interference) for seconds, shared in spent) / scored
-        if scored
-        else None
-    )
+    alone_s = sum(alone(seconds, shared, fit.interference) for seconds, shared in spent)
+    return alone_s / scored if scored else None
 
 
 def scorer_s_per_token(lines: Sequence[Line], task: str) -> float | None:
@@ -186,8 +180,15 @@ def lengths_of(lines: Sequence[Line], profile: Profile) -> Lengths:
 
     A run records the lengths of whole trajectories; they are divided by the mean number of turns.
     """
-    cap, turns = profile.rollout.max_response_tokens, num_turns(lines)
-    drawn = sorted(tokens for line in lines for tokens in _step_lengths(line, cap, turns))
+    cap, turns, drawn = profile.rollout.max_response_tokens, num_turns(lines), list[int]()
+    shares = (np.arange(LENGTHS_PER_STEP) + 0.5) / LENGTHS_PER_STEP
+    for line in lines:
+        # interpolated from the line's quantiles, which range from its shortest to its longest response
+        points, count = line["response_tokens/quantiles"], trajectories(line)
+        places = np.clip((shares * count - 0.5) / max(count - 1, 1), 0.0, 1.0)
+        lengths = np.quantile(points, places).tolist()
+        drawn += [max(1, min(round(length / turns), cap)) for length in lengths]
+    drawn.sort()
     kept = min(LENGTHS_KEPT, len(drawn))
     picked = [drawn[int((index + 0.5) / kept * len(drawn))] for index in range(kept)]
     return Lengths(prompt_tokens=0, distribution="list", response_tokens=tuple(picked))
@@ -207,12 +208,3 @@ def turns_of(lines: Sequence[Line]) -> Turns | None:
     return Turns(
         number=Drawn(values=(number,)), tool_s=Drawn(values=(tool_s,)), result_tokens=Drawn(values=(0.0,))
     )
-
-
-def _step_lengths(line: Line, cap: int, turns: int) -> list[int]:
-    """LENGTHS_PER_STEP lengths, interpolated from a line's quantiles, which range from its shortest to its
-    longest response."""
-    shares = (np.arange(LENGTHS_PER_STEP) + 0.5) / LENGTHS_PER_STEP
-    points, count = line["response_tokens/quantiles"], trajectories(line)
-    places = np.clip((shares * count - 0.5) / max(count - 1, 1), 0.0, 1.0)
-    return [max(1, min(round(length / turns), cap)) for length in np.quantile(points, places).tolist()]

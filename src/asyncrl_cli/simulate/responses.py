@@ -92,15 +92,12 @@ class ResponseLengths:
 
     def __call__(self, rng: random.Random, n: int) -> list[int]:
         common = self._between * rng.gauss(0.0, 1.0)
-        draw = self._from_list if self._is_list else self._from_lognormal
-        return [draw(common + self._within * rng.gauss(0.0, 1.0)) for _ in range(n)]
-
-    def _from_lognormal(self, normal: float) -> int:
-        tokens = math.exp(min(self._mu + self._sigma * normal, MOST_LOG))
-        return max(1, min(round(tokens), self._most))
-
-    def _from_list(self, normal: float) -> int:
-        return self._sorted[min(int(STANDARD.cdf(normal) * len(self._sorted)), len(self._sorted) - 1)]
+        normals = [common + self._within * rng.gauss(0.0, 1.0) for _ in range(n)]
+        if self._is_list:
+            last = len(self._sorted) - 1
+            return [self._sorted[min(int(STANDARD.cdf(x) * (last + 1)), last)] for x in normals]
+        tokens = (math.exp(min(self._mu + self._sigma * x, MOST_LOG)) for x in normals)
+        return [max(1, min(round(each), self._most)) for each in tokens]
 
     @property
     def mean(self) -> float:

@@ -270,18 +270,6 @@ class SimulatedEngine:
         sequence.kept, sequence.kept_tokens = sequence.tokens_per_version(tokens, self._loads), tokens
         self._kept_tokens += tokens
 
-    def _end_turn(self, sequence: SimulatedSequence) -> Callable[[SimulatedSequence], None]:
-        """Stop the sequence, for a tool or for good. Returns its callback, which the caller must call."""
-        if sequence.num_calls == len(sequence.calls):
-            sequence.has_ended = True
-            self._stop(sequence)
-            return sequence.on_end
-        self._stop_with(sequence, sequence.tokens)
-        self._cache.park(sequence)
-        sequence.is_at_tool = True
-        self._num_at_tools += 1
-        return sequence.on_turn
-
     def _leave_tool(self, sequence: SimulatedSequence) -> None:
         self._num_at_tools -= sequence.is_at_tool
         sequence.is_at_tool = False
@@ -314,22 +302,29 @@ class SimulatedEngine:
             self._timer = self._loop.call_at(self._target_s, self._on_timer)
 
     def _on_timer(self) -> None:
+        """End the turns that are due, then preempt sequences without blocks."""
         self._timer = None
         self._advance()
-        if self._since_s >= self._target_s:
-            self._reach_target()
-        self._retime()
-
-    def _reach_target(self) -> None:
-        """End the turns that are due, then preempt sequences without blocks. The step count is set to exactly
-        the target, free of rounding errors."""
+        if self._since_s < self._target_s:
+            self._retime()
+            return
         before, ends, callbacks = self.running, self._ends, []
         self._prefill_s = 0.0
-        self._step_on(self._target_steps - self._steps)
+        self._step_on(self._target_steps - self._steps)  # to exactly the target, free of rounding errors
         while ends and ends[0][0] <= self._steps + SAME_STEP:
             _, order, sequence = heapq.heappop(ends)
-            if order == sequence.order:
-                callbacks.append((self._end_turn(sequence), sequence))
+            if order != sequence.order:
+                continue
+            if sequence.num_calls == len(sequence.calls):
+                sequence.has_ended = True
+                self._stop(sequence)
+                callbacks.append((sequence.on_end, sequence))
+            else:  # it stops for a tool
+                self._stop_with(sequence, sequence.tokens)
+                self._cache.park(sequence)
+                sequence.is_at_tool = True
+                self._num_at_tools += 1
+                callbacks.append((sequence.on_turn, sequence))
         while self._cache.is_over(self._steps):
             newest = self._cache.newest
             self._stop_with(newest, newest.whole_tokens(self._steps))
@@ -339,3 +334,4 @@ class SimulatedEngine:
         # last, because a callback may submit or abort: it finds the engine as it is after this step
         for callback, sequence in callbacks:
             callback(sequence)
+        self._retime()

@@ -22,7 +22,7 @@ from pydantic import BaseModel, ValidationError
 from asyncrl_cli.base.errors import MOST_PROBLEMS, ConfigError, combine, did_you_mean
 from asyncrl_cli.base.paths import expand
 from asyncrl_cli.observe.line_figures import Totals
-from asyncrl_cli.profile.arithmetic import Schedule
+from asyncrl_cli.profile.arithmetic import Schedule, window_groups_of
 from asyncrl_cli.profile.keys import flatten
 from asyncrl_cli.profile.loaded import Layer, Loaded, file_layer, load, set_layer
 from asyncrl_cli.profile.toml_files import (
@@ -63,7 +63,18 @@ MEASURED_WINDOWS = 6
 def load_workload(reference: str) -> Workload:
     """The workload NAME or FILE. Raises ConfigError, which names file and key and, for a misspelt key, the
     nearest one."""
-    path = _locate(reference)
+    known = shipped_workloads()
+    names, path = ", ".join(known), known.get(reference)
+    if is_file_reference(reference):
+        path = expand(reference)
+        if not os.path.isfile(path):
+            raise ConfigError(f"there is no workload file {path}", hint=f"workloads by name: {names}")
+        path = path.resolve()
+    if path is None:
+        hint = did_you_mean(reference, known, f"known workloads: {names}.", "`{}`".format)
+        raise ConfigError(
+            f"there is no workload '{reference}'", hint=f"{hint} A file is given with its path or .toml"
+        )
     content = read(path)
     problems = list(islice(_profile_problems(content, path), MOST_PROBLEMS + 1))
     try:
@@ -74,9 +85,9 @@ def load_workload(reference: str) -> Workload:
     if problems:
         raise combine(problems)
     lengths = workload.lengths
-    names, example = LENGTH_KEYS[lengths.distribution]
-    if any(getattr(lengths, name) in (None, ()) for name in names):
-        needed = " and ".join(f"lengths.{name}" for name in names)
+    needed_keys, example = LENGTH_KEYS[lengths.distribution]
+    if any(getattr(lengths, name) in (None, ()) for name in needed_keys):
+        needed = " and ".join(f"lengths.{name}" for name in needed_keys)
         raise ConfigError(
             f'{path}: lengths.distribution = "{lengths.distribution}" needs {needed}', hint=example
         )
@@ -105,7 +116,12 @@ def profile_for(
     name = next((file.name for file in reversed(files) if file.path in shipped), files[-1].name)
     stack = [*layers_of(workload, name), *own]
     if groups is None:
-        groups = workload.windows * _baseline_window_groups(workload, sets, environ)
+        # Of the `--set`s, only those that size a window. Others, such as a staleness, may be invalid for the
+        # baseline.
+        sizes = {key: value for key, value in set_layer(sets).values.items() if key in WINDOW_KEYS}
+        one = Layer(origin="--set", values={"run.train_steps": 1} | sizes)
+        baseline = load(BASELINE, environ=environ, layers=[*layers_of(workload, BASELINE), one]).profile
+        groups = workload.windows * window_groups_of(baseline)
     # how many groups a step takes is only known of a whole profile
     one_step = Layer(origin="workload", values={"run.train_steps": 1})
     rough = load(profile_reference, sets, environ=environ, layers=[*stack, one_step]).profile
@@ -123,31 +139,6 @@ def layers_of(workload: Workload, profile_name: str) -> list[Layer]:
         Layer(origin=origin, values=SWITCHED_OFF | common),
         Layer(origin=f"{origin}, profiles.{profile_name}", values=of_profile),
     ]
-
-
-def _baseline_window_groups(
-    workload: Workload, sets: Sequence[str], environ: Mapping[str, str] | None
-) -> int:
-    """W of the baseline, with the `--set`s that size a window. Others, such as a staleness, may be invalid
-    for the baseline."""
-    sizes = {key: value for key, value in set_layer(sets).values.items() if key in WINDOW_KEYS}
-    layers = [*layers_of(workload, BASELINE), Layer(origin="--set", values={"run.train_steps": 1} | sizes)]
-    return Schedule.of(load(BASELINE, environ=environ, layers=layers).profile).window_groups
-
-
-def _locate(reference: str) -> Path:
-    known = shipped_workloads()
-    if is_file_reference(reference):
-        path = expand(reference)
-        if os.path.isfile(path):
-            return path.resolve()
-        raise ConfigError(f"there is no workload file {path}", hint=f"workloads by name: {', '.join(known)}")
-    if reference in known:
-        return known[reference]
-    hint = did_you_mean(reference, known, f"known workloads: {', '.join(known)}.", "`{}`".format)
-    raise ConfigError(
-        f"there is no workload '{reference}'", hint=f"{hint} A file is given with its path or .toml"
-    )
 
 
 def _profile_problems(content: Mapping[str, Any], path: Path) -> Iterator[ConfigError]:

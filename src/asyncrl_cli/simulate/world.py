@@ -192,16 +192,12 @@ def run_virtual(
         try:
             return runner.run(work)
         except DeadlockError:
-            _end_all_tasks(runner.get_loop())
+            # The tasks that remain are cancelled, and again if a clean-up also waits forever.
+            loop = runner.get_loop()
+            for _ in range(MOST_CANCELS):
+                if tasks := asyncio.all_tasks(loop):
+                    for task in tasks:
+                        task.cancel()
+                    with suppress(DeadlockError):
+                        loop.run_until_complete(asyncio.wait(tasks))
             raise
-
-
-def _end_all_tasks(loop: asyncio.AbstractEventLoop) -> None:
-    """Cancel the tasks that remain after a deadlock. A task whose clean-up also waits forever is cancelled
-    again."""
-    for _ in range(MOST_CANCELS):
-        if tasks := asyncio.all_tasks(loop):
-            for task in tasks:
-                task.cancel()
-            with suppress(DeadlockError):
-                loop.run_until_complete(asyncio.wait(tasks))
