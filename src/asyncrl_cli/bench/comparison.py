@@ -18,7 +18,7 @@ from asyncrl_cli.base.storage import remove
 from asyncrl_cli.bench.bars import Bars
 from asyncrl_cli.bench.contest import Contest, Entry, groups_for_all
 from asyncrl_cli.bench.figures import stretches
-from asyncrl_cli.bench.results import UNEVEN_WORK, Comparison, FinishedRun, Result, summarise, unevenness
+from asyncrl_cli.bench.results import UNEVEN_WORK, Comparison, FinishedRun, summarise, unevenness
 from asyncrl_cli.bench.simulated_runs import SimulatedJob, simulate_all
 from asyncrl_cli.checkpoint.run_directory import stem_of
 from asyncrl_cli.job.driver_process import StopRequests
@@ -102,25 +102,9 @@ def comparison_of(
     missing: tuple[str, ...] = (),
     error: AsyncrlError | None = None,
 ) -> Comparison:
-    """The runs' figures, with the reasons to doubt them before the other `remarks`."""
+    """The runs' figures. Reasons to be careful with the speedup, because too little was measured or the work
+    was not the same, come before the other `remarks`."""
     baseline, results = contest.baseline, summarise(contest.entries, runs)
-    on_gpus = baseline.plan.device == "cuda"
-    return Comparison(
-        results=results,
-        workload=contest.workload.name if contest.workload else "",
-        baseline=baseline.name,
-        groups=contest.groups,
-        window_groups=baseline.window_groups,
-        seeds=tuple(contest.seeds),
-        resources=f"{baseline.plan.gpus} GPUs" if on_gpus else f"{baseline.plan.cpus} CPU cores",
-        remarks=(*_doubts(contest, results, runs), *remarks),
-        missing=missing,
-        error=error,
-    )
-
-
-def _doubts(contest: Contest, results: Sequence[Result], runs: Sequence[FinishedRun]) -> list[str]:
-    """Reasons to be careful with the speedup: too little was measured, or the work was not the same."""
     longest, doubts = contest.longest_window, []
     found = stretches([run.lines for run in runs], longest)
     measured = min(stretch.groups for stretch in found)
@@ -141,7 +125,19 @@ def _doubts(contest: Contest, results: Sequence[Result], runs: Sequence[Finished
             "No idle figures where an eval ran beside every measured step. Use more --groups or fewer "
             "eval.prompts."
         )
-    return doubts
+    on_gpus = baseline.plan.device == "cuda"
+    return Comparison(
+        results=results,
+        workload=contest.workload.name if contest.workload else "",
+        baseline=baseline.name,
+        groups=contest.groups,
+        window_groups=baseline.window_groups,
+        seeds=tuple(contest.seeds),
+        resources=f"{baseline.plan.gpus} GPUs" if on_gpus else f"{baseline.plan.cpus} CPU cores",
+        remarks=(*doubts, *remarks),
+        missing=missing,
+        error=error,
+    )
 
 
 POLL_S = 0.5

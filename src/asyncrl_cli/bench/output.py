@@ -19,7 +19,7 @@ from rich.text import Text
 from asyncrl_cli.base.errors import RefusedError
 from asyncrl_cli.base.storage import remove_if_empty, replace_text
 from asyncrl_cli.bench import figures
-from asyncrl_cli.bench.results import Comparison, Range, differences
+from asyncrl_cli.bench.results import Comparison, differences
 from asyncrl_cli.observe.format import NOTHING, clock, count, share
 from asyncrl_cli.plan.cluster import usable_cores
 
@@ -110,10 +110,16 @@ def rows_of(comparison: Comparison, *, all_spreads: bool = False) -> list[TableR
 
     def figures(shown: Iterable[TableFigure]) -> None:
         for one in shown:
-            if one.always or any(one.name in result.figures for result in results):
-                spreads = [result.figures.get(one.name) for result in results]
-                cells = (_cell(spread, one.shown, one.key or all_spreads) for spread in spreads)
-                text(one.label.format(window=comparison.window_groups), cells, one.strong)
+            spreads = [result.figures.get(one.name) for result in results]
+            if not one.always and not any(spreads):
+                continue
+            cells = []
+            for spread in spreads:
+                cells.append(NOTHING if spread is None else one.shown(spread.median))
+                if spread is not None and spread.min != spread.max and (one.key or all_spreads):
+                    # on a second line, the minimum and maximum of the repeats
+                    cells[-1] += f"\n{_short(spread.min, one.shown)}-{_short(spread.max, one.shown)}"
+            text(one.label.format(window=comparison.window_groups), cells, one.strong)
 
     unequal = [differences(results[0], result) for result in results]
     if any(unequal):
@@ -133,16 +139,6 @@ def rows_of(comparison: Comparison, *, all_spreads: bool = False) -> list[TableR
         made.append(TableRow(label="each phase alone"))
         figures(RATES)
     return made
-
-
-def _cell(spread: Range | None, shown: Shown, with_spread: bool) -> str:
-    """The median; on a second line, if `with_spread`, the minimum and maximum of the repeats."""
-    if spread is None:
-        return NOTHING
-    median = shown(spread.median)
-    if not with_spread or spread.min == spread.max:
-        return median
-    return f"{median}\n{_short(spread.min, shown)}-{_short(spread.max, shown)}"
 
 
 def _short(value: float, shown: Shown) -> str:

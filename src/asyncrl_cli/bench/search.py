@@ -173,8 +173,8 @@ def search(
     apart = front(rows, SAME_STALENESS)
     settings = [row.setting for row in (*_fastest(rows, "split"), *apart[:2], *apart[-1:])]
     for one in (row.setting for row in _fastest(rows, "window_steps", "require_batches")):
-        window = {"window_steps": one.window_steps, "require_batches": one.require_batches}
-        settings.append(replace(settings[0], **window))
+        steps, batches = one.window_steps, one.require_batches
+        settings.append(replace(settings[0], window_steps=steps, require_batches=batches))
     rows = run([*settings, space.current], long_windows)
     if not any(row.is_long for row in rows):
         raise AsyncrlError(

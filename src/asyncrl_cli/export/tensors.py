@@ -71,27 +71,27 @@ def saved_weights(source: Source) -> SavedWeights:
                 shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118 - no mapping
             path_of |= {name: path for name in shapes if name not in path_of}
 
-        def read_files(names: Collection[str]) -> dict[str, torch.Tensor]:
+        def read(names: Collection[str]) -> dict[str, torch.Tensor]:
             with ExitStack() as stack:
                 files = {
                     path: stack.enter_context(_opened(path)) for path in {path_of[name] for name in names}
                 }
                 return {name: files[path_of[name]].get_tensor(name) for name in names}
 
-        return SavedWeights(shapes, read_files)
-    saved = SavedState(source.path)
-    for key, shape in saved.shapes.items():
-        name = key.removeprefix(WEIGHT_PREFIX)
-        if name != key and not name.startswith(CRITIC):
-            shapes[name] = shape
+    else:
+        saved = SavedState(source.path)
+        for key, shape in saved.shapes.items():
+            name = key.removeprefix(WEIGHT_PREFIX)
+            if name != key and not name.startswith(CRITIC):
+                shapes[name] = shape
 
-    def read_state(names: Collection[str]) -> dict[str, torch.Tensor]:
-        tensors = {name: torch.empty(shapes[name], dtype=torch.float32) for name in names}
-        for name, tensor in tensors.items():
-            saved.read(f"{WEIGHT_PREFIX}{name}", tensor)
-        return tensors
+        def read(names: Collection[str]) -> dict[str, torch.Tensor]:
+            tensors = {name: torch.empty(shapes[name], dtype=torch.float32) for name in names}
+            for name, tensor in tensors.items():
+                saved.read(f"{WEIGHT_PREFIX}{name}", tensor)
+            return tensors
 
-    return SavedWeights(shapes, read_state)
+    return SavedWeights(shapes, read)
 
 
 @contextmanager

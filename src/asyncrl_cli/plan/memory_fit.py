@@ -111,16 +111,6 @@ def node_needs(estimate: MemoryEstimate, there: ClusterResources) -> list[Device
     return list(dict.fromkeys(needs))
 
 
-def share_needs(estimate: MemoryEstimate) -> list[DeviceNeed]:
-    """The weights of an engine in its share of a GPU. Empty if there is no share, or it is not known."""
-    engine, available = estimate.engine, estimate.available_bytes
-    if estimate.plan.device == "cpu" or engine is None or engine.cache_bytes is not None or available is None:
-        return []
-    weights, share = estimate.rollout_weights, int(engine.share * available)
-    need = DeviceNeed(SHARE, (ROLLOUT,), weights.num_bytes, share, items=(weights,))
-    return [need]
-
-
 def shortage(needs: Iterable[DeviceNeed]) -> PreflightError | None:
     """The refusal of a job whose peak is larger than a device, by the estimate: a run would start and may
     fail. None if all fit."""

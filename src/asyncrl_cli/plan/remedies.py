@@ -22,7 +22,7 @@ from asyncrl_cli.plan.memory import (
     MemoryItem,
     estimate_memory,
 )
-from asyncrl_cli.plan.memory_fit import NODE, STORE, DeviceNeed, device_needs, node_needs, share_needs
+from asyncrl_cli.plan.memory_fit import NODE, SHARE, STORE, DeviceNeed, device_needs, node_needs
 from asyncrl_cli.profile.check import check
 from asyncrl_cli.profile.keys import with_values
 from asyncrl_cli.profile.loaded import Loaded
@@ -180,7 +180,13 @@ def _estimated(given: MemoryEstimate, changed: Values, there: ClusterResources) 
 
 
 def _needs(estimate: MemoryEstimate, there: ClusterResources) -> list[DeviceNeed]:
-    return [*device_needs(estimate), *node_needs(estimate, there), *share_needs(estimate)]
+    needs = [*device_needs(estimate), *node_needs(estimate, there)]
+    engine, available = estimate.engine, estimate.available_bytes
+    if estimate.plan.device == "cuda" and engine and engine.cache_bytes is None and available is not None:
+        # the engine's weights must fit into its share of a GPU, too
+        weights, share = estimate.rollout_weights, int(engine.share * available)
+        needs.append(DeviceNeed(SHARE, (ROLLOUT,), weights.num_bytes, share, items=(weights,)))
+    return needs
 
 
 def _fullest(estimate: MemoryEstimate, there: ClusterResources) -> DeviceNeed | None:

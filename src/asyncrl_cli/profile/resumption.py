@@ -60,8 +60,10 @@ def changed(loaded: Loaded, sets: Sequence[str]) -> Loaded:
     old, new = entries_of(before), entries_of(profile)
     problems = []
     for key in new | old:
-        if new.get(key) != old.get(key) and not may_change(key):
-            why = FIXED.get(key) or FIXED.get(key.partition(".")[0]) or ELSE
+        section = key.partition(".")[0]
+        may_change = key not in FIXED and not MAY_CHANGE.isdisjoint((key, section))
+        if new.get(key) != old.get(key) and not may_change:
+            why = FIXED.get(key) or FIXED.get(section) or ELSE
             hint = "start another run for that (`asyncrl export`, then --set model.path=...), or leave it out"
             problems.append(ConfigError(f"{key} cannot change in a resumed run: {why}", hint=hint))
     steps, steps_before = train_steps_of(profile), train_steps_of(before)
@@ -77,7 +79,3 @@ def changed(loaded: Loaded, sets: Sequence[str]) -> Loaded:
         warnings.append(f"trainer.lr_schedule = {schedule} now falls to zero at step {steps}, {rises}")
     origins = {**loaded.origins} | {key: "--set (resume)" for key in layer.values}
     return Loaded(profile=profile, origins=origins, warnings=tuple(warnings))
-
-
-def may_change(key: str) -> bool:
-    return key not in FIXED and (key in MAY_CHANGE or key.partition(".")[0] in MAY_CHANGE)

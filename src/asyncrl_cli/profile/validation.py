@@ -50,27 +50,21 @@ def validate(values: Values, origins: Mapping[str, str]) -> Profile:
 
 
 def _wrong_value(key: str, value: Value, origin: str) -> ConfigError:
-    text = shortened(value)
+    text, options = shortened(value), _options(key)
     shown = f'"{text}"' if isinstance(value, str) else text.lower() if isinstance(value, bool) else text
-    return ConfigError(
-        f"{key} = {shown} ({origin}): expected {expected(key)}", hint=_type_hint(key, value, origin)
-    )
-
-
-def _type_hint(key: str, value: Value, origin: str) -> str:
-    meaning = f"its meaning: {keys().get(key, 'one line of text')}"
-    if len(shortened(value)) >= LONGEST_ECHO:
-        return meaning
-    options = _options(key)
-    choices = [choice for option in options for choice in _choices(option)]
     kinds = {option["type"] for option in options if not _choices(option)}
-    if isinstance(value, str):
-        if kinds - {"string"} and parse_value(value) != value:
-            return f"remove the quotes: {key} = {value}"
-        return did_you_mean(value, choices, meaning, '"{}"'.format)
-    if kinds == {"string"}:
-        return f"quote it: --set '{key}=\"{value}\"'" if origin == "--set" else f'quote it: {key} = "{value}"'
-    return meaning
+    hint = f"its meaning: {keys().get(key, 'one line of text')}"
+    if len(text) >= LONGEST_ECHO:
+        pass  # too long to be quoted
+    elif isinstance(value, str) and kinds - {"string"} and parse_value(value) != value:
+        hint = f"remove the quotes: {key} = {value}"
+    elif isinstance(value, str):
+        found = [choice for option in options for choice in _choices(option)]
+        hint = did_you_mean(value, found, hint, '"{}"'.format)
+    elif kinds == {"string"}:
+        quoted = f'{key} = "{value}"' if origin != "--set" else f"--set '{key}=\"{value}\"'"
+        hint = f"quote it: {quoted}"
+    return ConfigError(f"{key} = {shown} ({origin}): expected {expected(key)}", hint=hint)
 
 
 def expected(key: str) -> str:

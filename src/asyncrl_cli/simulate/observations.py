@@ -80,25 +80,17 @@ def fit_line(points: Sequence[Point]) -> Fit:
     tells = bool(np.ptp(shares) > LEAST_SHARED_RANGE)
     fits = []
     for interference in INTERFERENCES if tells else (0.0,):
-        work = alone(seconds, shares, interference)
-        fits.append((*_least_squares(lines / work[:, None]), interference))
+        columns = lines / alone(seconds, shares, interference)[:, None]
+        for used in ([0], [1], [0, 1]):  # a constant, a slope, or both
+            coefficients = np.zeros(2)
+            coefficients[used], _, rank, _ = np.linalg.lstsq(columns[:, used], np.ones(len(columns)))
+            if rank == len(used) and coefficients.min() >= 0:
+                fits.append((float(np.mean((columns @ coefficients - 1) ** 2)), coefficients, interference))
     _, coefficients, interference = min(fits, key=lambda fit: fit[0])
     # relative errors make the line too low: it is scaled to the seconds that were spent
     predicted_s = lines @ coefficients / alone(np.ones_like(shares), shares, interference)
     constant, slope = (float(coefficient) for coefficient in coefficients * seconds.sum() / predicted_s.sum())
     return Fit(constant, slope, interference, tells)
-
-
-def _least_squares(columns: Floats) -> tuple[float, Floats]:
-    """(error, coefficients >= 0) of the best fit of `columns @ coefficients` to ones, with both columns or
-    only one of them."""
-    found = []
-    for used in ([0], [1], [0, 1]):
-        coefficients = np.zeros(2)
-        coefficients[used], _, rank, _ = np.linalg.lstsq(columns[:, used], np.ones(len(columns)))
-        if rank == len(used) and coefficients.min() >= 0:
-            found.append((float(np.mean((columns @ coefficients - 1) ** 2)), coefficients))
-    return min(found, key=lambda one: one[0])
 
 
 def reasons_against(lines: Sequence[Line]) -> list[str]:

@@ -113,10 +113,6 @@ class CacheSize(NamedTuple):
     blocks: float = NEVER
     block_tokens: int = 16
 
-    @property
-    def is_limited(self) -> bool:
-        return self.blocks < NEVER
-
     def holds(self, tokens: int) -> bool:
         """Whether there is room for one sequence of `tokens` tokens."""
         return self.blocks * self.block_tokens >= tokens
@@ -155,11 +151,6 @@ class KvCache:
     def sampled_tokens(self, steps: float) -> float:
         """Sampled tokens of all running sequences, including fractions of unfinished ones."""
         return len(self._first) * steps - self._sum_begin_steps
-
-    def held_tokens(self, steps: float) -> int:
-        """Tokens whose keys and values the cache holds for the running sequences; a shared prefix counts
-        once."""
-        return self._prefix_blocks * self._size.block_tokens + sum(self._own(steps))
 
     def fits(self, sequence: SimulatedSequence, steps: float) -> bool:
         """Whether there are blocks for all tokens of the sequence before its next one."""
@@ -225,10 +216,12 @@ class KvCache:
     def _forget(self, sequence: SimulatedSequence) -> None:
         self._parked_blocks -= self._blocks(self._parked.pop(sequence, 0))
 
-    def forget_parked(self) -> None:
-        """Drop all parked blocks, because older weights computed them."""
+    def outdate(self, steps: float) -> int:
+        """Drop all parked blocks, because older weights computed them. Returns how many tokens of the running
+        sequences must be computed again; a shared prefix counts once."""
         self._parked.clear()
         self._parked_blocks = 0
+        return self._prefix_blocks * self._size.block_tokens + sum(self._own(steps))
 
     def _take_parked(self, steps: float) -> None:
         """Drop parked sequences whose blocks the running ones have taken. Call this whenever the number of

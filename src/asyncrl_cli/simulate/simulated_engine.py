@@ -195,8 +195,7 @@ class SimulatedEngine:
         self._loads.append((self._steps, version))
         if recompute:
             # what an unfinished prefill still lacks is in it, too
-            self._prefill_s = self._cache.held_tokens(self._steps) * self._times.prefill_s_per_token
-            self._cache.forget_parked()
+            self._prefill_s = self._cache.outdate(self._steps) * self._times.prefill_s_per_token
         self._is_frozen = self._is_closed = False
         self._go_on(self.running)
         self._retime()

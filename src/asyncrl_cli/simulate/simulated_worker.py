@@ -20,6 +20,7 @@ from asyncrl_cli.contracts.weight_version import LoadReport, Published
 from asyncrl_cli.measure.meters import LongPoll, RolloutMeter
 from asyncrl_cli.profile.schema import Interrupt
 from asyncrl_cli.simulate.responses import Responses, WorkerTimes, trajectories_of
+from asyncrl_cli.simulate.sequences import NEVER
 from asyncrl_cli.simulate.simulated_engine import SimulatedEngine
 from asyncrl_cli.simulate.simulated_trainer import SharedMachine
 
@@ -100,7 +101,7 @@ class SimulatedWorker:
             sampled_tokens=int(round(sampled_tokens, 6)),  # rounding must not take one back
             decode_steps=decode_steps,
             running_tokens=sum([part.ended_tokens for part in self._parts.values()]) + int(running_tokens),
-            sums={"preemptions": self.engine.preemptions} if self._times.cache.is_limited else {},
+            sums={} if self._times.cache.blocks == NEVER else {"preemptions": self.engine.preemptions},
             stays=self.engine.take_stays(),
         )
         freed = {key: number for key, part in self._parts.items() if (number := part.num_without_slot)}

@@ -61,7 +61,7 @@ def simulate(
     Response lengths depend on `seed` alone. Raises AsyncrlError for an invalid profile, and whatever an
     observer raises. If the run fails, its error is returned in `error`.
     """
-    job, settings = compile_job(profile, virtual_cluster(profile)), _settings(profile, seed, groups)
+    job = compile_job(profile, virtual_cluster(profile))
     costs = Costs(
         workload=workload,
         profile=profile,
@@ -69,6 +69,15 @@ def simulate(
         workers=job.rollout_workers,
         scorers=job.scorers,
     )
+    length: dict[str, int | None] = {"seed": seed}
+    if groups is not None:
+        length |= {"train_steps": -(-groups // Schedule.of(profile).step_groups), "total_rollout_steps": None}
+    sections = {
+        "run": profile.run.model_copy(update=length),
+        "eval": profile.eval.model_copy(update={"every_versions": 0}),
+        "checkpoint": profile.checkpoint.model_copy(update={"every_steps": 0}),
+    }
+    settings = LoopSettings.of(profile.model_copy(update=sections))
     recorder = _Recorder(settings.schedule.window_steps)
 
     async def run() -> AsyncrlError | None:
@@ -103,18 +112,6 @@ def virtual_cluster(profile: Profile) -> ClusterResources:
     of any."""
     gpus = 0 if profile.placement.device == "cpu" else asked_gpus(profile)
     return ClusterResources(nodes=(NodeResources(name="simulated", cpus=1, gpus=gpus),), elastic_cpus=True)
-
-
-def _settings(profile: Profile, seed: int, groups: int | None) -> LoopSettings:
-    update: dict[str, int | None] = {"seed": seed}
-    if groups is not None:
-        update |= {"train_steps": -(-groups // Schedule.of(profile).step_groups), "total_rollout_steps": None}
-    sections = {
-        "run": profile.run.model_copy(update=update),
-        "eval": profile.eval.model_copy(update={"every_versions": 0}),
-        "checkpoint": profile.checkpoint.model_copy(update={"every_steps": 0}),
-    }
-    return LoopSettings.of(profile.model_copy(update=sections))
 
 
 class NumberedFeed:
