@@ -103,9 +103,8 @@ def take_lock(run_dir: Path) -> TextIO | None:
             open_regular(path).close()
         file = path.open("a+", encoding="utf-8")
     except (OSError, UnsafeFile) as error:
-        raise RefusedError(
-            f"{path} cannot be locked: {reason(error)}", hint="check that you may write to the directory"
-        ) from None
+        hint = "check that you may write to the directory"
+        raise RefusedError(f"{path} cannot be locked: {reason(error)}", hint=hint) from None
     with contextlib.ExitStack() as closing:
         closing.enter_context(file)
         until_s = time.monotonic() + LOOK_TIMEOUT_S
@@ -170,10 +169,8 @@ def resolve(argument: str, runs_dir: Path) -> Path:
         hint = f"`asyncrl watch {as_typed(found)}` shows it, `asyncrl stop {as_typed(found)}` ends it"
         raise RefusedError(f"run '{found.name}' is running, and has no checkpoint yet", hint=hint)
     if not checkpoints:
-        raise RefusedError(
-            f"run '{found.name}' has no checkpoint yet",
-            hint="start a new run with `asyncrl train --name NAME`",
-        )
+        hint = "start a new run with `asyncrl train --name NAME`"
+        raise RefusedError(f"run '{found.name}' has no checkpoint yet", hint=hint)
     return checkpoints[0]
 
 
@@ -205,11 +202,9 @@ def find_run_or_checkpoint(argument: str, runs_dir: Path) -> Path:
         hint = f"checkpoints of {run}: {first_names(known)}"
     elif step is not None and not run:
         name = step_name(step)
-        having = [
-            known for known in run_names(runs_dir) if (runs_dir / known / "checkpoints" / name).is_dir()
-        ]
-        if having:
-            hint = f"did you mean {first_names([f'{known}/{name}' for known in having])}"
+        places = {f"{run}/{name}": runs_dir / run / "checkpoints" / name for run in run_names(runs_dir)}
+        if having := [known for known, place in places.items() if place.is_dir()]:
+            hint = f"did you mean {first_names(having)}"
     raise ConfigError(f"no run or checkpoint '{argument}' (looked in {runs_dir})", hint=hint)
 
 

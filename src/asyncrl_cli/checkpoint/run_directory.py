@@ -115,9 +115,8 @@ class RunDirectory:
         Raises RefusedError if another driver holds the run, or the path is not a run.
         """
         if not (path / "profile.toml").exists():
-            raise RefusedError(
-                f"{path} is not a run directory: profile.toml is missing", hint=known_runs(path.parent)
-            )
+            why = f"{path} is not a run directory: profile.toml is missing"
+            raise RefusedError(why, hint=known_runs(path.parent))
         run = cls(path)
         run._take()
         (path / STOP_REQUEST).unlink(missing_ok=True)
@@ -190,9 +189,8 @@ def _requests_in(path: Path) -> int:
     except FileNotFoundError:
         return 0
     except (OSError, UnsafeFile) as error:
-        raise RefusedError(
-            f"{path} cannot be read: {reason(error)}", hint="remove it: it holds only requests to stop"
-        ) from None
+        hint = "remove it: it holds only requests to stop"
+        raise RefusedError(f"{path} cannot be read: {reason(error)}", hint=hint) from None
 
 
 def check_free(runs_dir: Path, name: str) -> None:

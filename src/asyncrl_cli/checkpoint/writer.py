@@ -80,9 +80,8 @@ class CheckpointStore:
             await asyncio.to_thread(shutil.rmtree, working, ignore_errors=True)
             if not isinstance(error, StorageError):
                 raise
-            raise StorageError(
-                f"the checkpoint of step {cut.step} cannot be written: {error.message}", hint=error.hint
-            ) from error
+            why = f"the checkpoint of step {cut.step} cannot be written: {error.message}"
+            raise StorageError(why, hint=error.hint) from error
 
     def abandon_newer(self, step: int, version: int) -> list[Path]:
         """Rename checkpoints and samples later than `step`, and kept versions later than `version`, to
@@ -154,6 +153,5 @@ def seal(directory: Path, *, step: int, version: int, run: str, profile: str) ->
         "profile": profile,
         "files": files,
     }
-    replace_text(
-        directory / MANIFEST, json.dumps({**manifest, "selfsha256_of": digest_of(manifest)}, indent=1) + "\n"
-    )
+    sealed = {**manifest, "selfsha256_of": digest_of(manifest)}
+    replace_text(directory / MANIFEST, json.dumps(sealed, indent=1) + "\n")

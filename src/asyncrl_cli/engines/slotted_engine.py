@@ -228,11 +228,8 @@ class SlottedEngine(Engine, Generic[AnyTrack]):
             raise ValueError(f"request {request_id} is already running")
         asked, longest = sampling.max_response_tokens, max_context_tokens(self._profile)
         if not prompt_tokens or len(prompt_tokens) + asked > longest:
-            why = (
-                f"{len(prompt_tokens)} tokens and asks for {asked} more, but the engine is configured for "
-                f"{longest} in total"
-            )
-            raise ValueError(f"prompt of {request_id} has {why}")
+            why = f"asks for {asked} more, but the engine is configured for {longest} in total"
+            raise ValueError(f"prompt of {request_id} has {len(prompt_tokens)} tokens and {why}")
 
     def _fail(self, why: str) -> None:
         """Make waiting and new requests raise ExecutorFailed from now on, with the first `why`."""

@@ -114,9 +114,8 @@ class ToolEnvironment(Environment):
         except ProcessEnded as ended:
             raise EpisodeFailed(dead, f"{where}: its process ended with {ended}") from None
         if "failed" in answer:
-            raise EpisodeFailed(
-                dead if dead != "tool-died" else "environment", f"{where}: {answer['failed']}"
-            )
+            kind = dead if dead != "tool-died" else "environment"
+            raise EpisodeFailed(kind, f"{where}: {answer['failed']}")
         return answer
 
     def _turn(self, messages: list[Message]) -> Turn:

@@ -55,9 +55,8 @@ def own_attention(module: torch.nn.Module) -> AttentionFunction | None:
 def takes_attention(model: PreTrainedModel) -> bool:
     """Whether the model gets its attention from transformers' AttentionInterface (older models such as Bloom
     do not)."""
-    return any(
-        own_attention(module) is not None for module in model.modules() if hasattr(module, "layer_idx")
-    )
+    layers = (module for module in model.modules() if hasattr(module, "layer_idx"))
+    return any(own_attention(layer) is not None for layer in layers)
 
 
 def choose_attention(model: PreTrainedModel) -> Attention:
@@ -84,9 +83,8 @@ def _why_eager(model: PreTrainedModel) -> str:
     except ValueError:
         return "transformers says that it does not support sdpa"
     vocab_size = int(model.config.get_text_config().vocab_size)
-    sample_BT = torch.randint(vocab_size, SAMPLE_BT, generator=torch.Generator().manual_seed(0)).to(
-        model.device
-    )
+    generator = torch.Generator().manual_seed(0)
+    sample_BT = torch.randint(vocab_size, SAMPLE_BT, generator=generator).to(model.device)
     comparison = _Comparison()
     AttentionInterface.register(COMPARISON, comparison.attend)
     AttentionMaskInterface.register(COMPARISON, eager_mask)
@@ -150,9 +148,8 @@ class _Comparison:
         bound = query.float().norm(dim=-1).max() * key.float().norm(dim=-1).max() * abs(scaling)
         sharpened = (query.float() * (LARGEST_LOGIT / bound.clamp(min=1e-30))).to(query.dtype)
         for asked in (query, sharpened):
-            theirs = own(
-                module, asked.float(), key.float(), value.float(), _float32(attention_mask), **exact
-            )[0]
+            inputs = (asked.float(), key.float(), value.float(), _float32(attention_mask))
+            theirs = own(module, *inputs, **exact)[0]
             sdpas = sdpa_attention_forward(module, asked, key, value, attention_mask, **kwargs)[0].float()
             self.largest_diff = max(self.largest_diff, _relative(sdpas, theirs, theirs))
         return own(module, query, key, value, attention_mask, **kwargs)

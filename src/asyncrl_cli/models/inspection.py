@@ -127,10 +127,8 @@ def check_model(profile: Profile, directory: Path) -> int:
     try:
         model = skeleton(directory, trust_remote_code=trusts)
     except Exception as error:  # here, too
-        hint = (
-            "asyncrl trains causal language models that this version of transformers supports, saved with "
-            "save_pretrained"
-        )
+        models = "causal language models that this version of transformers supports"
+        hint = f"asyncrl trains {models}, saved with save_pretrained"
         raise refused(f"{directory} cannot be opened: {first_line(error)}", hint) from error
     text_config = model.config.get_text_config()
     check_positions(profile, positions_of(text_config))
@@ -182,7 +180,6 @@ def positions_of(config: PretrainedConfig) -> int | None:
     extends it."""
     rope = getattr(config, "rope_parameters", None) or {}
     positions = getattr(config, "max_position_embeddings", None)
-    is_plain = rope.get("rope_type", "default") == "default" and not any(
-        isinstance(entry, dict) for entry in rope.values()
-    )
+    has_parts = any(isinstance(entry, dict) for entry in rope.values())
+    is_plain = rope.get("rope_type", "default") == "default" and not has_parts
     return int(positions) if positions and is_plain else None

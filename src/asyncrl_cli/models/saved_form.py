@@ -87,9 +87,8 @@ class SavedForm:
     @property
     def memory(self) -> Tensors:
         """Parameters and persistent buffers by their names in memory, tied ones once, as meta tensors."""
-        return {
-            name: parameter.detach() for name, parameter in self._empty.named_parameters()
-        } | persistent_buffers(self._empty)
+        parameters = {name: parameter.detach() for name, parameter in self._empty.named_parameters()}
+        return parameters | persistent_buffers(self._empty)
 
     @property
     def required(self) -> Tensors:
@@ -120,6 +119,5 @@ class SavedForm:
             ],
         }
         if problems := [f"{what} {first_names(names)}" for what, names in found.items() if names]:
-            raise ValueError(
-                f"weights of version {version} do not fit the engine's model: {'; '.join(problems)}"
-            )
+            why = f"do not fit the engine's model: {'; '.join(problems)}"
+            raise ValueError(f"weights of version {version} {why}")

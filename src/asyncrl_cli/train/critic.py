@@ -117,9 +117,8 @@ class Critic(ShardedModel[ValueModel]):
                 self.gathered.before_backward(is_last=microbatch is batch.microbatches[-1])
                 old_N, returns_N = microbatch.columns[VALUES], microbatch.columns[RETURNS]
                 values_N = self.traced_N(microbatch)
-                loss_N, is_clipped_N = value_loss(
-                    values_N, old_N, returns_N, self.profile.critic.cliprange_value
-                )
+                clip = self.profile.critic.cliprange_value
+                loss_N, is_clipped_N = value_loss(values_N, old_N, returns_N, clip)
                 loss = aggregated(loss_N, microbatch, batch.plan, self.profile)
                 (loss * self.ranks.world_size).backward()  # as in policy_trainer.py
                 errors_N = returns_N - old_N

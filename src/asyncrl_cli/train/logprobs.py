@@ -125,9 +125,8 @@ class _Chunks(torch.autograd.Function):
         ctx.save_for_backward(targets_N, hidden_NH)
         size = head.chunk_tokens(targets_N.device)
         chunks = zip(hidden_NH.split(size), targets_N.split(size), strict=True)
-        logprobs, entropies = zip(
-            *(head.score_chunk(hidden, targets) for hidden, targets in chunks), strict=True
-        )
+        scores = [head.score_chunk(hidden, targets) for hidden, targets in chunks]
+        logprobs, entropies = zip(*scores, strict=True)
         scored = Scored(torch.cat(logprobs), torch.cat(entropies))
         ctx.mark_non_differentiable(scored.entropy_N)
         return tuple(scored)
@@ -149,9 +148,8 @@ class _Chunks(torch.autograd.Function):
             gradient_C1, targets_C1 = gradient_N[chunk].unsqueeze(-1), targets_N[chunk].unsqueeze(-1)
             scaled_gradient_CV = torch.softmax(scaled_CV.detach(), dim=-1).mul_(-gradient_C1)
             scaled_gradient_CV.scatter_add_(-1, targets_C1, gradient_C1)
-            hidden_gradient_NH[chunk], *found = torch.autograd.grad(
-                scaled_CV, [hidden_CH, *trained], scaled_gradient_CV
-            )
+            inputs = [hidden_CH, *trained]
+            hidden_gradient_NH[chunk], *found = torch.autograd.grad(scaled_CV, inputs, scaled_gradient_CV)
             # or they would be alive beside the next chunk's
             del scaled_CV, scaled_gradient_CV
             for parameter, gradient in zip(trained, found, strict=True):

@@ -70,10 +70,8 @@ class Ranks:
         self.sequence: dist.ProcessGroup | None = None
         if sequence_size > 1:
             grid = torch.arange(world_size).view(-1, sequence_size)
-            self._data, self.sequence = (
-                self._group(grid.T.tolist(), timeout),
-                self._group(grid.tolist(), timeout),
-            )
+            self._data = self._group(grid.T.tolist(), timeout)
+            self.sequence = self._group(grid.tolist(), timeout)
 
     def _group(self, divided: list[list[int]], timeout: timedelta) -> dist.ProcessGroup:
         """This rank's group, if all ranks are divided into these."""
@@ -134,18 +132,13 @@ def meet(init_method: str, *, rank: int, world_size: int, timeout_s: float) -> d
         store = dist.FileStore(place.path, world_size)
     else:
         try:
+            host, port, is_first = str(place.hostname), place.port or 0, rank == 0
             store = dist.TCPStore(
-                str(place.hostname),
-                place.port or 0,
-                world_size,
-                is_master=rank == 0,
-                timeout=wait,
-                wait_for_workers=False,
+                host, port, world_size, is_master=is_first, timeout=wait, wait_for_workers=False
             )
         except dist.DistError as error:
-            raise ExecutorFailed(
-                f"cannot reach rank 0 at {place.netloc}: {error}", hint=NETWORK_HINT
-            ) from error
+            why = f"cannot reach rank 0 at {place.netloc}: {error}"
+            raise ExecutorFailed(why, hint=NETWORK_HINT) from error
     store.set(f"came/{rank}", "")
     came = {other: f"came/{other}" for other in range(world_size)}
     try:

@@ -68,28 +68,21 @@ class RewardModel:
     ) -> list[tuple[float, ...]]:
         """The scores of each group's trajectories. `items`: the groups' prompts. AsyncrlError if one is too
         long or not finite."""
-        texts = [
-            self._text(item, one)
-            for group, item in zip(groups, items, strict=True)
-            for one in group.trajectories
-        ]
+        pairs = zip(groups, items, strict=True)
+        texts = [self._text(item, one) for group, item in pairs for one in group.trajectories]
         has_template = self._tokenizer.chat_template is not None
         ids = self._tokenizer(texts, add_special_tokens=not has_template)["input_ids"] if texts else []
         scores, lengths = [math.nan] * len(ids), [len(tokens) for tokens in ids]
         longest, limit = max(lengths, default=0), positions_of(self._model.config.get_text_config())
         if limit is not None and longest > limit:
-            raise AsyncrlError(
-                f"a prompt and its response have {longest} tokens, but the reward model takes {limit}",
-                hint=ANOTHER,
-            )
+            why = f"a prompt and its response have {longest} tokens, but the reward model takes {limit}"
+            raise AsyncrlError(why, hint=ANOTHER)
         for batch in cut_padded(lengths, self._max_tokens, SPLIT_COST_TOKENS[self._device.type]):
             for index, found in zip(batch, self._logits([ids[index] for index in batch]), strict=True):
                 scores[index] = found
         if wrong := [found for found in scores if not math.isfinite(found)]:
-            raise AsyncrlError(
-                f"the reward model's score for a response is {wrong[0]}",
-                hint="check its weights and model.dtype",
-            )
+            why = f"the reward model's score for a response is {wrong[0]}"
+            raise AsyncrlError(why, hint="check its weights and model.dtype")
         left = iter(scores)
         return [tuple(next(left) for _ in group.trajectories) for group in groups]
 
@@ -101,9 +94,8 @@ class RewardModel:
         return str(self._tokenizer.apply_chat_template(messages, tokenize=False))
 
     def _logits(self, ids: Sequence[Sequence[int]]) -> list[float]:
-        padded = self._tokenizer.pad({"input_ids": ids}, padding_side="right", return_tensors="pt").to(
-            self._device
-        )
+        padded = self._tokenizer.pad({"input_ids": ids}, padding_side="right", return_tensors="pt")
         with torch.inference_mode():
-            found: list[float] = self._model(**padded).logits[:, 0].float().tolist()
+            logits = self._model(**padded.to(self._device)).logits
+            found: list[float] = logits[:, 0].float().tolist()
         return found

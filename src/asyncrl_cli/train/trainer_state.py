@@ -138,9 +138,8 @@ def write_state(
     role, counters_file = ("critic", CRITIC_FILE) if is_critics else ("rank", COUNTERS_FILE)
     directory.mkdir(parents=True, exist_ok=True)
     places = json.dumps({key: (rows.first_row, rows.num_rows) for key, rows in state.items()})
-    write_weights(
-        {key: rows.tensor for key, rows in state.items()}, rank_file(directory, rank, role), rows=places
-    )
+    tensors = {key: rows.tensor for key, rows in state.items()}
+    write_weights(tensors, rank_file(directory, rank, role), rows=places)
     if rank == 0:
         (directory / counters_file).write_text(json.dumps(counters, indent=1) + "\n")
     sync_files(directory)
@@ -167,23 +166,20 @@ class SavedState:
         for number in range(num_files):
             path = rank_file(self.directory, number, role)
             try:
-                self._add(path)
+                open_regular(path).close()
+                file: Any = safe_open(path, framework="pt")
+                places = parse_json((file.metadata() or {}).get("rows", "{}"), dict[str, tuple[Count, Count]])
+                if places.keys() != set(file.keys()):
+                    raise ValueError("its header does not list its rows")
+                for key, (begin, num_rows) in places.items():
+                    part = file.get_slice(key)
+                    _, *row_shape = part.get_shape()
+                    shape = (num_rows, *row_shape)
+                    if self.shapes.setdefault(key, shape) != shape:
+                        raise ValueError(f"{key} has another shape than in the files of other ranks")
+                    self._parts.setdefault(key, []).append((begin, part))
             except (SafetensorError, OSError, ValueError) as error:
                 raise RefusedError(f"{path} cannot be read: {reason(error)}", hint=ANOTHER) from error
-
-    def _add(self, path: Path) -> None:
-        open_regular(path).close()
-        file: Any = safe_open(path, framework="pt")
-        places = parse_json((file.metadata() or {}).get("rows", "{}"), dict[str, tuple[Count, Count]])
-        if places.keys() != set(file.keys()):
-            raise ValueError("its header does not list its rows")
-        for key, (begin, num_rows) in places.items():
-            part = file.get_slice(key)
-            _, *row_shape = part.get_shape()
-            shape = (num_rows, *row_shape)
-            if self.shapes.setdefault(key, shape) != shape:
-                raise ValueError(f"{key} has another shape than in the files of other ranks")
-            self._parts.setdefault(key, []).append((begin, part))
 
     def read(self, key: str, into: torch.Tensor, first_row: int = 0) -> None:
         """Fill `into` with a tensor's rows from `first_row` on. Raises RefusedError if the files lack any of

@@ -162,9 +162,8 @@ class Packing:
             # what lay between tensors would be part of the fingerprint
             for before, entry in pairwise(bucket.entries):
                 bucket.data[before.end_bytes : entry.offset_bytes] = 0
-        self._places = {
-            e.spec.name: (index, e) for index, bucket in enumerate(self.buckets) for e in bucket.entries
-        }
+        placed = [(index, entry) for index, bucket in enumerate(self.buckets) for entry in bucket.entries]
+        self._places = {entry.spec.name: (index, entry) for index, entry in placed}
         self._missing = [{entry.spec.name for entry in bucket.entries} for bucket in self.buckets]
 
     @property
@@ -202,9 +201,7 @@ class Packing:
     def tensors(self) -> dict[str, torch.Tensor]:
         """Views of all packed tensors by their first names."""
         assert not any(self._missing), f"never put: {sorted(set().union(*self._missing))}"
-        return {
-            name: view_of(self.buckets[index].data, entry) for name, (index, entry) in self._places.items()
-        }
+        return {name: view_of(self.buckets[i].data, entry) for name, (i, entry) in self._places.items()}
 
 
 def unpack(bucket: Bucket, *, copy: bool = False) -> dict[str, torch.Tensor]:

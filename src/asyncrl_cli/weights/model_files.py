@@ -105,11 +105,8 @@ def write_index(directory: Path, file_of: Mapping[str, str], num_bytes: int) -> 
 def _with_dtype(config: dict[str, Any], dtype: str) -> dict[str, Any]:
     """The configuration with `dtype`, under the key that transformers writes, at the top and in each part
     that names a dtype."""
-    parts = {
-        key: _with_dtype(value, dtype)
-        if isinstance(value, dict) and value.keys() & set(DTYPE_KEYS)
-        else value
-        for key, value in config.items()
-        if key not in DTYPE_KEYS
-    }
+    parts = {key: value for key, value in config.items() if key not in DTYPE_KEYS}
+    for key, value in parts.items():
+        if isinstance(value, dict) and value.keys() & set(DTYPE_KEYS):
+            parts[key] = _with_dtype(value, dtype)
     return {**parts, "dtype": dtype}

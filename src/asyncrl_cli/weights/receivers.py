@@ -77,9 +77,8 @@ def verified(buckets: Iterable[Bucket], manifest: Manifest) -> Iterator[Bucket]:
             yield bucket
         arrived += 1
     if arrived != count:
-        raise DamagedWeights(
-            f"weights of version {manifest.version}: {arrived} buckets arrived, {count} were sent"
-        )
+        why = f"{arrived} buckets arrived, {count} were sent"
+        raise DamagedWeights(f"weights of version {manifest.version}: {why}")
 
 
 class SharedWeights(dict[str, torch.Tensor]):

@@ -149,17 +149,14 @@ class DiskSender(Sender):
             yield
         except (OSError, SafetensorError) as error:
             without = "keep_versions=0" if self._durable else "transport=object-store"
-            raise AsyncrlError(
-                f"a version cannot be written to {self._root}: {error}",
-                hint=f"check its free space and permissions, or --set weights.{without}",
-            ) from error
+            hint = f"check its free space and permissions, or --set weights.{without}"
+            raise AsyncrlError(f"a version cannot be written to {self._root}: {error}", hint=hint) from error
 
 
 def write_manifest(directory: Path, version: int) -> None:
     """Describe the weight files of a directory, for `receivers.read_version`."""
-    files = {
-        path.name: file_fingerprint(path.read_bytes()) for path in sorted(directory.glob("*.safetensors"))
-    }
+    paths = sorted(directory.glob("*.safetensors"))
+    files = {path.name: file_fingerprint(path.read_bytes()) for path in paths}
     content = {"schema_version": SCHEMA_VERSION, "version": version, "files": files}
     (directory / MANIFEST).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
@@ -205,9 +202,7 @@ class HeldVersions(Sender):
     def keep(self, wanted: Collection[int]) -> None:
         """Drop all other versions. The memory of one that is being sent is freed when the transfer ends."""
         with self._lock:
-            self._buckets = {
-                version: self._buckets[version] for version in self._buckets if version in wanted
-            }
+            self._buckets = {version: held for version, held in self._buckets.items() if version in wanted}
 
     def tensors(self, version: int, names: Mapping[str, str]) -> Iterator[tuple[str, torch.Tensor]]:
         """(name for vLLM, tensor in host memory) for each of `names` (first name -> name for vLLM), in the
@@ -219,9 +214,8 @@ class HeldVersions(Sender):
         with self._lock:
             buckets = list(self._buckets.get(version, ()))
             held = sorted(self._buckets)
-        found = [
-            (bucket, entry) for bucket in buckets for entry in bucket.entries if entry.spec.name in names
-        ]
+        placed = [(bucket, entry) for bucket in buckets for entry in bucket.entries]
+        found = [(bucket, entry) for bucket, entry in placed if entry.spec.name in names]
         if not buckets or len(found) != len(names):
             raise ValueError(
                 f"rank 0 holds only {len(found)} of {len(names)} requested tensors of version {version} "

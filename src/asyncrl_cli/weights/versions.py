@@ -93,9 +93,7 @@ class Manifest:
     @property
     def fingerprint(self) -> str:
         """Fingerprint of the whole version, in 16 hex digits."""
-        return xxhash.xxh3_64_hexdigest(
-            b"".join(fingerprint.to_bytes(8, "big") for fingerprint in self.fingerprints)
-        )
+        return xxhash.xxh3_64_hexdigest(b"".join(one.to_bytes(8, "big") for one in self.fingerprints))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -261,7 +259,6 @@ def judge(
 
 def _differences(ours: Sequence[Sequence[float]], theirs: Sequence[Sequence[float]]) -> list[float]:
     if [len(row) for row in ours] != [len(row) for row in theirs]:
-        raise ValueError(
-            f"probe logprobs differ in shape: {[len(r) for r in ours]} and {[len(r) for r in theirs]}"
-        )
+        shapes = f"{[len(row) for row in ours]} and {[len(row) for row in theirs]}"
+        raise ValueError(f"probe logprobs differ in shape: {shapes}")
     return [a - b for ra, rb in zip(ours, theirs, strict=True) for a, b in zip(ra, rb, strict=True)]

@@ -117,9 +117,8 @@ class TransformersEngine(SlottedEngine[SampledTrack]):
     def _check(self, request_id: str, prompt_tokens: list[int], sampling: Sampling) -> None:
         super()._check(request_id, prompt_tokens, sampling)
         if max(prompt_tokens) >= self._vocab_size:  # in a forward pass it would crash the engine
-            raise ValueError(
-                f"prompt of {request_id} has the token {max(prompt_tokens)}, the model has {self._vocab_size}"
-            )
+            why = f"has the token {max(prompt_tokens)}, the model has {self._vocab_size}"
+            raise ValueError(f"prompt of {request_id} {why}")
 
     @property
     def _vocab_size(self) -> int:

@@ -31,9 +31,8 @@ def register() -> None:
     the model."""
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
-    WeightTransferEngineFactory.register_engine(
-        BACKEND, "asyncrl_cli.engines.vllm.bucket_engine", "BucketEngine"
-    )
+    module = "asyncrl_cli.engines.vllm.bucket_engine"
+    WeightTransferEngineFactory.register_engine(BACKEND, module, "BucketEngine")
     logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").addFilter(is_worth_a_warning)
     if os.environ.get(OWNER_VARIABLE, str(os.getpid())) != str(os.getpid()):
         end_with_parent()

@@ -179,18 +179,13 @@ class NcclLinks:
         a waiting worker."""
         came_s = self._clock()
         with self._turn_changed:
-            while (
-                (holder := self._turn_of) is not None
-                and holder is not link
-                and self._clock() <= self._begins_by_s
-            ):
+            while (holder := self._turn_of) and holder is not link and self._clock() <= self._begins_by_s:
                 workers = len(self._links)
                 is_late = self._clock() - came_s > turn_s(self.timeout_s, workers)
                 if link.ended.is_set() or is_late:
                     how = self._how_it_ended(link, f" for each of {workers} workers")
-                    raise ExecutorFailed(
-                        f"{link.worker} waited for rank 0, which was sending to {holder.worker}: {how}"
-                    )
+                    why = f"which was sending to {holder.worker}: {how}"
+                    raise ExecutorFailed(f"{link.worker} waited for rank 0, {why}")
                 self._turn_changed.wait(LOOK_S)
             if link.ended.is_set():
                 raise ExecutorFailed(f"{link.worker} waited for rank 0: {self._how_it_ended(link)}")
@@ -298,10 +293,8 @@ class IpcExports:
         with self._lock:
             begun, expected, chunks = self._open.get(worker, _Export(-1, -1, iter(())))
             if (version, part) != (begun, expected):
-                raise ValueError(
-                    f"{worker} asked for part {part} of version {version}, next is part "
-                    f"{expected} of version {begun}"
-                )
+                why = f"next is part {expected} of version {begun}"
+                raise ValueError(f"{worker} asked for part {part} of version {version}, {why}")
             following = self._open[worker] = _Export(version, part + 1, chunks)
         chunk = next(chunks, None)
         with self._lock:

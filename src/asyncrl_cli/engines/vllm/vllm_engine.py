@@ -96,9 +96,8 @@ class VllmEngine(SlottedEngine[VllmTrack]):
         # clean up.
         await asyncio.to_thread(importlib.import_module, "vllm.v1.engine.async_llm")
         starting = asyncio.to_thread(start_llm, profile, place, self._counters)
-        reading = asyncio.to_thread(
-            skeleton, place.model_dir, trust_remote_code=profile.model.trust_remote_code
-        )
+        trusts = profile.model.trust_remote_code
+        reading = asyncio.to_thread(skeleton, place.model_dir, trust_remote_code=trusts)
         empty, llm = await asyncio.gather(reading, starting)
         self.form = SavedForm(empty)
         self.llm = llm  # from here on, `close` shuts it down
@@ -247,10 +246,8 @@ class VllmEngine(SlottedEngine[VllmTrack]):
             part = output.outputs[0]
             track.find_state(llm)  # while vLLM still has the request
             if track.first_version is None and len(track.tokens) == track.num_kept and not track.aborted:
-                spans = part.weight_versions or ()
-                sampled_by = [span.version for span in spans] or [
-                    version for version, _ in track.version_starts
-                ]
+                sampled_by = [span.version for span in part.weight_versions or ()]
+                sampled_by = sampled_by or [version for version, _ in track.version_starts]
                 if sampled_by and int(sampled_by[0]) != salt:
                     track.state = None
                     return None
@@ -260,9 +257,8 @@ class VllmEngine(SlottedEngine[VllmTrack]):
                 # when `abort` was called, vLLM did not know the request yet
                 await llm.abort(track.request_id)
             if output.finished:
-                track.set_versions(
-                    (span.version, span.start, span.end) for span in part.weight_versions or ()
-                )
+                spans = part.weight_versions or ()
+                track.set_versions((span.version, span.start, span.end) for span in spans)
                 assert len(track.versions) == len(track.tokens), f"versions: {part.weight_versions}"
                 if part.finish_reason not in get_args(FinishReason):  # vLLM's "error", for example
                     raise RuntimeError(f"vLLM ended a response with {part.finish_reason!r}")

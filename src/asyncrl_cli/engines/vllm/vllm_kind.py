@@ -133,11 +133,8 @@ def names_in_source() -> frozenset[str] | None:
         tree = ast.parse((Path(found.origin).parent / "engine" / "arg_utils.py").read_text(encoding="utf-8"))
     except (OSError, SyntaxError, ValueError):
         return None
-    classes = [
-        node
-        for node in tree.body
-        if isinstance(node, ast.ClassDef) and node.name in ("EngineArgs", "AsyncEngineArgs")
-    ]
+    defined = [node for node in tree.body if isinstance(node, ast.ClassDef)]
+    classes = [one for one in defined if one.name in ("EngineArgs", "AsyncEngineArgs")]
     fields = [node.target for one in classes for node in one.body if isinstance(node, ast.AnnAssign)]
     names = frozenset(field.id for field in fields if isinstance(field, ast.Name))
     return names if OURS.keys() <= names else None
@@ -159,11 +156,10 @@ def _rank_zero_end(weights: WeightsSection, held: HeldVersions, device: torch.de
     return IpcExports(held, partial(produce_on, device), buffer_bytes=weights.load_bucket_size_mb * 2**20)
 
 
+KEYS = {"tensor_parallel_size", "gpu_memory_utilization", "max_model_len", "enforce_eager", "engine_args"}
 KIND = EngineKind(
     make=_make,
-    keys=frozenset(
-        {"tensor_parallel_size", "gpu_memory_utilization", "max_model_len", "enforce_eager", "engine_args"}
-    ),
+    keys=frozenset(KEYS),
     direct_transports=frozenset(DIRECT_TRANSPORTS),
     finds_stops_in_kept=False,
     rank_zero_end=_rank_zero_end,

@@ -203,9 +203,8 @@ async def _end_rank_zeros_side(rank_zero: RankZero) -> None:
 def _too_late(what: str, timeout_s: float, waits_for: str) -> ExecutorFailed:
     """`waits_for` is rank 0 if neither end has answered: rank 0 would have reported that it waits for vLLM's
     processes."""
-    return ExecutorFailed(
-        f"{what} took longer than {TIMEOUT_KEY} = {timeout_s:g} s: still waiting for {waits_for}"
-    )
+    late = f"longer than {TIMEOUT_KEY} = {timeout_s:g} s"
+    return ExecutorFailed(f"{what} took {late}: still waiting for {waits_for}")
 
 
 def _failure(what: str, error: BaseException) -> ExecutorFailed:
