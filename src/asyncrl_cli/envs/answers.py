@@ -137,9 +137,8 @@ class Parser:
         message = {**read, "role": "assistant", "content": (read.get("content") or "").strip()}
         if "tool_calls" in message:
             number = zlib.crc32(f"{prompt}{whole}".encode(errors="replace")) % 10**7
-            message["tool_calls"] = [
-                _checked(call, f"{number:07}{index:02}") for index, call in enumerate(message["tool_calls"])
-            ]
+            calls = enumerate(message["tool_calls"])
+            message["tool_calls"] = [_checked(call, f"{number:07}{index:02}") for index, call in calls]
         return message
 
 

@@ -125,9 +125,8 @@ class GroupRunner:
         the other tries.
         """
         if self.means.engine.version != request.version:
-            raise ValueError(
-                f"eval of version {request.version} on an engine that holds {self.means.engine.version}"
-            )
+            held = self.means.engine.version
+            raise ValueError(f"eval of version {request.version} on an engine that holds {held}")
         episodes = []
         for entry in request.tries:
             uid, sample = entry.item["uid"], entry.sample

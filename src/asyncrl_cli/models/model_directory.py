@@ -227,17 +227,15 @@ def with_template(directory: Path, chosen: str | None, cache: Path) -> Path:
         try:
             template = read_text(path, max_bytes=MIB)
         except FileNotFoundError:
-            raise ConfigError(
-                f"model.chat_template: {path} does not exist", hint=missing_hint(path)
-            ) from None
+            why = f"model.chat_template: {path} does not exist"
+            raise ConfigError(why, hint=missing_hint(path)) from None
         except (OSError, ValueError) as error:
             why = f"model.chat_template: {path!s:.300} cannot be read: {reason(error)}"
             raise ConfigError(why, hint=f'name a Jinja file, or "{TOOLS}"') from None
     # The template that reads answers belongs to the replaced one.
     rest = {key: settings[key] for key in settings if key not in ("chat_template", "response_template")}
-    files = sorted(
-        path for path in directory.iterdir() if path.name not in REPLACED and not path.name.startswith(".")
-    )
+    visible = (path for path in directory.iterdir() if not path.name.startswith("."))
+    files = sorted(path for path in visible if path.name not in REPLACED)
     content = json.dumps([str(directory), [path.name for path in files], rest, template], sort_keys=True)
     made = cache / f"templated-{hashlib.sha256(content.encode()).hexdigest()[:16]}"
     if made.is_dir():

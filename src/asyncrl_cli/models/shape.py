@@ -73,9 +73,8 @@ def shape_of(path: str) -> ModelShape:
     say."""
     if path in (TAUGHT, UNTAUGHT):
         remark = f"{path} with {TINY_VOCABULARY} characters: the task may have more"
-        return shape_of_config(
-            {"model_type": "qwen3", "vocab_size": TINY_VOCABULARY, **TINY}, remarks=(remark,)
-        )
+        config = {"model_type": "qwen3", "vocab_size": TINY_VOCABULARY, **TINY}
+        return shape_of_config(config, remarks=(remark,))
     directory = expand(path)
     if directory.is_dir():
         return shape_of_directory(directory)
@@ -162,9 +161,8 @@ def _counted(config: Mapping[str, Any], directory: Path) -> ModelShape:
         raise ShapeUnknown(error.message) from None
     counts = {name: prod(shape) for shapes in files for name, shape in shapes.items()}
     if not counts:
-        raise ShapeUnknown(
-            f"{directory}: a {kind} model without safetensors files, so its parameters cannot be counted"
-        )
+        why = "without safetensors files, so its parameters cannot be counted"
+        raise ShapeUnknown(f"{directory}: a {kind} model {why}")
     layers: Counter[str] = Counter()
     for name, count in counts.items():
         if found := LAYER.search(name):
@@ -195,6 +193,5 @@ def tensor_shapes(path: Path) -> dict[str, tuple[int, ...]]:
             names: list[str] = weights.keys()
             return {name: tuple(weights.get_slice(name).get_shape()) for name in names}
     except (SafetensorError, OSError, UnsafeFile) as error:
-        raise PreflightError(
-            f"model.path: {path} is damaged: {error}", hint="copy or download it again"
-        ) from error
+        hint = "copy or download it again"
+        raise PreflightError(f"model.path: {path} is damaged: {error}", hint=hint) from error

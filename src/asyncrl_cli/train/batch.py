@@ -138,10 +138,8 @@ def step_batches(
     # tokens that were not sampled.
     most = torch.tensor([max(len(batch.microbatches), 1) for batch in batches], device=ranks.device)
     for batch, number in zip(batches, ranks.max(most).tolist(), strict=True):
-        missing = number - len(batch.microbatches)
-        batch.microbatches.extend(
-            scoring_microbatch([[0, 0]], ranks.device, is_scored=False) for _ in range(missing)
-        )
+        while len(batch.microbatches) < number:
+            batch.microbatches.append(scoring_microbatch([[0, 0]], ranks.device, is_scored=False))
         for name, column in (columns or {}).items():
             arrays = [column[planned.group][planned.trajectory] for planned in batch.plan.trajectories]
             values_F = np.concatenate([np.zeros(0, np.float32), *arrays])

@@ -118,9 +118,9 @@ class Unpadded:
         tokens_n = ((places_N >= begin) & (places_N < begin + size)).nonzero().squeeze(1)
         mine = slice(begin, begin + size)
         inputs = microbatch.inputs_BT[rows_P[mine], positions_P[mine].clamp(max=width - 1)]
-        layout = Layout(
-            starts.int(), rows_P * max(lengths) + positions_P, max(lengths), self.kernel, ranks.sequence
-        )
+        longest = max(lengths)
+        slots_P = rows_P * longest + positions_P
+        layout = Layout(starts.int(), slots_P, longest, self.kernel, ranks.sequence)
         arguments = {"input_ids": inputs[None], "position_ids": positions_P[None, mine], "layout": layout}
         return RankShare(arguments, places_N[tokens_n] - begin, tokens_n, ranks.sequence)
 
@@ -244,9 +244,8 @@ def kernel_diff(config: Any, dtype: torch.dtype, ranks: Ranks) -> torch.Tensor:
             gradients = torch.autograd.grad(attended.float().square().sum(), [query, key, value])
             found.append([attended, *gradients])
         except (RuntimeError, ValueError, TypeError, ImportError) as error:
-            logger.warning(
-                "torch's attention for rows of different lengths does not run here: %s", first_line(error)
-            )
+            what = "torch's attention for rows of different lengths"
+            logger.warning("%s does not run here: %s", what, first_line(error))
             return torch.tensor(torch.inf, device=ranks.device)
     diffs = [(ours - theirs).norm() / theirs.norm() for theirs, ours in zip(*found, strict=True)]
     return torch.stack(diffs).float().detach().nan_to_num(nan=torch.inf).max()

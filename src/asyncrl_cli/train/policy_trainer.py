@@ -369,9 +369,8 @@ class PolicyTrainer:
             names = {entry.spec.name for entries in self._layout for entry in entries}
             with safe_open(published, framework="pt") as file:
                 if set(file.keys()) != names:
-                    raise RefusedError(
-                        f"{published}: published weights are of another model", hint=ANOTHER_MODEL
-                    )
+                    why = f"{published}: published weights are of another model"
+                    raise RefusedError(why, hint=ANOTHER_MODEL)
                 packing = Packing(self._layout)
                 for name in names:
                     packing.put(name, file.get_tensor(name))

@@ -166,9 +166,8 @@ def pieces(tokens: Sequence[int], decode: Decode) -> list[str]:
 
 def _spans(segment: Segment, number: int, decode: Decode) -> Iterator[dict[str, Any]]:
     """The stretches of a segment that the model sampled, and those in between."""
-    for is_sampled, pairs in groupby(
-        zip(segment.mask_T.tolist(), segment.tokens_T.tolist(), strict=True), key=itemgetter(0)
-    ):
+    tokens = zip(segment.mask_T.tolist(), segment.tokens_T.tolist(), strict=True)
+    for is_sampled, pairs in groupby(tokens, key=itemgetter(0)):
         yield {
             "segment": number,
             "by": "model" if is_sampled else "environment",

@@ -159,9 +159,7 @@ class ShardedModel(ABC, Generic[Content]):
         batch.fill("column", self.numbers_N)
         values_F = batch.column("column").cpu().numpy()
         arrays = iter(np.split(values_F, np.cumsum(batch.counts_P)[:-1]))
-        return {
-            group: tuple(next(arrays) for _ in payload.trajectories) for group, payload in payloads.items()
-        }
+        return {group: tuple(next(arrays) for _ in one.trajectories) for group, one in payloads.items()}
 
     def score(self, groups: Sequence[GroupPayload], items: Sequence[Mapping[str, Any]]) -> list[Any]:
         """`column` as a list, one entry per group, for a scorer with processes of its own. `items`: of its
@@ -214,9 +212,7 @@ def sharded(
         for tensor in named.values():
             setattr(tensor, INITIALIZED, True)
         model.initialize_weights()  # computes tensors that no file has, such as rotary frequencies
-        missing = {
-            n: tensor for n, tensor in named.items() if not tensor.is_meta and id(tensor) not in others
-        }
+        missing = {n: t for n, t in named.items() if not t.is_meta and id(t) not in others}
         read = None if form.converts else rows_in_files(model, missing, Path(model_dir))
         read = read or rows_of_whole(model_dir, trusts=profile.model.trust_remote_code)
         for name, tensor in missing.items():

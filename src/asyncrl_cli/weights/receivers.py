@@ -250,9 +250,8 @@ class BaseFiles:
         adapters = dict(chain.from_iterable(unpack(bucket).items() for bucket in chain([first], arriving)))
         known = {name for weight in self._files for name in adapter_names(weight)}
         if foreign := sorted(adapters.keys() - known):
-            raise ValueError(
-                f"adapters arrived for weights that the base model does not have: {first_names(foreign)}"
-            )
+            what = "adapters arrived for weights that the base model does not have"
+            raise ValueError(f"{what}: {first_names(foreign)}")
         for name, path in self._files.items():
             # per tensor: pages that were read stay mapped while it is open
             with safe_open(path, framework="pt") as file:

@@ -79,15 +79,14 @@ def packed_attention(
     """query (1, H, Q, D), key and value (1, J, Q, D) -> (1, Q, H, D). Without a cache this is transformers'
     causal sdpa."""
     if cache is None:
-        kwargs = {name: kwargs[name] for name in ("dropout", "is_causal") if name in kwargs}
-        output: AttentionOutput = sdpa_attention_forward(
-            module, query, key, value, attention_mask, scaling=scaling, **kwargs
-        )
+        how = {name: kwargs[name] for name in ("dropout", "is_causal") if name in kwargs} | {
+            "scaling": scaling
+        }
+        output: AttentionOutput = sdpa_attention_forward(module, query, key, value, attention_mask, **how)
         return output
     allocator = cache.layer_to_allocator[module.layer_idx]
-    keys_CJD, values_CJD = (
-        pages.view(-1, *pages.shape[2:]) for pages in allocator.get_cache_for_block_table(module.layer_idx)
-    )
+    tables = allocator.get_cache_for_block_table(module.layer_idx)
+    keys_CJD, values_CJD = (pages.view(-1, *pages.shape[2:]) for pages in tables)
     written_Q = kwargs["write_index"][allocator.index]
     keys_CJD.index_copy_(0, written_Q, key[0].transpose(0, 1))
     values_CJD.index_copy_(0, written_Q, value[0].transpose(0, 1))
@@ -122,9 +121,8 @@ def own_paged_attention(
     own = own_attention(module)
     assert own is not None, "the engine refuses models without one"
     if cache is not None:
-        key, value = cache.update(
-            key_states=key, value_states=value, layer_idx=module.layer_idx, kwargs=kwargs
-        )
+        states = {"key_states": key, "value_states": value}
+        key, value = cache.update(**states, layer_idx=module.layer_idx, kwargs=kwargs)
     return own(module, query, key, value, attention_mask, **kwargs)
 
 

@@ -20,6 +20,5 @@ def cispo(batch: LossBatch, algorithm: AlgorithmSection) -> tuple[torch.Tensor, 
     """`correction/clipped_ratio`: share of tokens whose ratio was clipped."""
     ratio_N = torch.exp(batch.logp_theta_N.detach() - batch.logp_prox_N)
     clipped_N = ratio_N.clamp(1.0 - algorithm.clip_ratio_low, 1.0 + algorithm.clip_ratio_high)
-    return -clipped_N * batch.advantages_N * batch.logp_theta_N, {
-        "correction/clipped_ratio": mean_of(clipped_N != ratio_N)
-    }
+    metrics = {"correction/clipped_ratio": mean_of(clipped_N != ratio_N)}
+    return -clipped_N * batch.advantages_N * batch.logp_theta_N, metrics

@@ -28,6 +28,5 @@ def dppo(batch: LossBatch, algorithm: AlgorithmSection) -> tuple[torch.Tensor, d
     is_high_N = (advantages_N > 0) & (moved_N > algorithm.clip_ratio_high)
     is_low_N = (advantages_N < 0) & (-moved_N > algorithm.clip_ratio_low)
     is_out_N = is_high_N | is_low_N
-    return (-ratio_N * advantages_N).masked_fill(is_out_N, 0.0), {
-        "correction/clipped_ratio": mean_of(is_out_N)
-    }
+    metrics = {"correction/clipped_ratio": mean_of(is_out_N)}
+    return (-ratio_N * advantages_N).masked_fill(is_out_N, 0.0), metrics

@@ -27,9 +27,7 @@ def gspo(batch: LossBatch, algorithm: AlgorithmSection) -> tuple[torch.Tensor, d
     log_ratio_R = batch.row_means((theta_N - batch.logp_prox_N).detach())
     ratio_N = torch.exp(log_ratio_R[batch.rows_N] + theta_N - theta_N.detach())
     unclipped_N = ratio_N * batch.advantages_N
-    clipped_N = (
-        ratio_N.clamp(1.0 - algorithm.clip_ratio_low, 1.0 + algorithm.clip_ratio_high) * batch.advantages_N
-    )
-    return -torch.minimum(unclipped_N, clipped_N), {
-        "correction/clipped_ratio": mean_of(clipped_N < unclipped_N)
-    }
+    near_one_N = ratio_N.clamp(1.0 - algorithm.clip_ratio_low, 1.0 + algorithm.clip_ratio_high)
+    clipped_N = near_one_N * batch.advantages_N
+    metrics = {"correction/clipped_ratio": mean_of(clipped_N < unclipped_N)}
+    return -torch.minimum(unclipped_N, clipped_N), metrics
