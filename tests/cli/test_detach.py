@@ -5,17 +5,16 @@ from __future__ import annotations
 import json
 import os
 import pty
+import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from asyncrl_cli.base.errors import RefusedError
 from asyncrl_cli.checkpoint.run_directory import RunDirectory
+from asyncrl_cli.cli import runs
 from asyncrl_cli.cli.app import run
 from asyncrl_cli.cli.watch import _follow
-from asyncrl_cli.job.submit import detached as detaching
-from asyncrl_cli.job.submit.detached import Detached
 from asyncrl_cli.observe.terminal import key_presses
 from tests.statuses import write_status
 
@@ -27,11 +26,16 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     """The command lines that were to be detached."""
     commands: list[list[str]] = []
 
-    def stub(arguments: list[str], output: Path) -> Detached:
-        commands.append(list(arguments))
-        return Detached(pid=4711)
+    class Child:
+        pid = 4711
 
-    monkeypatch.setattr(detaching, "detach", stub)
+        def __init__(self, command: list[str], **options: object) -> None:
+            commands.append(command[3:])
+
+        def wait(self, timeout_s: float) -> int:
+            raise subprocess.TimeoutExpired("", timeout_s)
+
+    monkeypatch.setattr(runs, "Popen", Child)
     return commands
 
 
@@ -50,7 +54,7 @@ def test_a_detached_start_that_fails_is_told_with_its_exit_code_and_leaves_nothi
     tmp_path, capsys, monkeypatch
 ):
     """A real child: a source that does not exist is found only when the task is loaded."""
-    monkeypatch.setattr(detaching, "WATCHED_S", 240.0)
+    monkeypatch.setattr(runs, "WATCHED_S", 240.0)
     sets = ("--set", "task.source=jsonl:nothing.jsonl", "--runs-dir", str(tmp_path / "runs"))
     assert run([*BRIEF, *sets, "--detach"]) == 2
     assert "nothing.jsonl" in capsys.readouterr().err

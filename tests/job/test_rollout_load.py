@@ -20,9 +20,9 @@ import torch
 from asyncrl_cli.engines.port import Engine, PauseReport, Scores
 from asyncrl_cli.engines.transformers.transformers_engine import TransformersEngine
 from asyncrl_cli.envs.slots import Slots
-from asyncrl_cli.job import weight_arrival
+from asyncrl_cli.job import host_process
+from asyncrl_cli.job.host_process import GETS_AHEAD
 from asyncrl_cli.job.rollout_weights import Loader, Received
-from asyncrl_cli.job.weight_arrival import GETS_AHEAD
 from asyncrl_cli.measure.meters import RolloutMeter
 from asyncrl_cli.measure.states import State
 from asyncrl_cli.profile.schema import Interrupt, WeightsSection
@@ -208,9 +208,9 @@ def test_a_taker_that_stops_at_a_bucket_has_only_the_next_ones_fetched(monkeypat
             begun.append(len(begun))
             return super().submit(*args, **kwargs)
 
-    monkeypatch.setattr(weight_arrival, "ThreadPoolExecutor", Counting)
+    monkeypatch.setattr(host_process, "ThreadPoolExecutor", Counting)
     manifest, buckets = sent({name: torch.ones(4) for name in "abcdefgh"}, 3, 16)
-    arriving = weight_arrival.arriving(manifest, buckets)
+    arriving = host_process.arriving(manifest, buckets)
     taken = [next(arriving)]
     assert len(begun) == 1 + GETS_AHEAD < len(buckets) == 8
     taken += arriving

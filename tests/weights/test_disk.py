@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from asyncrl_cli.base.errors import AsyncrlError
 from asyncrl_cli.job.driver_crew import clear
-from asyncrl_cli.job.weight_arrival import arriving
+from asyncrl_cli.job.host_process import arriving
 from asyncrl_cli.weights.buckets import DamagedWeights, unpack
 from asyncrl_cli.weights.model_files import kept_versions
 from asyncrl_cli.weights.receivers import read_version

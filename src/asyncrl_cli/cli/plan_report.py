@@ -75,7 +75,11 @@ def print_plan(
         from asyncrl_cli.job.driver_preparation import check_chat
 
         check_chat(profile, directory)
-    memory = memory_fit.estimate_or_reason(profile, job, _device_memory_bytes(job, is_here, gpu_memory_gib))
+    memory_bytes = memory_fit.known_memory_bytes(job.device)
+    if job.device == "cuda" and not (is_here and gpu_memory_gib is None):
+        # that of GPUs elsewhere is unknown unless it is given
+        memory_bytes = None if gpu_memory_gib is None else int(gpu_memory_gib * GIB)
+    memory = memory_fit.estimate_or_reason(profile, job, memory_bytes)
     refusal, needs = None, list[memory_fit.DeviceNeed]()
     if isinstance(memory, MemoryEstimate):
         loaded = for_job(loaded, job, memory.shape)
@@ -203,16 +207,6 @@ class _Cluster:
                 f"there is no room now, {missing}: a run would wait for {whom}; this would fit at "
                 f"once: {fitting}"
             )
-
-
-def _device_memory_bytes(job: JobPlan, is_here: bool, gpu_memory_gib: float | None) -> int | None:
-    """Memory of a device: as given, otherwise this machine's. None if the plan is for GPUs of unknown size
-    elsewhere."""
-    if job.device == "cuda" and gpu_memory_gib is not None:
-        return int(gpu_memory_gib * GIB)
-    if job.device == "cuda" and not is_here:
-        return None
-    return memory_fit.known_memory_bytes(job.device)
 
 
 def _derived(loaded: Loaded) -> dict[str, tuple[Any, str]]:

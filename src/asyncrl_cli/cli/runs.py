@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
+from subprocess import DEVNULL, Popen, TimeoutExpired
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
@@ -23,7 +26,7 @@ from asyncrl_cli.cli.options import (
     UiOption,
     run_argument,
 )
-from asyncrl_cli.cli.submit import say_next, send, set_words
+from asyncrl_cli.cli.submit import WATCHED_S, say_next, send, set_words
 
 if TYPE_CHECKING:
     from asyncrl_cli.job.driver_run import Run
@@ -145,20 +148,28 @@ def _run_of(loaded: Loaded, runs_dir: Path, ui: str, address: str | None, *, is_
 def _detach(
     arguments: Sequence[str], name: str, runs_dir: Path, address: str | None, *, as_json: bool
 ) -> None:
-    """Start the command detached from this terminal. Exit with its code if it ends within the first
-    seconds."""
+    """Start the command in a session of its own, in which it outlives the terminal. Returns after `WATCHED_S`,
+    or at a Ctrl-C, which the command does not get; exits with the command's code if it has ended by then."""
+    from asyncrl_cli.base.storage import make_in, remove_if_empty
     from asyncrl_cli.checkpoint.lookup import detached_output
-    from asyncrl_cli.job.submit.detached import detach
 
     output = detached_output(runs_dir / name)
     where = ["--runs-dir", str(runs_dir), "--ui", "none", "--address", address or "local"]
-    started = detach([*arguments, *where], output)
-    if started.exit_code is not None:
-        say(started.output.rstrip())
-        raise typer.Exit(started.exit_code)
+    command = [sys.executable, "-m", "asyncrl_cli", *arguments, *where]
+    opened, made_runs_dir = make_in(output.parent, lambda: output.open("w+b"))
+    with opened as file:
+        child = Popen(command, stdin=DEVNULL, stdout=file, stderr=file, start_new_session=True)
+        with suppress(TimeoutExpired, KeyboardInterrupt):
+            exit_code = child.wait(WATCHED_S)
+            file.seek(0)
+            say(file.read().decode(errors="replace").rstrip())
+            output.unlink(missing_ok=True)
+            if made_runs_dir:
+                remove_if_empty(output.parent)
+            raise typer.Exit(exit_code)
     if as_json:
-        print_json({"run": name, "pid": started.pid, "directory": str((runs_dir / name).absolute())})
-    say(f"run '{name}' runs in the background (pid {started.pid}); if it does not start, {output} says why")
+        print_json({"run": name, "pid": child.pid, "directory": str((runs_dir / name).absolute())})
+    say(f"run '{name}' runs in the background (pid {child.pid}); if it does not start, {output} says why")
     say_next(name, where_runs_are(runs_dir))
 
 

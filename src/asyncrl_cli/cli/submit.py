@@ -12,7 +12,6 @@ import typer
 from asyncrl_cli.base.errors import AsyncrlError, ConfigError, Interrupted, RefusedError
 from asyncrl_cli.cli.console import load_profile, print_json, print_text, say, stdout, warn
 from asyncrl_cli.cli.options import RUNS_DIR, JsonOption, NameOption, ProfileOption, SetOption
-from asyncrl_cli.job.submit.detached import WATCHED_S
 
 if TYPE_CHECKING:
     from asyncrl_cli.job.submit.job_server import Job, JobServer
@@ -21,6 +20,9 @@ if TYPE_CHECKING:
 Take = Callable[["RunStatus | str"], None]
 """Takes a run's status, or a text that says why there is none yet."""
 Wait = Callable[[float], object]
+WATCHED_S = 5.0
+"""How long a command in the background is watched: anything missing there (an engine, a file, a module) is
+found by then."""
 EXAMPLES = """
   asyncrl submit --address http://head:8265 -p my.toml --runs-dir /shared/runs
   asyncrl submit --address http://head:8265 -p my.toml --wait
@@ -117,18 +119,16 @@ def say_next(run: str, where: str) -> None:
 
 def print_jobs(address: str, *, as_json: bool) -> None:
     """`asyncrl status --address URL`: the runs that were submitted there, the newest first."""
-    from asyncrl_cli.job.submit.job_server import RUN_KEY, RUNS_DIR_KEY, JobServer, state_of
+    from asyncrl_cli.job.submit.job_server import RUN_KEY, RUNS_DIR_KEY, JobServer
 
     jobs = JobServer(address).runs()
-    rows = [
-        {
-            "run": job.metadata[RUN_KEY],
-            "state": state_of(job),
-            "job": job.submission_id,
-            "runs_dir": job.metadata[RUNS_DIR_KEY],
-        }
-        for job in jobs
-    ]
+    rows = []
+    for job in jobs:
+        state = "done" if job.status == "SUCCEEDED" else str(job.status).lower()
+        if job.driver_exit_code == Interrupted.exit_code:  # Ray calls a driver that stopped its run "failed"
+            state = "stopped"
+        run, directory = job.metadata[RUN_KEY], job.metadata[RUNS_DIR_KEY]
+        rows.append({"run": run, "state": state, "job": job.submission_id, "runs_dir": directory})
     if as_json:
         print_json(rows)
     for row in () if as_json else rows:
@@ -174,14 +174,16 @@ def followed_there(address: str, run: str | None, runs_dir: Path) -> tuple[str, 
 def on_cluster(address: str, arguments: Sequence[str], runs_dir: Path) -> None:
     """Run a command for run `arguments[1]` on the cluster, where its files are. Print its output as it
     arrives and exit with its code. For a run that ended before it had files, print the output of its job."""
-    from asyncrl_cli.job.submit.job_server import TIMED_OUT, JobServer
+    from asyncrl_cli.job.submit.job_server import FAILED, RUN_KEY, TIMED_OUT, JobServer
 
     server = JobServer(address)
     run, place = server.find(arguments[1], runs_dir)
     code = server.call([*arguments, "--runs-dir", str(place)], print_text, columns=stdout().width)
     if code == TIMED_OUT:
         say("the time limit for following on the cluster was reached: call it again to continue")
-    if code == ConfigError.exit_code and (job := server.failed_job(run)):  # there is no run of that name
-        say(f"its job {job} said:")
-        server.follow(job, say, warn)
+    if code == ConfigError.exit_code:  # there is no run of that name
+        newest = next((job for job in server.runs() if job.metadata[RUN_KEY] == run), None)
+        if newest is not None and newest.status == FAILED:  # it may also have been stopped
+            say(f"its job {newest.submission_id} said:")
+            server.follow(newest.submission_id, say, warn)
     raise typer.Exit(code)

@@ -70,31 +70,19 @@ def status(
         return print_jobs(address, as_json=as_json)
     if address is not None and run is not None:
         return on_cluster(address, ["status", run, *(["--json"] if as_json else [])], runs_dir)
-    if run is None:
-        return _print_overview(runs_dir, as_json=as_json)
-    from asyncrl_cli.observe.run_status import read_status
-
-    found = read_status(run, runs_dir)
-    if as_json:
-        print_json(found.to_json())
-    else:
-        _print_in_depth(found)
-
-
-def _print_overview(runs_dir: Path, *, as_json: bool) -> None:
     from asyncrl_cli.observe.overview import overview, table_of
     from asyncrl_cli.observe.run_status import read_status
 
-    rows = overview(runs_dir)
+    if run is None:
+        rows = overview(runs_dir)
+        if as_json:
+            return print_json([asdict(row) for row in rows])
+        if len(rows) != 1:
+            return stdout().print(table_of(rows))
+        run = rows[0].name
+    found = read_status(run, runs_dir)
     if as_json:
-        print_json([asdict(row) for row in rows])
-    elif len(rows) == 1:
-        _print_in_depth(read_status(rows[0].name, runs_dir))
-    else:
-        stdout().print(table_of(rows))
-
-
-def _print_in_depth(found: RunStatus) -> None:
+        return print_json(found.to_json())
     from asyncrl_cli.observe.screen import print_status
 
     error = found.last_error if found.state in ("killed", "failed") else ""

@@ -20,16 +20,12 @@ from asyncrl_cli.checkpoint.reader import Checkpoint, sealed_checkpoints, step_o
 from asyncrl_cli.checkpoint.run_directory import RunDirectory
 from asyncrl_cli.checkpoint.writer import CheckpointStore
 from asyncrl_cli.engines.port import continues_kept
-from asyncrl_cli.envs.call_log import RepeatedCalls
-from asyncrl_cli.job.driver_process import StopRequests, leave, tell
+from asyncrl_cli.job.driver_process import StopRequests, leave
 from asyncrl_cli.job.driver_prompts import PromptFeed
 from asyncrl_cli.loop.pipeline import Pipeline
 from asyncrl_cli.loop.run_state import ResumeFrom, World
-from asyncrl_cli.observe.live_status import facts_of
 from asyncrl_cli.observe.observers import Observers
 from asyncrl_cli.observe.recorded import Recorded
-from asyncrl_cli.observe.screen import make_ui
-from asyncrl_cli.observe.sinks import EventsFile, MetricsFile, Sink, StatusFile, TimelineFile, make_sinks
 from asyncrl_cli.profile.arithmetic import LoopSettings
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.tasks.task import Task
@@ -91,21 +87,6 @@ def make_pipeline(
     return pipeline
 
 
-def make_observers(profile: Profile, directory: RunDirectory, ui: str) -> Observers:
-    """The run's files, the sinks of `[logging]`, and the screen if it is wanted."""
-    sinks: list[Sink] = [
-        MetricsFile(directory.metrics),
-        EventsFile(directory.events),
-        TimelineFile(directory.timeline),
-        StatusFile(directory.status),
-    ]
-    sinks += make_sinks(profile, directory.path)
-    if (screen := make_ui(ui)) is not None:
-        sinks.append(screen)
-    facts = facts_of(profile, directory.path, directory.attempts)
-    return Observers(facts, sinks, further=RepeatedCalls(directory.logs))
-
-
 async def run_to_the_end(
     pipeline: Pipeline,
     trainer: RayTrainer,
@@ -134,11 +115,8 @@ async def run_to_the_end(
         if not running.done():  # the observers are closed next
             observers.warning(f"stopping after this train step; {requests.again} ends the run at once")
 
-    def leave_at_once() -> None:
-        tell("ended at once: finished checkpoints are kept; the reaper ends this run's processes")
-        leave()
-
-    requests.mean(partial(in_loop, stop), partial(in_loop, running.cancel), leave_at_once)
+    why = "ended at once: finished checkpoints are kept; the reaper ends this run's processes"
+    requests.mean(partial(in_loop, stop), partial(in_loop, running.cancel), partial(leave, why=why))
     error: AsyncrlError | None = None
     try:
         await running

@@ -139,8 +139,7 @@ def findings(here: NodeFacts, there: Sequence[NodeFacts], wanted: Wanted) -> Ite
             problems = [
                 *_versions(here, facts),
                 *_files(facts, wanted),
-                *_network(facts, is_apart=is_apart),
-                *_clock_and_memory(facts),
+                *_network_clock_and_memory(facts, is_apart=is_apart),
             ]
         if not problems:
             versions = ", ".join(f"{name} {version}" for name, version in facts.versions.items())
@@ -182,7 +181,7 @@ def _files(there: NodeFacts, wanted: Wanted) -> Iterator[Problem]:
         yield f"{key}: {wanted.downloads[key]} cannot be downloaded there: {why}", False, error.hint
 
 
-def _network(there: NodeFacts, *, is_apart: bool) -> Iterator[Problem]:
+def _network_clock_and_memory(there: NodeFacts, *, is_apart: bool) -> Iterator[Problem]:
     if there.unreached:
         hint = "open all ports between the nodes: Ray's workers, gloo and NCCL take any that is free"
         yield f"it cannot reach {there.unreached}", False, hint
@@ -200,8 +199,6 @@ def _network(there: NodeFacts, *, is_apart: bool) -> Iterator[Problem]:
         )
         yield found, False, f"GLOO_SOCKET_IFNAME={known} in the environment of its `ray start`"
 
-
-def _clock_and_memory(there: NodeFacts) -> Iterator[Problem]:
     if abs(there.ahead_s) > MOST_SKEW_S:
         direction = "ahead of" if there.ahead_s > 0 else "behind"
         found = f"its clock is {abs(there.ahead_s):.0f} s {direction} the driver's"

@@ -120,7 +120,19 @@ def check_surroundings(profile: Profile, address: str | None) -> None:
     if not profile.task.agent:
         check_environment(environment_of(profile.task))
     if environment_of(profile.task) != "one-turn" or profile.task.has_agent:
-        check_keys_of_several_turns(profile)
+        # an episode may have several responses
+        if (reward_model := profile.reward_model.path) is not None:
+            raise ConfigError(
+                f"reward_model.path = {reward_model}: it judges one response per prompt, but an episode of "
+                "this task may have several",
+                hint="leave it out: the environment's or the agent's own reward may ask a model",
+            )
+        if (buffer := profile.algorithm.overlong_buffer_tokens) is not None:
+            raise ConfigError(
+                f"algorithm.overlong_buffer_tokens = {buffer} punishes a response that comes near "
+                "rollout.max_response_tokens, but an episode of this task may have several responses",
+                hint="leave it out; algorithm.mask_truncated leaves out episodes that a limit has cut",
+            )
     if address is None:
         compile_job(profile, local_cluster())
     else:
@@ -130,24 +142,6 @@ def check_surroundings(profile: Profile, address: str | None) -> None:
     model_here(profile)
 
 
-def check_keys_of_several_turns(profile: Profile) -> None:
-    """For a task whose episodes may have several responses: ConfigError if long responses are punished or a
-    reward model is used."""
-    buffer, reward_model = profile.algorithm.overlong_buffer_tokens, profile.reward_model.path
-    if reward_model is not None:
-        raise ConfigError(
-            f"reward_model.path = {reward_model}: it judges one response per prompt, but an episode of this "
-            "task may have several",
-            hint="leave it out: the environment's or the agent's own reward may ask a model",
-        )
-    if buffer is not None:
-        raise ConfigError(
-            f"algorithm.overlong_buffer_tokens = {buffer} punishes a response that comes near "
-            "rollout.max_response_tokens, but an episode of this task may have several responses",
-            hint="leave it out; algorithm.mask_truncated leaves out episodes that a limit has cut",
-        )
-
-
 def check_prompts(profile: Profile, task: Task, model_dir: Path | None) -> None:
     """Check the prompts' lengths in tokens and, if `model_dir` is known, the model, its tokenizer and the
     adapters. Without a directory only the built-in model's tokens can be counted: its characters. Opening it
@@ -155,15 +149,16 @@ def check_prompts(profile: Profile, task: Task, model_dir: Path | None) -> None:
     if is_builtin(profile):
         if profile.model.path != UNTAUGHT:
             demonstrations_of(task)
-        is_chat = task.words is not None or profile.model.path == UNTAUGHT
-
-        def num_characters(item: Item) -> int:
-            """Each character is a token, and so are the role of each message and that of the answer."""
-            messages = messages_of(item["prompt"])
-            roles = len(messages) + 1 if is_chat else 0
-            return sum(len(message["content"]) for message in messages) + roles
-
-        check_prompt_lengths(profile, task, lambda items: list(map(num_characters, items)))
+        # each character is a token, and in a chat so are the role of each message and that of the answer
+        role = int(task.words is not None or profile.model.path == UNTAUGHT)
+        check_prompt_lengths(
+            profile,
+            task,
+            lambda items: [
+                role + sum(role + len(message["content"]) for message in messages_of(item["prompt"]))
+                for item in items
+            ],
+        )
     elif model_dir is not None:
         tokenizer = checked_tokenizer(profile, model_dir)
         check_prompt_lengths(profile, task, partial(tokens, tokenizer))

@@ -15,8 +15,6 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
-import psutil
-
 from asyncrl_cli.base.storage import remove_unfinished
 from asyncrl_cli.job.host_process import LOG_FORMAT
 from asyncrl_cli.job.ray.reaper_handle import say_goodbye
@@ -31,7 +29,6 @@ SIGNALS = (signal.SIGINT, *NOTICES)
 INTERRUPTED = 130
 END_S = 30.0
 """Time that a stopping run has beyond `run.stop_grace_s`, for Ray and the workers to end."""
-LEAVE_WITHIN_S = 3.0
 _LOOK_EVERY_S = 0.5
 _SHOW_CURSOR = b"\x1b[?25h"
 
@@ -106,7 +103,9 @@ class StopRequests:
         self._is_stopping = True
         self.again = "another Ctrl-C" if number == signal.SIGINT else "a second request"
         if self._limit is None and self._limit_s < math.inf:
-            self._limit = threading.Timer(self._limit_s, self._give_up)
+            why = f"{self._limit_s:g} s after the stop request the run is ended at once"
+            ending = {"why": f"{why}; finished checkpoints are kept"}
+            self._limit = threading.Timer(self._limit_s, leave, kwargs=ending)
             self._limit.daemon = True
             self._limit.start()
         action = self._actions.pop(0) if len(self._actions) > 1 else self._actions[0]
@@ -123,13 +122,6 @@ class StopRequests:
             self._limit_s = math.inf
             if self._limit is not None:
                 self._limit.cancel()
-
-    def _give_up(self) -> NoReturn:
-        tell(
-            f"{self._limit_s:g} s after the stop request the run is ended at once; finished checkpoints are "
-            "kept"
-        )
-        leave()
 
     def take_signals(self) -> dict[signal.Signals, Callable[[int, FrameType | None], object] | int | None]:
         """Make the signals stop requests, and return their previous handlers. A second call changes nothing
@@ -199,28 +191,14 @@ def tell(text: str) -> None:
         os.write(2, f"{text}\n".encode())
 
 
-def end_descendants() -> None:
-    """Kill our descendants, so that nothing writes to what we are about to remove. The reaper is spared: it
-    cleans up after us."""
-    for process in psutil.Process().children(recursive=True):
-        with suppress(psutil.Error):
-            if not any(word.endswith("reaper.py") for word in process.cmdline()):
-                process.kill()
-
-
-def leave(exit_code: int = INTERRUPTED) -> NoReturn:
-    """End this process now. Python would wait for threads that cannot be interrupted: an import, a download,
-    a stuck terminal."""
+def leave(exit_code: int = INTERRUPTED, why: str = "") -> NoReturn:
+    """End this process now, and write `why` to stderr. Python would wait for threads that cannot be
+    interrupted: an import, a download, a stuck terminal."""
+    if why:
+        tell(why)
     remove_unfinished()
     say_goodbye()
     with suppress(OSError):
         if os.isatty(2):
             os.write(2, _SHOW_CURSOR)
     os._exit(exit_code)
-
-
-def leave_soon() -> None:
-    """Leave after `LEAVE_WITHIN_S`, even if the main thread is stuck."""
-    timer = threading.Timer(LEAVE_WITHIN_S, leave)
-    timer.daemon = True
-    timer.start()

@@ -96,7 +96,17 @@ class PromptFeed:
                 f"{state['fingerprint'][:8]}, now {len(self._items)} with {self._fingerprint[:8]}",
                 hint=SAME_DATA,
             )
-        self._compare_evals(state.get("evals"))
+        before = state.get("evals")
+        if before is not None:  # older checkpoints have no fingerprints of evals
+            if not isinstance(before, Mapping):
+                raise _damaged(f"evals is {before!r:.80}")
+            changed = [
+                name for name in {**before, **self._evals} if before.get(name) != self._evals.get(name)
+            ]
+            if changed:
+                names = ", ".join(f"eval.sets.{name:.80}" if name else "the eval prompts" for name in changed)
+                what = f"the checkpoint was made with other items for evals: {names} changed"
+                raise RefusedError(what, hint=SAME_EVALS)
         if state["seed"] != self._seed:
             raise RefusedError(
                 f"the checkpoint's prompts were shuffled with seed {state['seed']}, now {self._seed}",
@@ -106,17 +116,6 @@ class PromptFeed:
         if epoch < 0 or not 0 <= cursor <= len(self._items):
             raise _damaged(f"epoch {epoch}, cursor {cursor} of {len(self._items)} items")
         self._enter(epoch=epoch, cursor=cursor)
-
-    def _compare_evals(self, before: object) -> None:
-        if before is None:  # older checkpoints have no fingerprints of evals
-            return
-        if not isinstance(before, Mapping):
-            raise _damaged(f"evals is {before!r:.80}")
-        changed = [name for name in {**before, **self._evals} if before.get(name) != self._evals.get(name)]
-        if changed:
-            names = ", ".join(f"eval.sets.{name:.80}" if name else "the eval prompts" for name in changed)
-            what = f"the checkpoint was made with other items for evals: {names} changed"
-            raise RefusedError(what, hint=SAME_EVALS)
 
     def _enter(self, *, epoch: int, cursor: int) -> None:
         # Sorting by Random.random() and not Random.shuffle: only random() is promised to stay the same in

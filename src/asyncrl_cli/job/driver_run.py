@@ -11,37 +11,35 @@ from __future__ import annotations
 
 import asyncio
 import sys
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+import psutil
+
 from asyncrl_cli.base.errors import AsyncrlError, ExecutorFailed, Interrupted
 from asyncrl_cli.checkpoint.lookup import detached_output, refuse_ended, resolve
 from asyncrl_cli.checkpoint.reader import Checkpoint, load_checkpoint
 from asyncrl_cli.checkpoint.run_directory import RunDirectory, fresh_name
-from asyncrl_cli.job.driver_loop import RunResult, make_observers, make_pipeline, run_to_the_end
+from asyncrl_cli.envs.call_log import RepeatedCalls
+from asyncrl_cli.job.driver_loop import RunResult, make_pipeline, run_to_the_end
 from asyncrl_cli.job.driver_preparation import prepare
-from asyncrl_cli.job.driver_process import (
-    END_S,
-    StopRequests,
-    end_descendants,
-    leave,
-    leave_soon,
-    logged_to,
-    tell,
-)
+from asyncrl_cli.job.driver_process import END_S, StopRequests, leave, logged_to, tell
 from asyncrl_cli.job.driver_prompts import check_resumable, refuse_other_prompts
 from asyncrl_cli.job.ray.session import ray_session
 from asyncrl_cli.models.shape import ShapeUnknown, shape_of_directory
 from asyncrl_cli.observe.live_status import facts_of
+from asyncrl_cli.observe.observers import Observers
+from asyncrl_cli.observe.screen import make_ui
+from asyncrl_cli.observe.sinks import EventsFile, MetricsFile, Sink, StatusFile, TimelineFile, make_sinks
 from asyncrl_cli.observe.startup import ProgressLine, StartStatus
 from asyncrl_cli.observe.terminal import neutral
 from asyncrl_cli.plan.cluster import local_cluster
 from asyncrl_cli.plan.compiler import device_of
 from asyncrl_cli.plan.defaults import DTYPE, for_device, for_job
-from asyncrl_cli.plan.job_plan import JobPlan
 from asyncrl_cli.profile.arithmetic import train_steps_of
 from asyncrl_cli.profile.loaded import DEFAULT, Loaded, read_document, to_document, to_toml
 from asyncrl_cli.profile.resumption import changed
@@ -53,6 +51,7 @@ from asyncrl_cli.weights.model_files import keep_model_files
 if TYPE_CHECKING:
     from asyncrl_cli.job.driver_crew import Crew  # it needs Ray
 
+LEAVE_WITHIN_S = 3.0
 PROBE_ITEMS = 64
 """How many prompts give the probes their text: enough for prompts of a few tokens each."""
 NEVER_BEGAN = "interrupted while the run was starting: no step was trained"
@@ -142,7 +141,11 @@ class Run:
                 if not self._is_ended:
                     raise
                 task.uncancel()
-                raise _failure_before(cancelled) or Interrupted(NEVER_BEGAN) from None
+                # the real reason may be a failure that was being cleaned up when the cancellation came
+                earlier: BaseException | None = cancelled
+                while earlier is not None and not isinstance(earlier, AsyncrlError):
+                    earlier = earlier.__context__
+                raise earlier or Interrupted(NEVER_BEGAN) from None
 
     async def _start_and_run(self) -> RunResult:
         async with AsyncExitStack() as stack:
@@ -160,7 +163,29 @@ class Run:
             with ProgressLine(self.ui, listen=self._start) as say:
                 task, crew = await self._start_everything(stack, directory, attempt_dir, say, warnings)
             self._start = None
-            return await self._to_the_end(directory, task, crew, warnings)
+
+            # the run's files, the sinks of [logging], and the screen if it is wanted
+            files = directory.metrics, directory.events, directory.timeline, directory.status
+            kinds = MetricsFile, EventsFile, TimelineFile, StatusFile
+            sinks: list[Sink] = [make(path) for make, path in zip(kinds, files, strict=True)]
+            sinks += make_sinks(self.profile, directory.path)
+            if (screen := make_ui(self.ui)) is not None:
+                sinks.append(screen)
+            facts = facts_of(self.profile, directory.path, directory.attempts)
+            observers = Observers(facts, sinks, further=RepeatedCalls(directory.logs))
+            try:
+                pipeline = make_pipeline(self.profile, directory, task, crew, observers, self.checkpoint)
+            except BaseException as failure:
+                observers.close("failed", str(failure))
+                raise
+            warnings.show_by(observers.warning)
+            self._unbegun = None
+            detached_output(directory.path).unlink(missing_ok=True)
+            directory.keep_profile(*self._documents())  # the next checkpoints have it
+            result = await run_to_the_end(pipeline, crew.trainer, directory, observers, self.requests)
+            if self.ui != "none":
+                tell("shutting down")  # Ray and the workers take seconds to end
+            return result
 
     async def _start_everything(
         self,
@@ -183,7 +208,10 @@ class Run:
             warnings(text)
         # only now are the device (of a cluster) and the plan known, from which these defaults follow
         self.resolve_for(plan.device)
-        self._set_limits(plan, model_dir)
+        with suppress(ShapeUnknown):  # then the default time limits stay as they are
+            loaded = Loaded(profile=self.profile, origins=self.origins)
+            resolved = for_job(loaded, plan, shape_of_directory(model_dir))
+            self.profile, self.origins = resolved.profile, resolved.origins
         keep_model_files(model_dir, directory.path)
         for record, code in task.user_code.items():
             keep_record(directory.path, record, code)
@@ -210,24 +238,6 @@ class Run:
         )
         return task, await stack.enter_async_context(started_crew(order))
 
-    async def _to_the_end(
-        self, directory: RunDirectory, task: Task, crew: Crew, warnings: Warnings
-    ) -> RunResult:
-        observers = make_observers(self.profile, directory, self.ui)
-        try:
-            pipeline = make_pipeline(self.profile, directory, task, crew, observers, self.checkpoint)
-        except BaseException as failure:
-            observers.close("failed", str(failure))
-            raise
-        warnings.show_by(observers.warning)
-        self._unbegun = None
-        detached_output(directory.path).unlink(missing_ok=True)
-        directory.keep_profile(*self._documents())  # the next checkpoints have it
-        result = await run_to_the_end(pipeline, crew.trainer, directory, observers, self.requests)
-        if self.ui != "none":
-            tell("shutting down")  # Ray and the workers take seconds to end
-        return result
-
     def resolve_for(self, device: str) -> None:
         """Fill in the default of `model.dtype`. A resumed run keeps the dtype that it began with, also on
         another device."""
@@ -235,14 +245,6 @@ class Run:
             resolved = for_device(Loaded(profile=self.profile, origins=self.origins), device)
             self.profile, self.origins = resolved.profile, resolved.origins
         assert self.checkpoint is not None or self.origins.get(DTYPE) != DEFAULT
-
-    def _set_limits(self, plan: JobPlan, model_dir: Path) -> None:
-        """Fill in the defaults of time limits. Those of a model of unknown sizes stay as they are."""
-        with suppress(ShapeUnknown):
-            resolved = for_job(
-                Loaded(profile=self.profile, origins=self.origins), plan, shape_of_directory(model_dir)
-            )
-            self.profile, self.origins = resolved.profile, resolved.origins
 
     def _directory(self) -> RunDirectory:
         """The run's directory, locked: a new one, or the existing one of a resumed run."""
@@ -261,8 +263,14 @@ class Run:
         """The second stop request during the start: wait for nothing. The run directory is removed, as after
         the first request."""
         tell("ended at once: no step was trained")
-        leave_soon()  # even if the clean-up below hangs
-        end_descendants()
+        timer = threading.Timer(LEAVE_WITHIN_S, leave)  # even if the clean-up below hangs
+        timer.daemon = True
+        timer.start()
+        # Nothing may write to what is removed next. The reaper is spared: it cleans up after us.
+        for process in psutil.Process().children(recursive=True):
+            with suppress(psutil.Error):
+                if not any(word.endswith("reaper.py") for word in process.cmdline()):
+                    process.kill()
         self._remove_unbegun(None, None, None)
         leave()
 
@@ -278,11 +286,3 @@ class Run:
         logs = self._unbegun.remove(keep_logs=isinstance(error, ExecutorFailed))
         if logs is not None and isinstance(error, ExecutorFailed):
             error.hint = error.hint or f"the logs of this start are in {logs}"
-
-
-def _failure_before(cancelled: BaseException) -> AsyncrlError | None:
-    """The failure that was being cleaned up when the cancellation came: the real reason why the run ended."""
-    earlier: BaseException | None = cancelled
-    while earlier is not None and not isinstance(earlier, AsyncrlError):
-        earlier = earlier.__context__
-    return earlier

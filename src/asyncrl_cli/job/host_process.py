@@ -1,5 +1,8 @@
-"""Set-up of a process that hosts a rank or a rollout worker: compute threads, memory, log file. Runs in
-rank_host.py's and rollout_host.py's processes."""
+"""What the processes of rank_host.py and of rollout_host.py have in common: their set-up (compute threads,
+memory, log file), and the receivers' end of `weights.transport`: buckets that arrive from rank 0
+(rank_sending.py), by their refs, in rollout workers and in the processes of the scorer `prox`.
+
+The driver imports this module, too: it imports neither Ray nor torch."""
 
 from __future__ import annotations
 
@@ -8,9 +11,21 @@ import gc
 import logging
 import os
 import sys
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from itertools import islice
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from asyncrl_cli.profile.schema import ProcessPlace, Profile
+from asyncrl_cli.weights.versions import Manifest
+
+if TYPE_CHECKING:
+    from asyncrl_cli.weights.buckets import Bucket
+
+    Whole = Callable[[Iterator[Bucket]], Iterator[Bucket]]
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 """mallopt(3)."""
@@ -18,6 +33,11 @@ MMAP_THRESHOLD_BYTES = 32 * 2**20
 """The largest value that glibc accepts. Larger blocks still come from the kernel and go back at once."""
 KEPT_BYTES = 2**30
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+Refs = Sequence[Any]
+"""Of a version's buckets, in order, as its sender made them: Ray's ObjectRefs, files, or (`nccl`, `ipc`)
+layouts."""
+GETS_AHEAD = 2
+"""How many buckets may be in transfer or wait in memory while an earlier one is verified and copied."""
 
 
 def set_up_process(*, threads: int, log_path: Path | None) -> None:
@@ -30,7 +50,12 @@ def set_up_process(*, threads: int, log_path: Path | None) -> None:
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     keep_freed_memory()
-    _yield_to_computing()
+    if sys.platform == "linux":
+        # Threads of this process that wake up (for a message or a poll) do not preempt running ones. A busy
+        # run has as many computing threads as cores, and hundreds of wake-ups per second; each would take a
+        # core from a forward pass, and its caches. A process alone on its cores is not slowed down.
+        with suppress(OSError):  # the system refuses: nothing changes
+            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     if log_path is None:
         return
     # All output of the process, also from native code and during a crash, goes to one file.
@@ -72,14 +97,41 @@ def no_collection_while_starting() -> Iterator[None]:
         gc.freeze()
 
 
-def _yield_to_computing() -> None:
-    """On Linux: threads of this process that wake up (for a message or a poll) do not preempt running
-    threads.
+def arriving(manifest: Manifest, refs: Refs) -> Iterator[Bucket]:
+    """The buckets in the order in which they were sent, each verified. Blocks, so call it in a thread.
+    Buckets from the object store are memory-mapped, not copied.
 
-    A busy run has as many computing threads as cores, and hundreds of wake-ups per second; each would take a
-    core from a forward pass, and its caches. A process alone on its cores is not slowed down. If the system
-    refuses the setting, nothing changes.
+    Raises DamagedWeights: at a damaged bucket, or at the end if some are missing.
     """
-    if sys.platform == "linux":
-        with suppress(OSError):
-            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+    from asyncrl_cli.weights.receivers import verified
+
+    with ThreadPoolExecutor(GETS_AHEAD, thread_name_prefix="get") as gets:
+        yield from verified(_in_order(gets, refs), manifest)
+
+
+def _in_order(gets: ThreadPoolExecutor, refs: Refs) -> Iterator[Bucket]:
+    """The next fetch begins when a bucket is taken, so that a slow consumer has at most GETS_AHEAD buckets
+    waiting."""
+
+    import ray
+
+    def get(ref: Any) -> Bucket:
+        bucket: Bucket = ray.get(ref) if isinstance(ref, ray.ObjectRef) else ref.read()
+        return bucket
+
+    submits = (gets.submit(get, ref) for ref in refs)
+    ahead = deque(islice(submits, GETS_AHEAD))
+    while ahead:
+        ahead[0].result()
+        ahead.extend(islice(submits, 1))
+        yield ahead.popleft().result()
+
+
+def merging(profile: Profile, place: ProcessPlace) -> Whole:
+    """How a receiver converts the buckets that arrive: with `lora.sync = "adapter"` it makes whole weights of
+    them."""
+    if profile.lora.sync == "merged":
+        return iter
+    from asyncrl_cli.weights.receivers import BaseFiles
+
+    return BaseFiles(profile, Path(place.model_dir)).whole

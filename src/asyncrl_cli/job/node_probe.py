@@ -24,19 +24,31 @@ class Probe:
     ) -> dict[str, Any]:
         """Fields of `preflight.NodeFacts`. `token`: name and content of a file in `directory`. `models`:
         directories by keys."""
-        shared_memory = "/dev/shm"
+        shared_memory, own_address, directory_error = "/dev/shm", "", ""
+        path = os.path.join(directory, token)
+        try:  # is it the directory that `token` was written to, and can be written to?
+            with open(path, encoding="ascii") as file:
+                content = file.read()
+            with open(f"{path}.{socket.gethostname()}.{os.getpid()}", "x", encoding="ascii") as file:
+                file.write(content)
+            if content != token:
+                directory_error = "it is another directory there"
+        except OSError as error:
+            directory_error = f"{error.strerror}: {error.filename}"
+        with suppress(OSError):
+            own_address = socket.gethostbyname(socket.gethostname())
         return {
             "python": platform.python_version(),
             "versions": {name: self._version(name) for name in packages},
             "shared_memory_bytes": shutil.disk_usage(shared_memory).free
             if os.path.isdir(shared_memory)
             else 0,
-            "directory_error": self._directory_error(directory, token),
+            "directory_error": directory_error,
             "missing_models": tuple(
                 key for key, path in models.items() if not os.path.isfile(os.path.join(path, "config.json"))
             ),
             "interfaces": tuple(name for _, name in socket.if_nameindex()),
-            "own_address": self._own_address(),
+            "own_address": own_address,
             "variables": {name: os.environ[name] for name in SOCKET_VARIABLES if name in os.environ},
         }
 
@@ -72,24 +84,3 @@ class Probe:
                     else metadata.version(name)
                 )
         return ""
-
-    @staticmethod
-    def _directory_error(directory: str, token: str) -> str:
-        """Why the directory is not the one that `token` was written to, or cannot be written to; "" if all is
-        well."""
-        path = os.path.join(directory, token)
-        try:
-            with open(path, encoding="ascii") as file:
-                content = file.read()
-            with open(f"{path}.{socket.gethostname()}.{os.getpid()}", "x", encoding="ascii") as file:
-                file.write(content)
-        except OSError as error:
-            return f"{error.strerror}: {error.filename}"
-        return "" if content == token else "it is another directory there"
-
-    @staticmethod
-    def _own_address() -> str:
-        try:
-            return socket.gethostbyname(socket.gethostname())
-        except OSError:
-            return ""

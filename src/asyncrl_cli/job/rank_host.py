@@ -41,9 +41,8 @@ from asyncrl_cli.base.storage import telling_storage
 from asyncrl_cli.contracts.item import Item
 from asyncrl_cli.contracts.trajectories import GroupPayload, joined, overlaid
 from asyncrl_cli.engines.port import kind_of
-from asyncrl_cli.job.host_process import no_collection_while_starting, set_up_process
+from asyncrl_cli.job.host_process import Refs, arriving, merging, no_collection_while_starting, set_up_process
 from asyncrl_cli.job.rank_sending import ObjectStoreSender, Sending
-from asyncrl_cli.job.weight_arrival import Refs, arriving, merging
 from asyncrl_cli.measure.meters import CallMeter
 from asyncrl_cli.measure.states import ExecutorReport, State
 from asyncrl_cli.plan.cluster import LOOPBACK
@@ -164,6 +163,7 @@ class RankHost:
     def _make_trainer(self, init_method: str) -> None:
         from asyncrl_cli.envs.chat import render_prompts
         from asyncrl_cli.train.policy_trainer import PolicyTrainer
+        from asyncrl_cli.weights.senders import DiskSender, HeldVersions
 
         self.trainer = PolicyTrainer(
             self._profile,
@@ -174,24 +174,17 @@ class RankHost:
             probe_text=list(chain.from_iterable(render_prompts(self.tokenizer, self._probe_items))),
         )
         self._end_ranks = self.trainer.close
-        self._sending = Sending(self._make_sender(), overlap=self._profile.weights.overlap)
-
-    def _make_sender(self) -> Sender:
         weights = self._profile.weights
         if self._rank > 0 or weights.transport == "object-store":
-            return ObjectStoreSender()  # type: ignore[abstract]
-        if weights.transport == "disk":
-            from asyncrl_cli.weights.senders import DiskSender
-
-            return DiskSender(self._run_dir / WEIGHTS_DIR, Path(self._place.model_dir))
-        from asyncrl_cli.weights.senders import HeldVersions
-
-        # with `nccl` and `ipc` the buckets stay here until a worker asks for them (`direct`)
-        held = HeldVersions()
-        make_end = kind_of(self._profile).rank_zero_end
-        assert make_end is not None, "the profile's checks let only engines with these transports pass"
-        self._direct_end = make_end(weights, held, self.trainer.ranks.device)
-        return held
+            sender: Sender = ObjectStoreSender()  # type: ignore[abstract]
+        elif weights.transport == "disk":
+            sender = DiskSender(self._run_dir / WEIGHTS_DIR, Path(self._place.model_dir))
+        else:  # with `nccl` and `ipc` the buckets stay here until a worker asks for them (`direct`)
+            sender = held = HeldVersions()
+            make_end = kind_of(self._profile).rank_zero_end
+            assert make_end is not None, "the profile's checks let only engines with these transports pass"
+            self._direct_end = make_end(weights, held, self.trainer.ranks.device)
+        self._sending = Sending(sender, overlap=weights.overlap)
 
     def _make_scorer(self, init_method: str) -> None:
         role, profile, place = self._role, self._profile, self._place

@@ -1,5 +1,5 @@
 """Rank 0's end of `weights.transport`: it sends a version's buckets, and workers fetch them by their refs
-(weight_arrival.py). Runs in the trainer's first process (rank_host.py).
+(host_process.py). Runs in the trainer's first process (rank_host.py).
 
     overlap     gather | bucket 0 | bucket 1 | bucket 2 | probes |
                                   | send 0   | send 1   | send 2 |  (a thread)   publish: waits for the rest

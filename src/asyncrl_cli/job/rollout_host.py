@@ -41,9 +41,8 @@ from asyncrl_cli.envs import find_environment
 from asyncrl_cli.envs.call_log import SUFFIX, CallLog
 from asyncrl_cli.envs.slots import Slots
 from asyncrl_cli.envs.tool_environment import ToolEnvironment
-from asyncrl_cli.job.host_process import no_collection_while_starting, set_up_process
+from asyncrl_cli.job.host_process import Refs, merging, no_collection_while_starting, set_up_process
 from asyncrl_cli.job.rollout_weights import Loader, RayRankZero
-from asyncrl_cli.job.weight_arrival import Refs, merging
 from asyncrl_cli.measure.meters import LongPoll, MeteredRewards, RolloutMeter
 from asyncrl_cli.profile.schema import Interrupt, ProcessPlace, Profile
 from asyncrl_cli.sandbox.parent_processes import ProcessEnded, Processes, environment_processes
@@ -103,7 +102,17 @@ class RolloutHost:
             self._desk = PartDesk(self._play, self._changes)
             self._meter = RolloutMeter(self._name, profile.rollout.slots, time.monotonic, self._changes.note)
             self._engine = make_engine(profile, place, self._meter.running)
-            self._pool = self._make_pool()
+            # the processes that compute rewards, or that play agents
+            task, timeout_s, block_s, kind = profile.task, profile.task.reward_timeout_s, None, "reward"
+            if task.has_agent:
+                timeout_s, block_s, kind = profile.env.episode_timeout_s, profile.env.tool_timeout_s, "agent"
+            self._pool = RewardPool(
+                self._reward,
+                timeout_s=timeout_s,
+                block_s=block_s,
+                workers=task.reward_workers or default_workers(),
+                log_path=self._log_path.with_name(f"{self._name.replace('rollout', kind)}.log"),
+            )
             rewards_name = self._name.replace("rollout", "reward")
             self._rewards = MeteredRewards(rewards_name, self._pool.score, time.monotonic)
             # an environment that rewards its own episodes leaves the pool without work
@@ -118,18 +127,6 @@ class RolloutHost:
             self._runner = await self._make_runner()
         logger.info("%s started: %s", self._name, place)
         return ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address()
-
-    def _make_pool(self) -> RewardPool:
-        """The processes that compute rewards, or that play agents."""
-        task, env = self._profile.task, self._profile.env
-        workers = task.reward_workers or default_workers()
-        timeout_s, block_s, name = task.reward_timeout_s, None, "reward"
-        if task.has_agent:
-            timeout_s, block_s, name = env.episode_timeout_s, env.tool_timeout_s, "agent"
-        log_path = self._log_path.with_name(f"{self._name.replace('rollout', name)}.log")
-        return RewardPool(
-            self._reward, timeout_s=timeout_s, block_s=block_s, workers=workers, log_path=log_path
-        )
 
     async def _start_environments(self) -> None:
         if self._tool_class is not None:

@@ -16,8 +16,8 @@ from ray.actor import ActorHandle
 from asyncrl_cli.contracts.weight_version import LoadReport
 from asyncrl_cli.engines.port import Engine
 from asyncrl_cli.envs.slots import Slots
+from asyncrl_cli.job.host_process import Refs, arriving
 from asyncrl_cli.job.ray.calls import Limit, answer
-from asyncrl_cli.job.weight_arrival import Refs, arriving
 from asyncrl_cli.measure.meters import RolloutMeter
 from asyncrl_cli.profile.rollout_sections import WeightsSection
 from asyncrl_cli.profile.schema import DIRECT_TRANSPORTS, Interrupt
@@ -36,7 +36,7 @@ from asyncrl_cli.weights.versions import (
 if TYPE_CHECKING:
     import torch
 
-    from asyncrl_cli.job.weight_arrival import Whole
+    from asyncrl_cli.job.host_process import Whole
     from asyncrl_cli.weights.buckets import Bucket
 
 

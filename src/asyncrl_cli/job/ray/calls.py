@@ -16,7 +16,7 @@ from typing import TypeVar
 import ray
 from ray.exceptions import ActorUnavailableError, ObjectLostError, OutOfDiskError, RayError, RayTaskError
 
-from asyncrl_cli.base.errors import AsyncrlError, ExecutorFailed, ExecutorLost, SessionLost, timeout
+from asyncrl_cli.base.errors import AsyncrlError, ExecutorFailed, ExecutorLost, timeout
 from asyncrl_cli.job.ray.lifeline import lost_session, session_wait
 from asyncrl_cli.profile.schema import Profile
 
@@ -85,19 +85,12 @@ async def answer(
             with session_wait(running, patient=patient):
                 return await (ref if timeout_s is None or since is None else _extended(ref, timeout_s, since))
     except (RayError, TimeoutError) as error:
-        raise await _why_session_ended(error, patient=patient) or _failure(
-            executor, call, limit, error, host
-        ) from error
-
-
-async def _why_session_ended(error: Exception, *, patient: bool) -> SessionLost | None:
-    """The loss of the session, if that is why a call failed."""
-    if OWNER_DIED in str(error):
-        for _ in range(round(ENDS_WITHIN_S / LOOK_EVERY_S)):
-            if lost_session() is not None:
-                break
-            await asyncio.sleep(LOOK_EVERY_S)
-    return lost_session(patient=patient)
+        if OWNER_DIED in str(error):
+            for _ in range(round(ENDS_WITHIN_S / LOOK_EVERY_S)):
+                if lost_session() is not None:
+                    break
+                await asyncio.sleep(LOOK_EVERY_S)
+        raise lost_session(patient=patient) or _failure(executor, call, limit, error, host) from error
 
 
 async def _extended(ref: Awaitable[T], timeout_s: float, since: Callable[[], float]) -> T:
@@ -143,7 +136,15 @@ def _failure(executor: str, call: str, limit: Limit, error: Exception, host: str
         return ExecutorFailed(full, hint=DISK_HINT, executor=executor)
     if not isinstance(error, RayTaskError):
         what = "arrays were lost" if isinstance(error, ObjectLostError) else f"its process{where} ended"
-        return ExecutorLost(f"{what} during {call}: {_died(error)}", executor=executor)
+        # the informative line of Ray's long message: the reason, without ids and guesses
+        lines = [line.strip() for line in COLORS.sub("", str(error)).splitlines() if line.strip()]
+        reasons = [
+            line for line in lines if any(word in line.lower() for word in ("cause", "exit", "killed"))
+        ]
+        why = (reasons or lines or [type(error).__name__])[0].partition(GUESSES)[0]
+        if isinstance(error, ActorUnavailableError):
+            why = "it cannot be reached"
+        return ExecutorLost(f"{what} during {call}: {why}", executor=executor)
     cause = error.cause
     if isinstance(cause, ExecutorFailed):
         return ExecutorLost(cause.message, hint=cause.hint, executor=executor)
@@ -152,16 +153,3 @@ def _failure(executor: str, call: str, limit: Limit, error: Exception, host: str
             f"{type(cause).__name__}: {str(cause).strip()}".removesuffix(": "), executor=executor
         )
     return type(cause)(f"{executor}{where}: {cause.message}", hint=cause.hint)
-
-
-def _died(error: RayError) -> str:
-    """The informative line of Ray's long message: the reason, without ids and guesses."""
-    if isinstance(error, ActorUnavailableError):
-        return "it cannot be reached"
-    lines = [line.strip() for line in COLORS.sub("", str(error)).splitlines() if line.strip()]
-    reasons = [
-        line
-        for line in lines
-        if "cause" in line.lower() or "exit" in line.lower() or "killed" in line.lower()
-    ]
-    return (reasons or lines or [type(error).__name__])[0].partition(GUESSES)[0]

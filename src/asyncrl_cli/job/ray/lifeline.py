@@ -36,7 +36,7 @@ from subprocess import Popen
 
 from asyncrl_cli.base.child_process import how_it_ended
 from asyncrl_cli.base.errors import SessionLost
-from asyncrl_cli.job.driver_process import leave, tell
+from asyncrl_cli.job.driver_process import leave
 
 LOOK_EVERY_S = 0.2
 CHECKPOINT_S = 5.0
@@ -104,8 +104,7 @@ class Lifeline:
             self._patience_is_over = True
             self._wake()
             if not self.ended.wait(DEAF_S - CHECKPOINT_S) and not self.is_heard:
-                tell(f"error: {self.error()}\nhint: {HINT}")
-                leave(SessionLost.exit_code)
+                leave(SessionLost.exit_code, f"error: {self.error()}\nhint: {HINT}")
 
     def close(self) -> None:
         for descriptor in self._descriptors:

@@ -64,7 +64,10 @@ async def placed(plan: JobPlan, *, timeout_s: float, say: Say = lambda text: Non
     async def tell_what_is_waited_for() -> None:
         await asyncio.sleep(WAITING_S)
         try:
-            say(await asyncio.to_thread(_waiting_for, plan, timeout_s))
+            free = await asyncio.to_thread(ray_cluster, free=True)
+            whom = "an autoscaler, or for other jobs to end" if plan.autoscaler else "other jobs to end"
+            most = f"{timeout_s:g} s at most (placement.timeout_s)"
+            say(f"waiting for {whom}, {most}: {asked(plan)}; free: {free}")
         except RayError as error:
             logger.warning("cannot tell what is free in the cluster: %s", error)
 
@@ -76,7 +79,14 @@ async def placed(plan: JobPlan, *, timeout_s: float, say: Say = lambda text: Non
         except TimeoutError:
             _remove(groups)
             await asyncio.sleep(RELEASE_S)
-            raise _no_room(plan, timeout_s) from None
+            cluster, free = ray_cluster(), ray_cluster(free=True)
+            longer = "--set placement.timeout_s=... if the autoscaler needs longer"
+            instead = longer if plan.autoscaler else "wait until other jobs end"
+            raise PreflightError(
+                f"no room within placement.timeout_s = {timeout_s:g} s: {asked(plan)}; "
+                f"the cluster has {cluster}; free: {free}:{node_lines(cluster, free)}",
+                hint=f"{instead}; what would fit now: {fitting_hint(plan, free)}",
+            ) from None
         finally:
             telling.cancel()
             await asyncio.wait([telling])
@@ -122,23 +132,6 @@ def nodes_of(groups: Collection[PlacementGroup]) -> list[str]:
     """The ids of all nodes on which these groups have bundles. The groups must be ready."""
     tables = [placement_group_table(group)["bundles_to_node_id"] for group in groups]
     return list(dict.fromkeys(node for table in tables for node in table.values()))
-
-
-def _waiting_for(plan: JobPlan, timeout_s: float) -> str:
-    whom = "an autoscaler, or for other jobs to end" if plan.autoscaler else "other jobs to end"
-    free = ray_cluster(free=True)
-    return f"waiting for {whom}, {timeout_s:g} s at most (placement.timeout_s): {asked(plan)}; free: {free}"
-
-
-def _no_room(plan: JobPlan, timeout_s: float) -> PreflightError:
-    cluster, free = ray_cluster(), ray_cluster(free=True)
-    longer = "--set placement.timeout_s=... if the autoscaler needs longer"
-    instead = longer if plan.autoscaler else "wait until other jobs end"
-    return PreflightError(
-        f"no room within placement.timeout_s = {timeout_s:g} s: {asked(plan)}; "
-        f"the cluster has {cluster}; free: {free}:{node_lines(cluster, free)}",
-        hint=f"{instead}; what would fit now: {fitting_hint(plan, free)}",
-    )
 
 
 def ray_cluster(*, free: bool = False) -> ClusterResources:

@@ -124,19 +124,6 @@ def watch(driver_pid: int, spared: Iterable[int] = ()) -> tuple[str, Processes, 
     return "" if word == GOODBYE else why, seen, memory
 
 
-def reap(seen: Processes) -> None:
-    """Wait `GRACE_S` for the processes to end by themselves, then kill them and what they started
-    meanwhile."""
-    kill_s = time.monotonic() + GRACE_S
-    while (seen := living(seen)) and time.monotonic() < kill_s + GIVE_UP_S:
-        if time.monotonic() >= kill_s:
-            seen |= families(process.pid for process in seen)
-            for process in seen:
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    process.kill()
-        time.sleep(0.1)
-
-
 def remove_shared_memory(names: set[str]) -> None:
     """Remove the files, except those that another process still holds open: they may not be the session's."""
     for name in names.difference(*map(shared_memory_of, psutil.process_iter())):
@@ -144,25 +131,18 @@ def remove_shared_memory(names: set[str]) -> None:
             Path(name).unlink()
 
 
-def members_of(directory: str, spared: Iterable[int]) -> Processes:
-    """The living processes that have a session's token."""
-    found = set()
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error):  # it has ended, or belongs to another user
-            if process.pid not in spared and process.environ().get(TOKEN_VARIABLE, "").startswith(
-                f"{directory}/"
-            ):
-                found.add(process)
-    return living(found)
-
-
 def remove_directory(directory: str, spared: Iterable[int]) -> None:
     """Remove the session's directory for good. A worker that Ray started after the last look has lost its
-    parents, and would make files there again: it is killed."""
+    parents, and would make files there again: every process that has the session's token is killed."""
     until_s = time.monotonic() + REMOVE_S
     while True:
-        members = members_of(directory, spared)
-        for process in members:
+        members = set()
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):  # it has ended, or belongs to another user
+                token = process.environ().get(TOKEN_VARIABLE, "")
+                if process.pid not in spared and token.startswith(f"{directory}/"):
+                    members.add(process)
+        for process in (members := living(members)):
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
         shutil.rmtree(directory, ignore_errors=True)
@@ -181,7 +161,14 @@ def main(driver_pid: int, directory: str, spared: Iterable[int]) -> None:
         with contextlib.suppress(OSError):  # nobody reads it any more
             sys.stderr.write(f"error: {last_word}\nhint: {HINT}\n")
             sys.stderr.flush()
-    reap(seen)
+    kill_s = time.monotonic() + GRACE_S  # until then they may end by themselves
+    while (seen := living(seen)) and time.monotonic() < kill_s + GIVE_UP_S:
+        if time.monotonic() >= kill_s:
+            seen |= families(process.pid for process in seen)  # with what they started meanwhile
+            for process in seen:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
+        time.sleep(0.1)
     remove_shared_memory(memory)
     remove_directory(directory, {driver_pid, os.getpid(), *spared})
 

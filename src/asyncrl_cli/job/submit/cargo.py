@@ -56,11 +56,26 @@ def cargo_of(loaded: Loaded, root: Path) -> Cargo:
     if place == root:  # the job works there
         profile = profile.model_copy(update={"task": profile.task.model_copy(update={"import_path": None})})
     away = set()
-    files = {file for pattern in profile.run.ship for file in _matching(root, pattern)}
+    files = set[Path]()
+    for pattern in profile.run.ship:
+        parts = PurePosixPath(pattern).parts
+        if not parts or pattern.startswith("/") or ".." in parts:
+            why = f'run.ship names "{pattern}", which is not within {root}'
+            raise ConfigError(why, hint="submit from a parent directory")
+        found = set(_files(root, f"{pattern}/**/*" if (root / pattern).is_dir() else pattern))
+        if not found:
+            why = f'run.ship names "{pattern}", but no file in {root} matches'
+            raise ConfigError(why, hint='ship = ["data/*.parquet", "helpers.py"]')
+        files |= found
     names = (*profile.task.rewards, profile.task.environment, profile.task.agent or "")
     modules = {name.partition(":")[0].partition(".")[0] for name in names if is_user_code(name)}
     for module in sorted(modules):
-        found = {file for directory in (place, root) for file in _module_files(root, directory, module)}
+        found = set()
+        for directory in (place, root):
+            if directory.is_relative_to(root):
+                path = directory.relative_to(root) / module
+                is_file = (root / f"{path}.py").is_file()
+                found |= set(_files(root, f"{path}.py" if is_file else f"{path}/**/*"))
         if not found and has_module(place, module):
             away.add(place)
             notes.append(f"the module {module} in {place} is not shipped: run `asyncrl submit` in {place}")
@@ -85,25 +100,6 @@ def cargo_of(loaded: Loaded, root: Path) -> Cargo:
 
     toml = PATH.sub(elsewhere, to_toml(profile, loaded.origins))
     return Cargo(root=root, files=tuple(sorted(files)), profile_toml=toml, notes=tuple(notes))
-
-
-def _module_files(root: Path, place: Path, module: str) -> Iterator[Path]:
-    """The files of a module in the directory `place`, if that is within `root`."""
-    if place.is_relative_to(root):
-        path = place.relative_to(root) / module
-        yield from _files(root, f"{path}.py" if (root / f"{path}.py").is_file() else f"{path}/**/*")
-
-
-def _matching(root: Path, pattern: str) -> list[Path]:
-    parts = PurePosixPath(pattern).parts
-    if not parts or pattern.startswith("/") or ".." in parts:
-        why = f'run.ship names "{pattern}", which is not within {root}'
-        raise ConfigError(why, hint="submit from a parent directory")
-    found = list(_files(root, f"{pattern}/**/*" if (root / pattern).is_dir() else pattern))
-    if not found:
-        why = f'run.ship names "{pattern}", but no file in {root} matches'
-        raise ConfigError(why, hint='ship = ["data/*.parquet", "helpers.py"]')
-    return found
 
 
 def _files(root: Path, pattern: str) -> Iterator[Path]:

@@ -174,11 +174,6 @@ class JobServer:
             raise PreflightError(f"no run was submitted to {self.address}", hint=hint)
         return run, otherwise.absolute()
 
-    def failed_job(self, run: str) -> str:
-        """The newest job of that run if Ray calls it failed (it may also have been stopped), else empty."""
-        newest = next((job for job in self.runs() if job.metadata[RUN_KEY] == run), None)
-        return newest.submission_id if newest is not None and newest.status == FAILED else ""
-
     def check_version(self) -> None:
         """Raises PreflightError unless the cluster has this very version of asyncrl."""
         output: list[str] = []
@@ -323,14 +318,6 @@ class JobServer:
         except (AttributeError, KeyError, TypeError) as error:
             why = f"{self.address} does not answer as a job server of Ray does: {first_line(error)}"
             raise PreflightError(why) from error
-
-
-def state_of(job: JobDetails) -> str:
-    """The state of a run's job, from Ray's details of it. Ray itself calls a driver that stopped its run
-    "failed"."""
-    if job.driver_exit_code == Interrupted.exit_code:
-        return "stopped"
-    return "done" if job.status == "SUCCEEDED" else str(job.status).lower()
 
 
 def _without_rays_own(write: Write) -> Write:
