@@ -148,8 +148,8 @@ def _run_of(loaded: Loaded, runs_dir: Path, ui: str, address: str | None, *, is_
 def _detach(
     arguments: Sequence[str], name: str, runs_dir: Path, address: str | None, *, as_json: bool
 ) -> None:
-    """Start the command in a session of its own, in which it outlives the terminal. Returns after `WATCHED_S`,
-    or at a Ctrl-C, which the command does not get; exits with the command's code if it has ended by then."""
+    """Start the command in a session of its own, which outlives the terminal. Returns after `WATCHED_S`,
+    or at a Ctrl-C, which the command does not get; exits with its code if it has ended by then."""
     from asyncrl_cli.base.storage import make_in, remove_if_empty
     from asyncrl_cli.checkpoint.lookup import detached_output
 

@@ -10,7 +10,6 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import ray
 from ray import ObjectRef
@@ -157,7 +156,7 @@ def _make_ranks(
 
 
 def makers_of(
-    order: CrewOrder, role: str, host: type, options: Options, **settings: Any
+    order: CrewOrder, role: str, host: type, options: Options, **settings: object
 ) -> dict[str, Callable[..., ActorHandle]]:
     """By worker name, a function that creates its actor in its bundle, with its own log. `settings` are for
     `ray.remote`."""

@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from asyncrl_cli.base.errors import AsyncrlError, ConfigError, ExecutorFailed, Interrupted, SessionLost
 from asyncrl_cli.base.paths import as_typed
@@ -19,6 +18,7 @@ from asyncrl_cli.base.storage import storage_error
 from asyncrl_cli.checkpoint.reader import Checkpoint, sealed_checkpoints, step_of
 from asyncrl_cli.checkpoint.run_directory import RunDirectory
 from asyncrl_cli.checkpoint.writer import CheckpointStore
+from asyncrl_cli.contracts.ports import Json
 from asyncrl_cli.engines.port import continues_kept
 from asyncrl_cli.job.driver_process import StopRequests, leave
 from asyncrl_cli.job.driver_prompts import PromptFeed
@@ -45,7 +45,7 @@ class RunResult:
 
     run_dir: Path
     exit_code: int
-    summary: Mapping[str, Any]
+    summary: Json
     error: AsyncrlError | None = None
 
 

@@ -6,11 +6,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from random import Random
-from typing import Any
 
 from asyncrl_cli.base.errors import RefusedError
 from asyncrl_cli.checkpoint.reader import Checkpoint
 from asyncrl_cli.contracts.item import Item, fingerprint
+from asyncrl_cli.contracts.ports import Json
 from asyncrl_cli.contracts.prompt_group import Prompt
 from asyncrl_cli.loop.cuts import read_state
 from asyncrl_cli.loop.group_states import GroupsState
@@ -74,7 +74,7 @@ class PromptFeed:
             raise RefusedError(f"the checkpoint names {why}", hint=SAME_DATA)
         return Prompt(uid=uid, epoch=epoch, item=self._items[index])
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> Json:
         return {
             "seed": self._seed,
             "epoch": self._epoch,
@@ -84,7 +84,7 @@ class PromptFeed:
             "evals": self._evals,
         }
 
-    def restore(self, state: Mapping[str, Any]) -> None:
+    def restore(self, state: Json) -> None:
         """Raises RefusedError if `state` is damaged or belongs to other items or another seed."""
         kinds = {"seed": int, "epoch": int, "cursor": int, "num_items": int, "fingerprint": str}
         for key, kind in kinds.items():

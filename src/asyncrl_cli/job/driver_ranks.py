@@ -24,7 +24,7 @@ from ray.actor import ActorHandle
 from asyncrl_cli.base.errors import AsyncrlError, ExecutorFailed, ExecutorLost, timeout
 from asyncrl_cli.contracts.item import Item
 from asyncrl_cli.contracts.ports import CALL_KEY, Cut, EvalResult
-from asyncrl_cli.contracts.prompt_group import GroupResult
+from asyncrl_cli.contracts.prompt_group import GroupResult, Handle
 from asyncrl_cli.contracts.train_step import TrainBatch, TrainReport
 from asyncrl_cli.contracts.weight_version import Published
 from asyncrl_cli.job.rank_host import SampleFacts
@@ -161,7 +161,7 @@ class RayScorer(RayRanks):
 
     async def score(
         self, groups: Sequence[GroupResult], items: Sequence[Item]
-    ) -> tuple[Sequence[Any], ExecutorReport]:
+    ) -> tuple[Sequence[Handle], ExecutorReport]:
         """Divide the groups between the processes by their number of tokens, and score them."""
         lengths = [
             sum(meta.prompt_tokens + meta.response_tokens for meta in group.trajectories) for group in groups
@@ -178,7 +178,7 @@ class RayScorer(RayRanks):
             columns |= dict(zip(share, handles, strict=True))
         call = f"the scores of {len(groups)} groups"
         first, *_ = await self._answers(reports, call, self._calls)
-        scores: list[Any] = [columns[index] for index in range(len(groups))]
+        scores: list[Handle] = [columns[index] for index in range(len(groups))]
         if self.name == REWARD:
             scores = await all_of(self._answer(handle, call, self._calls) for handle in scores)
         return scores, first

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import psutil
 
@@ -44,6 +44,7 @@ from asyncrl_cli.profile.arithmetic import train_steps_of
 from asyncrl_cli.profile.loaded import DEFAULT, Loaded, read_document, to_document, to_toml
 from asyncrl_cli.profile.resumption import changed
 from asyncrl_cli.profile.schema import Profile
+from asyncrl_cli.profile.toml_files import Table
 from asyncrl_cli.tasks.code_choice import keep_record, origin
 from asyncrl_cli.tasks.task import Task
 from asyncrl_cli.weights.model_files import keep_model_files
@@ -255,7 +256,7 @@ class Run:
         self._unbegun = RunDirectory.create(self.runs_dir, self.name, profile_toml=toml, resolved=resolved)
         return self._unbegun
 
-    def _documents(self) -> tuple[str, Mapping[str, Any]]:
+    def _documents(self) -> tuple[str, Table]:
         """The contents of `profile.toml` and of `config.resolved.json`."""
         return to_toml(self.profile, self.origins), to_document(self.profile, self.origins)
 

@@ -303,7 +303,7 @@ class RankHost:
         return manifest, refs
 
     @ray.method(concurrency_group="direct")
-    def direct(self, call: str, worker: str, *args: Any) -> Any:
+    def direct(self, call: str, worker: str, *args: object) -> object:
         """Rank 0: call `join`, `turn`, `broadcast` or `export` of the engine's `EngineKind.rank_zero_end` for
         `worker`."""
         return getattr(self._direct_end, call)(worker, *args)
@@ -360,7 +360,7 @@ class RankHost:
             self._frozen.load(manifest, self._whole(arriving(manifest, bucket_refs)))
 
     @ray.method(concurrency_group="main")
-    def score(self, num_tokens: int, items: Sequence[Item], *parts: GroupPayload) -> Any:
+    def score(self, num_tokens: int, items: Sequence[Item], *parts: GroupPayload) -> object:
         """Returns this process's report, then the column of each group. A group is one or more of `parts`.
         `num_tokens`: sampled tokens that all processes together score in this call."""
         with self._meter.doing(State.BUSY):

@@ -19,7 +19,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 from ray._private import ray_constants, services, worker
 from ray._private.node import Node
@@ -100,7 +99,7 @@ class LocalNode(Node):  # type: ignore[misc]
             persist_port(self._session_dir, self._node_id, name, NOT_IN_USE)
         start = services.start_ray_process
 
-        def without_agents(command: Sequence[str], *rest: object, **more: object) -> Any:
+        def without_agents(command: Sequence[str], *rest: object, **more: object) -> object:
             words = [
                 next((key + NO_AGENT for key in AGENT_COMMANDS if word.startswith(key)), word)
                 for word in command

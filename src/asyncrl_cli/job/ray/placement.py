@@ -7,7 +7,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import TypedDict
 
 import ray
 from ray._private import state
@@ -36,8 +36,18 @@ RELEASE_S = 1.0
 """How long Ray's view of free resources lags behind a removed placement group."""
 
 Say = Callable[[str], None]
-Options = Callable[[str, int], dict[str, Any]]
-"""Ray's options for the actor of a role with an index: its bundle, CPUs and GPUs."""
+
+
+class ActorOptions(TypedDict):
+    """Ray's options for an actor: its bundle, CPUs and GPUs."""
+
+    num_cpus: float
+    num_gpus: float
+    scheduling_strategy: PlacementGroupSchedulingStrategy
+
+
+Options = Callable[[str, int], ActorOptions]
+"""By the actor's role and its index."""
 
 
 @asynccontextmanager
@@ -50,7 +60,7 @@ async def placed(plan: JobPlan, *, timeout_s: float, say: Say = lambda text: Non
     check_fit(plan, ray_cluster())
     groups: dict[str, PlacementGroup] = {}
 
-    def options(role_name: str, index: int) -> dict[str, Any]:
+    def options(role_name: str, index: int) -> ActorOptions:
         """`num_gpus` is set although the bundle has the GPUs: without it, Ray leaves the actor's
         CUDA_VISIBLE_DEVICES empty."""
         role = plan.role(role_name)

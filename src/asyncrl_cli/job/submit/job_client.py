@@ -38,7 +38,7 @@ class BoundedClient(JobSubmissionClient):  # type: ignore[misc]
         data: bytes | None = None,
         json_data: object = None,
         **more: object,
-    ) -> Any:
+    ) -> requests.Response:
         body = {**more, "data": data, "json": json_data}
         answer = self._ask(method, endpoint, body)
         if answer.status_code == UNAUTHORIZED and AUTHORIZATION not in self._headers:
