@@ -10,7 +10,6 @@ import signal
 import sys
 import threading
 from collections.abc import Sequence
-from contextlib import suppress
 from typing import Annotated, NoReturn
 
 import typer
@@ -20,16 +19,7 @@ from asyncrl_cli import __version__
 from asyncrl_cli.base.errors import AsyncrlError, ConfigError, PreflightError
 from asyncrl_cli.base.paths import MAX_NAME_BYTES, MAX_PATH_BYTES, is_path
 from asyncrl_cli.cli import bench, plan, profiles, records, runs, setup, submit, tune, watch
-from asyncrl_cli.cli.console import (
-    STDOUT,
-    begin,
-    epilog,
-    in_our_words,
-    open_streams,
-    print_json_error,
-    print_text,
-    tell,
-)
+from asyncrl_cli.cli.console import STDOUT, begin, epilog, in_our_words, open_streams, print_text, tell
 
 app = typer.Typer(
     name="asyncrl",
@@ -125,10 +115,7 @@ def _answer(args: Sequence[str]) -> int:
             shown: AsyncrlError = ConfigError(message, hint=f"`{command} --help` shows how it is used")
         else:
             shown = in_our_words(error, verbose=not {"--verbose", "-v"}.isdisjoint(args))
-    tell(shown)
-    if "--json" in args:
-        with suppress(OSError):  # stdout cannot be written: only the exit code is left
-            print_json_error(shown)
+    tell(shown, as_json="--json" in args)
     return shown.exit_code
 
 

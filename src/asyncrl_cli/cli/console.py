@@ -93,13 +93,6 @@ def json_text(value: Any) -> str:
     return json.dumps(value, indent=2, default=str) + "\n"
 
 
-def print_json_error(error: AsyncrlError) -> None:
-    """Print the error as JSON, unless a document has been printed already (a failed run's summary, a refused
-    plan)."""
-    if not _has_document:
-        print_json({"error": error.message, "hint": error.hint, "exit_code": error.exit_code})
-
-
 def print_text(text: str) -> None:
     """Print text on stdout without wrapping its lines, so that it can be piped into a file."""
     sys.stdout.write(neutral(text if text.endswith("\n") else text + "\n"))
@@ -132,14 +125,18 @@ def warn(*texts: str) -> None:
         _labelled("warning", "bold yellow", text)
 
 
-def tell(error: AsyncrlError) -> None:
-    """Print the error and its hint on stderr. An interruption is not labelled as an error."""
+def tell(error: AsyncrlError, *, as_json: bool = False) -> None:
+    """Print the error and its hint on stderr. An interruption is not labelled as an error. With `as_json` also
+    on stdout, unless a document has been printed there (a failed run's summary, a refused plan)."""
     if isinstance(error, Interrupted):
         say(error.message)
     else:
         _labelled("error", "bold red", error.message)
     for hint in error.hint.splitlines():
         _labelled("hint", "bold cyan", hint)
+    if as_json and not _has_document:
+        with suppress(OSError):  # stdout cannot be written: only the exit code is left
+            print_json({"error": error.message, "hint": error.hint, "exit_code": error.exit_code})
 
 
 def in_our_words(error: BaseException, *, verbose: bool) -> AsyncrlError:

@@ -4,7 +4,6 @@ driver."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from random import Random
 
 from asyncrl_cli.base.errors import RefusedError
@@ -13,7 +12,6 @@ from asyncrl_cli.contracts.item import Item, fingerprint
 from asyncrl_cli.contracts.ports import Json
 from asyncrl_cli.contracts.prompt_group import Prompt
 from asyncrl_cli.loop.cuts import read_state
-from asyncrl_cli.loop.group_states import GroupsState
 from asyncrl_cli.observe import observers
 from asyncrl_cli.profile.arithmetic import LoopSettings
 from asyncrl_cli.profile.schema import Profile
@@ -133,6 +131,8 @@ def _damaged(what: str) -> RefusedError:
 def check_resumable(checkpoint: Checkpoint, profile: Profile) -> None:
     """Raises RefusedError unless the checkpoint's loop state, observer state and finished groups fit each
     other and `profile`."""
+    from asyncrl_cli.checkpoint.payloads import read_payloads  # imports numpy, which a dry run does not need
+
     state, why = read_state(checkpoint.loop_state, LoopSettings.of(profile)), ""
     if state["step"] != checkpoint.step:
         why = f"its loop is at step {state['step']}"
@@ -140,35 +140,24 @@ def check_resumable(checkpoint: Checkpoint, profile: Profile) -> None:
         why = f"it has figures of {len(state['observers'])} observers, not of one"
     else:
         observers.read_state(state["observers"][0])
-        if not _fit(state["groups"], checkpoint.directory):
-            why = "its tokens are not those of its groups"
+        # the arrays must be those of the finished groups, then of running groups' ended parts, and then of
+        # their unfinished parts
+        payloads = read_payloads(checkpoint.directory)
+        finished, running = state["groups"]["finished"], state["groups"]["running"]
+        whole = [(entry["result"].key, entry["result"].trajectories) for entry in finished]
+        for entry in running:
+            whole += [(entry["key"], part["result"].trajectories) for part in entry.get("ended", ())]
+        unfinished = [(entry["key"], entry["kept"]) for entry in running if entry.get("kept")]
+        keys = [key for key, _ in (*whole, *unfinished)]
+        fit = [(p.uid, p.epoch, p.attempt) for p in payloads] == keys and all(
+            len(p.trajectories) == len(metas) for p, (_, metas) in zip(payloads, whole, strict=False)
+        )
+        for p, (_, responses) in zip(payloads[len(whole) :], unfinished if fit else (), strict=False):
+            lengths = [sum(len(s.tokens_T) for s in t.segments) for t in p.trajectories]
+            fit &= all(i < len(lengths) and lengths[i] == one.tokens for i, one in responses.items())
+        why = "" if fit else "its tokens are not those of its groups"
     if why:
         raise RefusedError(f"checkpoint {checkpoint.directory} is refused: {why}", hint=ANOTHER_CHECKPOINT)
-
-
-def _fit(groups: GroupsState, directory: Path) -> bool:
-    """Whether the arrays are those of the finished groups, of running groups' ended parts, and of their
-    unfinished parts."""
-    from asyncrl_cli.checkpoint.payloads import read_payloads  # imports numpy, which a dry run does not need
-
-    payloads, running = read_payloads(directory), groups["running"]
-    ended = [
-        (entry["key"], part["result"].trajectories) for entry in running for part in entry.get("ended", ())
-    ]
-    whole = [*((entry["result"].key, entry["result"].trajectories) for entry in groups["finished"]), *ended]
-    kept = [(entry["key"], entry["kept"]) for entry in running if entry.get("kept")]
-    if [(p.uid, p.epoch, p.attempt) for p in payloads] != [key for key, _ in (*whole, *kept)]:
-        return False
-    if any(len(p.trajectories) != len(metas) for p, (_, metas) in zip(payloads, whole, strict=False)):
-        return False
-    so_far = [
-        [sum(len(s.tokens_T) for s in t.segments) for t in p.trajectories] for p in payloads[len(whole) :]
-    ]
-    return all(
-        index < len(tokens) and tokens[index] == one.tokens
-        for tokens, (_, ones) in zip(so_far, kept, strict=True)
-        for index, one in ones.items()
-    )
 
 
 def refuse_other_prompts(checkpoint: Checkpoint, task: Task, seed: int) -> None:

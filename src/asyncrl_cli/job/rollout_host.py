@@ -116,8 +116,17 @@ class RolloutHost:
             rewards_name = self._name.replace("rollout", "reward")
             self._rewards = MeteredRewards(rewards_name, self._pool.score, time.monotonic)
             # an environment that rewards its own episodes leaves the pool without work
-            pool = [] if self._reward.kind == "episode" else [self._pool.start()]
-            await asyncio.gather(self._engine.start(), *pool, self._start_environments())
+            starts = [self._engine.start()]
+            if self._reward.kind != "episode":
+                starts.append(self._pool.start())
+            if self._tool_class is not None:
+                import_s = import_limit_s(profile)
+                self._processes = environment_processes(self._tool_class, import_limit_s=import_s)
+                starts.append(self._processes.start())
+            try:
+                await asyncio.gather(*starts)
+            except ProcessEnded as why:
+                raise ExecutorFailed(f"environments cannot start: {why}") from None
             self._places = Slots(profile.rollout.slots, hold=profile.rollout.hold_slots)
             whole = await asyncio.to_thread(merging, profile, place)
             # one version less than the engine has: the first load may bring that same version, to verify it
@@ -127,15 +136,6 @@ class RolloutHost:
             self._runner = await self._make_runner()
         logger.info("%s started: %s", self._name, place)
         return ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address()
-
-    async def _start_environments(self) -> None:
-        if self._tool_class is not None:
-            import_s = import_limit_s(self._profile)
-            self._processes = environment_processes(self._tool_class, import_limit_s=import_s)
-            try:
-                await self._processes.start()
-            except ProcessEnded as why:
-                raise ExecutorFailed(f"environments cannot start: {why}") from None
 
     async def _make_runner(self) -> GroupRunner:
         """What plays groups: with an agent against a gateway, with tools against the environments' processes,

@@ -31,7 +31,6 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import partial
 from subprocess import Popen
 
 from asyncrl_cli.base.child_process import how_it_ended
@@ -51,24 +50,24 @@ HINT = (
 OUTLIVED = "gcs_server"
 
 Daemons = Mapping[str, Popen[bytes]]
-Ends = Mapping[str, Callable[[], str]]
-"""By name: how it ended, "" while it is alive."""
+Dead = Callable[[], Mapping[str, str]]
+"""What has ended, by name, and how."""
 
 _current: Lifeline | None = None
 
 
 class Lifeline:
-    """`watch` polls `ends` in a thread, calls `mend` each time, and cuts the `waits` short when one has
+    """`watch` polls `dead` in a thread, calls `mend` each time, and cuts the `waits` short when one has
     ended.
 
     `waits`: the time limits of all current waits, and whether each is patient: can go on without the
     gcs_server for a while.
     """
 
-    def __init__(self, ends: Ends, mend: Callable[[], None], pids: Iterable[int] = ()) -> None:
+    def __init__(self, dead: Dead, mend: Callable[[], None], pids: Iterable[int] = ()) -> None:
         """`pids`: whose end is noticed at once. Ray ends a driver that uses the object store after its
         raylet's death, often within 50 ms: nobody would say why."""
-        self._ends = ends
+        self._dead = dead
         self._mend = mend
         self._descriptors: list[int] = []
         self._poll = select.poll()
@@ -86,7 +85,7 @@ class Lifeline:
     def error(self, *, patient: bool = False) -> SessionLost | None:
         """The error that names what ended first, if anything has. `patient`: None while only the gcs_server
         is dead, for `CHECKPOINT_S` at most."""
-        dead = {name: how for name, ended in self._ends.items() if (how := ended())}
+        dead = self._dead()
         self.first = self.first or next(iter(dead.items()), None)
         if self.first is None or (patient and set(dead) == {OUTLIVED} and not self._patience_is_over):
             return None
@@ -131,10 +130,7 @@ class ClusterHead:
         self._address = address
         self._looked_s = 0.0
         self._silent_since_s: float | None = None
-        self._ended = ""
-
-    def ended(self) -> str:
-        return self._ended
+        self.dead: dict[str, str] = {}
 
     def look(self) -> None:
         """Try a connection, every `ANSWER_S`."""
@@ -149,24 +145,25 @@ class ClusterHead:
         except OSError:
             self._silent_since_s = self._silent_since_s or now_s
             if now_s - self._silent_since_s >= HEAD_S:
-                self._ended = f"the cluster's head has not answered at {self._address} for {HEAD_S:g} s"
+                silent = f"the cluster's head has not answered at {self._address} for {HEAD_S:g} s"
+                self.dead = {OUTLIVED: silent}
 
 
 def lifeline(daemons: Daemons, mend: Callable[[], None]) -> contextlib.AbstractContextManager[None]:
     """Watch a local session."""
 
-    def how_it_has_ended(name: str) -> str:
-        code = daemons[name].poll()
-        return "" if code is None else f"ray's {name} has ended ({how_it_ended(code)})"
+    def dead() -> dict[str, str]:
+        codes = {name: daemon.poll() for name, daemon in daemons.items()}
+        ended = {name: how_it_ended(code) for name, code in codes.items() if code is not None}
+        return {name: f"ray's {name} has ended ({how})" for name, how in ended.items()}
 
-    ends = {name: partial(how_it_has_ended, name) for name in daemons}
-    return _watched(Lifeline(ends, mend, [daemon.pid for daemon in daemons.values()]))
+    return _watched(Lifeline(dead, mend, [daemon.pid for daemon in daemons.values()]))
 
 
 def head_lifeline(address: str) -> contextlib.AbstractContextManager[None]:
     """Watch a session on a cluster. `address`: HOST:PORT of its gcs_server."""
     head = ClusterHead(address)
-    return _watched(Lifeline({OUTLIVED: head.ended}, head.look))
+    return _watched(Lifeline(lambda: head.dead, head.look))
 
 
 @contextlib.contextmanager
