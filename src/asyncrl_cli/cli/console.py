@@ -126,8 +126,8 @@ def warn(*texts: str) -> None:
 
 
 def tell(error: AsyncrlError, *, as_json: bool = False) -> None:
-    """Print the error and its hint on stderr. An interruption is not labelled as an error. With `as_json` also
-    on stdout, unless a document has been printed there (a failed run's summary, a refused plan)."""
+    """Print the error and its hint on stderr. An interruption is not labelled as an error. With `as_json`
+    also on stdout, unless a document has been printed there (a failed run's summary, a refused plan)."""
     if isinstance(error, Interrupted):
         say(error.message)
     else:

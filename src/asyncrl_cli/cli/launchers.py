@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from importlib import metadata
@@ -88,35 +88,30 @@ def rendered(template: Path, launch: Launch) -> dict[str, str]:
     texts = {path.name: path.read_text(encoding="utf-8") for path in sorted(template.iterdir())}
     named = {name for text in texts.values() for name in VARIABLE.findall(text)}
     by_role = "trainer_nodes" in named
-    for refusal in _refusals(launcher, launch, named, by_role=by_role):
-        raise refusal
-    nodes, plan = _fewest(launch.loaded.profile, launch.gpus, launch.nodes)
-    values = _values(launch, nodes, plan)
-    return {file: VARIABLE.sub(lambda match: str(values[match[1]]), text) for file, text in texts.items()}
-
-
-def _refusals(launcher: str, launch: Launch, named: set[str], *, by_role: bool) -> Iterator[ConfigError]:
     placement = launch.loaded.profile.placement
     if not NAME.fullmatch(launch.run):
         rule = "use at most 47 lower-case letters, digits and hyphens, a letter first"
         what = f"not every cluster accepts the job name '{launch.run}': {rule}"
-        yield ConfigError(what, hint="--name my-run")
+        raise ConfigError(what, hint="--name my-run")
     for option, value in (("--shared", str(launch.directory)), ("--image", launch.image or "-")):
         if not PLAIN.fullmatch(value):
             what = f"{option} {value}: spaces and quotes are not allowed here"
-            yield ConfigError(what, hint="use another path or name")
+            raise ConfigError(what, hint="use another path or name")
     if launch.image is None and "image" in named:
         what = f"{launcher} starts containers and needs an image"
-        yield ConfigError(what, hint="--image REGISTRY/NAME:TAG")
+        raise ConfigError(what, hint="--image REGISTRY/NAME:TAG")
     if launch.image is not None and "image" not in named:
-        yield ConfigError(f"{launcher} starts no containers: --image is not used", hint="leave --image out")
+        raise ConfigError(f"{launcher} starts no containers: --image is not used", hint="leave --image out")
     if by_role and launch.nodes is not None:
         what = f"{launcher} has pods for each role: --nodes is not used"
-        yield ConfigError(what, hint="--gpus-per-node N limits the GPUs of one pod")
+        raise ConfigError(what, hint="--gpus-per-node N limits the GPUs of one pod")
     if by_role and (placement.trainer_labels or placement.rollout_labels):
         keys = "placement.trainer_labels and placement.rollout_labels"
         what = f"{launcher} has pods for each role, and sets {keys} itself"
-        yield ConfigError(what, hint="leave them out of the profile")
+        raise ConfigError(what, hint="leave them out of the profile")
+    nodes, plan = _fewest(launch.loaded.profile, launch.gpus, launch.nodes)
+    values = _values(launch, nodes, plan)
+    return {file: VARIABLE.sub(lambda match: str(values[match[1]]), text) for file, text in texts.items()}
 
 
 def _fewest(profile: Profile, gpus_per_node: int, nodes: int | None) -> tuple[int, JobPlan]:

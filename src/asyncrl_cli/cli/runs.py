@@ -82,10 +82,15 @@ def train(
     if settings.run.name is not None and not has_begun:
         check_free(runs_dir, settings.run.name)
     if dry_run:
-        from asyncrl_cli.job.driver_preparation import check_without_making, expectation
+        from asyncrl_cli.job.driver_preparation import check_prompts, check_surroundings, expectation
+        from asyncrl_cli.models.model_directory import model_here
+        from asyncrl_cli.tasks.task import load_task
 
         print_plan(loaded, gpus=None, as_json=as_json)
-        task = check_without_making(settings, address)
+        # what a run would refuse, as far as no model has to be made or downloaded for that
+        check_surroundings(settings, address)
+        task = load_task(settings)
+        check_prompts(settings, task, model_here(settings))
         warn(*task.notes)
         if task.ceiling is not None:
             say(expectation(task))

@@ -25,7 +25,7 @@ from asyncrl_cli.job.driver_ranks import RayRanks, RayScorer, RayTrainer
 from asyncrl_cli.job.driver_rollout import RayRolloutWorker
 from asyncrl_cli.job.rank_host import THREADS, WEIGHTS_DIR, RankHost
 from asyncrl_cli.job.ray.calls import all_of
-from asyncrl_cli.job.ray.placement import Options, Say, placed, used_nodes
+from asyncrl_cli.job.ray.placement import Options, Say, nodes_of, placed
 from asyncrl_cli.job.rollout_host import RolloutHost
 from asyncrl_cli.plan.cluster import LOOPBACK
 from asyncrl_cli.plan.job_plan import ROLLOUT, TRAINER, JobPlan, place_of
@@ -87,7 +87,10 @@ async def started_crew(order: CrewOrder) -> AsyncIterator[Crew]:
     async with placed(plan, timeout_s=profile.placement.timeout_s, say=say) as options:
         if ray.util.get_node_ip_address() != LOOPBACK:  # a cluster: not this machine's own session
             wanted = Wanted.of(profile, order.model_dir, order.further, order.run_dir)
-            for warning in refuse(await examined(used_nodes(plan, options), wanted, say)):
+            names = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
+            groups = [options(role.role, 0)["scheduling_strategy"].placement_group for role in plan.roles]
+            nodes = {node: names[node] for node in nodes_of(groups)}  # the trainer's first
+            for warning in refuse(await examined(nodes, wanted, say)):
                 order.warn(warning)
         weights_dir = order.run_dir / WEIGHTS_DIR
         await asyncio.to_thread(clear, weights_dir)

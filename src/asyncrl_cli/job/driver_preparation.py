@@ -103,15 +103,6 @@ def expectation(task: Task) -> str:
     return f"the best play of {task.name} earns {task.ceiling:.3f} per episode on average"
 
 
-def check_without_making(profile: Profile, address: str | None = None) -> Task:
-    """Raises what `prepare` would raise, as far as this can be checked without making or downloading a
-    model."""
-    check_surroundings(profile, address)
-    task = load_task(profile)
-    check_prompts(profile, task, model_here(profile))
-    return task
-
-
 def check_surroundings(profile: Profile, address: str | None) -> None:
     """Check that the loss and the environment exist and fit, the job fits here (or the cluster answers), the
     engine is installed, the sinks could start, and a model in a directory is complete. Call it before

@@ -131,13 +131,6 @@ async def _ready(group: PlacementGroup) -> None:
         pass
 
 
-def used_nodes(plan: JobPlan, options: Options) -> dict[str, str]:
-    """Addresses, by their ids, of all nodes where the job is placed; the trainer's first."""
-    names = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
-    groups = [options(role.role, 0)["scheduling_strategy"].placement_group for role in plan.roles]
-    return {node: names[node] for node in nodes_of(groups)}
-
-
 def nodes_of(groups: Collection[PlacementGroup]) -> list[str]:
     """The ids of all nodes on which these groups have bundles. The groups must be ready."""
     tables = [placement_group_table(group)["bundles_to_node_id"] for group in groups]
