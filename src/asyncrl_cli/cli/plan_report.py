@@ -65,11 +65,8 @@ def print_plan(
         warnings.append(f"a run on this machine would be refused: {missing.message} ({missing.hint})")
     if job.device == "cpu":
         given = {"--gpus": None if job.gpus else gpus or None, "--gpu-memory": gpu_memory_gib}
-        warnings += [
-            f"{flag} {value:g} is not used: the job runs on CPUs"
-            for flag, value in given.items()
-            if value is not None
-        ]
+        unused = [f"{flag} {value:g}" for flag, value in given.items() if value is not None]
+        warnings += [f"{one} is not used: the job runs on CPUs" for one in unused]
     if (directory := tokenizer_here(profile)) is not None:
         # imported late: most plans have no model on this machine
         from asyncrl_cli.job.driver_preparation import check_chat
@@ -166,36 +163,29 @@ class _Cluster:
             here = replace(here, nodes=planned, elastic_cpus=nodes == 1)
         return cls(here, here)
 
-    def rows(self, job: JobPlan) -> list[dict[str, Any]]:
+    def rows(self, job: JobPlan) -> list[dict[str, str]]:
         """One row per node: its resources, and how many processes of each role would run there."""
-        placed = assigned(job, self.free)
-        there = (
-            {} if isinstance(placed, Unplaced) else {role: Counter(nodes) for role, nodes in placed.items()}
-        )
-        free = {node.key: node for node in self.free.nodes}
-
-        def found(node: cluster.NodeResources) -> dict[str, str]:
-            return {
-                "free GPUs": f"{free[node.key].gpus} of {node.gpus}",
-                "free CPUs": f"{free[node.key].cpus} of {node.cpus}",
-                "labels": " ".join(
-                    f"{key}={value}"
-                    for key, value in node.labels.items()
-                    if not key.startswith("ray.io/node")
-                ),
-            }
-
-        def roles(node: cluster.NodeResources) -> str:
-            each = {
-                name: job.role(TRAINER if name == COLOCATED else name).workers // len(job.groups[name])
-                for name in there
-            }
-            return " ".join(
-                f"{nodes[node.key] * each[name]} {name}" for name, nodes in there.items() if nodes[node.key]
-            )
-
-        facts = found if self.free is not self.all else lambda node: {"GPUs": str(node.gpus)}
-        return [{"node": node.name, **facts(node), "would be there": roles(node)} for node in self.all.nodes]
+        placed, free = assigned(job, self.free), {node.key: node for node in self.free.nodes}
+        there = {} if isinstance(placed, Unplaced) else {name: Counter(on) for name, on in placed.items()}
+        rows = []
+        for node in self.all.nodes:
+            row = {"node": node.name}
+            if self.free is self.all:
+                row["GPUs"] = str(node.gpus)
+            else:
+                labels = [
+                    (key, value) for key, value in node.labels.items() if not key.startswith("ray.io/node")
+                ]
+                row["free GPUs"] = f"{free[node.key].gpus} of {node.gpus}"
+                row["free CPUs"] = f"{free[node.key].cpus} of {node.cpus}"
+                row["labels"] = " ".join(f"{key}={value}" for key, value in labels)
+            roles = []
+            for name, nodes in there.items():
+                each = job.role(TRAINER if name == COLOCATED else name).workers // len(job.groups[name])
+                if nodes[node.key]:
+                    roles.append(f"{nodes[node.key] * each} {name}")
+            rows.append(row | {"would be there": " ".join(roles)})
+        return rows
 
     def print(self, job: JobPlan) -> None:
         rows = self.rows(job)
@@ -203,18 +193,15 @@ class _Cluster:
         if isinstance(missing := assigned(job, self.free), Unplaced):
             whom = "an autoscaler or for other jobs to end" if job.autoscaler else "other jobs to end"
             fitting = fitting_hint(job, self.free)
-            print_prose(
-                f"there is no room now, {missing}: a run would wait for {whom}; this would fit at "
-                f"once: {fitting}"
-            )
+            waits = f"there is no room now, {missing}: a run would wait for {whom}"
+            print_prose(f"{waits}; this would fit at once: {fitting}")
 
 
 def _derived(loaded: Loaded) -> dict[str, tuple[Any, str]]:
     """The defaults that follow from device and model, with their origins, by key."""
     values = values_of(loaded.profile)
-    return {
-        key: (values[key], why) for key, why in loaded.origins.items() if why != DEFAULT and is_default(why)
-    }
+    derived = {key: why for key, why in loaded.origins.items() if why != DEFAULT and is_default(why)}
+    return {key: (values[key], why) for key, why in derived.items()}
 
 
 def _document(profile: Profile, schedule: Schedule, job: JobPlan, memory: dict[str, Any]) -> dict[str, Any]:

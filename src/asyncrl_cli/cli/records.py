@@ -107,9 +107,8 @@ def compare(
     from asyncrl_cli.report.side_by_side import compared
 
     if len(runs) < 2:
-        raise ConfigError(
-            "a comparison needs two runs or more", hint=f"`asyncrl status {runs[0]}` shows one run"
-        )
+        hint = f"`asyncrl status {runs[0]}` shows one run"
+        raise ConfigError("a comparison needs two runs or more", hint=hint)
     if not as_json:
         return _write(runs, out, runs_dir, open_it, target=reward)
     recorded = [Recorded.find(run, runs_dir) for run in runs]
@@ -171,10 +170,8 @@ def samples(
     for one in chosen:
         console.print(shown(one))
     steps = recorded.sampled_steps
-    say(
-        f"{len(chosen)} of step {chosen[0].step}; samples are kept of {len(steps)} steps, from {steps[0]} to "
-        f"{steps[-1]}"
-    )
+    all_steps = f"samples are kept of {len(steps)} steps, from {steps[0]} to {steps[-1]}"
+    say(f"{len(chosen)} of step {chosen[0].step}; {all_steps}")
 
 
 def trace(
@@ -222,9 +219,8 @@ def parse_steps(text: str) -> tuple[int, int | None]:
     else."""
     found = STEPS.fullmatch(text)
     if not text or found is None:
-        raise ConfigError(
-            f"--steps '{text:.40}' is not a range of train steps", hint="--steps 35:45, 35: or :45"
-        )
+        what = f"--steps '{text:.40}' is not a range of train steps"
+        raise ConfigError(what, hint="--steps 35:45, 35: or :45")
     first = int(found["first"] or 1)
     last = (int(found["last"]) if found["last"] else None) if found["colon"] else first
     if last is not None and last < first:
@@ -288,10 +284,8 @@ def export(
             max_file_bytes=int(max_shard_size_gb * GB),
             progress=progress,
         )
-    warn(
-        *(f"{wrong}; using an older checkpoint instead" for wrong in exported.source.passed_over),
-        *exported.source.notes,
-    )
+    passed_over = exported.source.passed_over
+    warn(*(f"{wrong}; using an older checkpoint instead" for wrong in passed_over), *exported.source.notes)
     num_bytes = exported.num_bytes
     size = f"{num_bytes / GB:.2f} GB" if num_bytes >= GB else f"{num_bytes / 10**6:.1f} MB"
     files = f"{size} in {counted(len(exported.files), 'file')}"

@@ -141,9 +141,8 @@ def _run_of(loaded: Loaded, runs_dir: Path, ui: str, address: str | None, *, is_
     recorded = entries_of(run.profile)
     defaults = [{key for key in one if is_default(one[key])} for one in (run.origins, loaded.origins)]
     compared = entries_of(profile).keys() - {"run.name"} - (defaults[0] & defaults[1])
-    others = [
-        key for key, value in entries_of(profile).items() if key in compared and recorded.get(key) != value
-    ]
+    given = {key: value for key, value in entries_of(profile).items() if key in compared}
+    others = [key for key, value in given.items() if recorded.get(key) != value]
     say(f"run '{profile.run.name}' resumes from step {run.checkpoint.step if run.checkpoint else 0}")
     if others:
         warn(f"the run keeps its own settings, which differ from this command's: {first_names(others)}")
@@ -195,9 +194,8 @@ def resume(
     """Continue a run from a checkpoint. Every group is trained exactly once.
 
     --set may change where and how the run computes (numbers of workers, placement, engine, timeouts), but
-    nothing that the
-    checkpoint depends on. With the address of a job server (http://HEAD:8265), the run resumes as a job
-    there."""
+    nothing that the checkpoint depends on. With the address of a job server (http://HEAD:8265), the run
+    resumes as a job there."""
     from asyncrl_cli.checkpoint.lookup import resolve
     from asyncrl_cli.job.driver_run import Run
     from asyncrl_cli.job.ray.session import is_job_server
@@ -212,6 +210,5 @@ def resume(
     if detach:
         run = resolve(target, runs_dir).resolve().parent.parent
         return _detach(["resume", target, *set_words(sets)], run.name, run.parent, address, as_json=as_json)
-    run_to_its_end(
-        Run.resume(target, runs_dir=runs_dir, sets=sets or (), ui=ui, address=address), as_json=as_json
-    )
+    resumed = Run.resume(target, runs_dir=runs_dir, sets=sets or (), ui=ui, address=address)
+    run_to_its_end(resumed, as_json=as_json)

@@ -92,10 +92,10 @@ def doctor(
         print_json([asdict(finding) for finding in findings])
     else:
         marks = MARKS if address is None else CLUSTER_MARKS
-        rows = (
-            (one.what, marks[one.ok], one.found + (f"  hint: {one.hint}" if one.hint and not one.ok else ""))
-            for one in findings
-        )
+        rows = []
+        for one in findings:
+            hint = f"  hint: {one.hint}" if one.hint and not one.ok else ""
+            rows.append((one.what, marks[one.ok], one.found + hint))
         print_table((), rows)
     if any(finding.ok is False for finding in findings):
         raise typer.Exit(3)
@@ -107,8 +107,7 @@ def init(
         typer.Argument(
             metavar="TEMPLATE",
             help="Name of the template: agent, grafana, gsm8k-8gpu, jsonl or parquet-verl; for a cluster: "
-            "kuberay, ray-cluster, "
-            "skypilot or slurm.",
+            "kuberay, ray-cluster, skypilot or slurm.",
             autocompletion=template_names,
         ),
     ],
@@ -161,9 +160,8 @@ def init(
         raise ConfigError(f"there is no template '{template}'", hint=f"templates: {', '.join(templates)}")
     source = templates[template]
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
-        raise RefusedError(
-            f"{directory} exists and is not empty", hint="name a new directory: nothing is overwritten"
-        )
+        hint = "name a new directory: nothing is overwritten"
+        raise RefusedError(f"{directory} exists and is not empty", hint=hint)
     size = {"nodes": nodes, "gpus_per_node": gpus_per_node}
     launch = Launch(profile=profile, image=image, set=sets, name=name, shared=shared, **size)
     files = rendered(source, launch)

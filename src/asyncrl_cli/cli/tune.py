@@ -103,9 +103,8 @@ def _print(tuned: Tuned, reference: str, out: Path | None) -> None:
     from asyncrl_cli.bench.recommendation import LIMITS
 
     best = tuned.found.best
-    print_prose(
-        f"SIMULATED: {tuned.workload.name}, seconds per {tuned.window_groups} groups (W), {tuned.bound}"
-    )
+    figure = f"seconds per {tuned.window_groups} groups (W)"
+    print_prose(f"SIMULATED: {tuned.workload.name}, {figure}, {tuned.bound}")
     print_prose(f"{len(tuned.found.outcomes)} settings tried; these had long runs, or are on the front.\n")
     _print_table(tuned.found)
     print_text(LEGEND)
@@ -116,9 +115,8 @@ def _print(tuned: Tuned, reference: str, out: Path | None) -> None:
     # Each `--set` on a line of its own, so that all can be copied from a narrow terminal.
     print_text("\n" + " \\\n".join(f"  --set {shlex.quote(entry)}" for entry in tuned.recommended_sets))
     if out is None:
-        print_prose(
-            "\nto try it: the same search with --out my.toml writes a profile for `bench` and `train`"
-        )
+        writes = "the same search with --out my.toml writes a profile for `bench` and `train`"
+        print_prose(f"\nto try it: {writes}")
     else:
         # `bench --set` would change the baseline, too. A run's profile may have that run's name.
         written, baseline = f"--profile {shlex.quote(str(out))}", shlex.quote(tuned.profile)
@@ -181,10 +179,8 @@ def remarks(tuned: Tuned) -> Iterator[str]:
         if there is not None:
             yield f"the recommended keys on the current split: {there} ({there.window_time_s / best_s:.2f}x)"
     if free is not None:
-        yield (
-            f"without the strict bound: {free.window_time_s:.2f} s, tokens up to {free.staleness_max:.0f} "
-            "versions old"
-        )
+        oldest = f"tokens up to {free.staleness_max:.0f} versions old"
+        yield f"without the strict bound: {free.window_time_s:.2f} s, {oldest}"
     if known is not None and known.window_time_s is not None:
         gain = known.window_time_s / best_s  # includes the simulation's own error
         yield f"{known.evidence} for the current setting: {known.window_time_s:.2f} s ({gain:.2f}x)"

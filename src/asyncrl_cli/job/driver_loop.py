@@ -58,15 +58,13 @@ def make_pipeline(
     checkpoint: Checkpoint | None,
 ) -> Pipeline:
     """The loop and everything it works with. `checkpoint`: where a resumed run continues."""
-    store = CheckpointStore(
-        directory.path, keep=profile.checkpoint.keep, profile=profile.name, write_trainer=crew.trainer.write
-    )
+    keep, write = profile.checkpoint.keep, crew.trainer.write
+    store = CheckpointStore(directory.path, keep=keep, profile=profile.name, write_trainer=write)
     resume_from = None
     if checkpoint is not None:
         store.abandon_newer(checkpoint.step, checkpoint.version)
-        resume_from = ResumeFrom(
-            loop_state=checkpoint.loop_state, payloads=crew.payloads, continues=continues_kept(profile)
-        )
+        state, continues = checkpoint.loop_state, continues_kept(profile)
+        resume_from = ResumeFrom(loop_state=state, payloads=crew.payloads, continues=continues)
     eval_sets = {"": task.eval, **task.eval_sets}
     world = World(
         feed=PromptFeed(task.train, seed=profile.run.seed, eval_sets=eval_sets),

@@ -107,9 +107,8 @@ def cluster_findings(address: str, directory: Path, say: Callable[[str], None]) 
     """Findings about all nodes of a cluster, for runs in `directory` or, if it is missing, in its nearest
     existing parent."""
     say(f"connecting to {address}")
-    directory = next(
-        place for place in (directory.absolute(), *directory.absolute().parents) if place.is_dir()
-    )
+    places = (directory.absolute(), *directory.absolute().parents)
+    directory = next(place for place in places if place.is_dir())
     with connected(address) as cluster:
         free = ray_cluster(free=True)
         about = Finding("cluster", f"{cluster}:{node_lines(cluster, free)}", True)
@@ -131,16 +130,12 @@ def findings(here: NodeFacts, there: Sequence[NodeFacts], wanted: Wanted) -> Ite
     """The problems of each node, or that it has none. `ok` is None for a problem that a run can live with."""
     is_apart = len({facts.address for facts in there}) > 1
     for facts in there:
+        problems: list[Problem] = []
         if facts.error:
-            problems: list[Problem] = [
-                (facts.error, False, "`ray status` and the node's raylet.err may say why")
-            ]
+            problems += [(facts.error, False, "`ray status` and the node's raylet.err may say why")]
         else:
-            problems = [
-                *_versions(here, facts),
-                *_files(facts, wanted),
-                *_network_clock_and_memory(facts, is_apart=is_apart),
-            ]
+            problems += [*_versions(here, facts), *_files(facts, wanted)]
+            problems += _network_clock_and_memory(facts, is_apart=is_apart)
         if not problems:
             versions = ", ".join(f"{name} {version}" for name, version in facts.versions.items())
             free = f"{facts.shared_memory_bytes / GIB:.1f} GiB free in /dev/shm"
@@ -164,11 +159,9 @@ def _versions(here: NodeFacts, there: NodeFacts) -> Iterator[Problem]:
 
 def _files(there: NodeFacts, wanted: Wanted) -> Iterator[Problem]:
     if there.directory_error:
-        found = (
-            f"it does not see what the driver writes to {wanted.directory}, or cannot write there "
-            f"({there.directory_error})"
-        )
-        yield found, False, "--runs-dir on a file system that all nodes mount at the same path"
+        found = f"it does not see what the driver writes to {wanted.directory}, or cannot write there"
+        hint = "--runs-dir on a file system that all nodes mount at the same path"
+        yield f"{found} ({there.directory_error})", False, hint
     for key in there.missing_models:
         hint = f"a path below a file system that all nodes share: --set {key}=..."
         if key in wanted.downloads:
@@ -193,11 +186,9 @@ def _network_clock_and_memory(there: NodeFacts, *, is_apart: bool) -> Iterator[P
             found = f"{variable}={value}, but there is no such interface"
             yield found, False, f"its interfaces are {known}"
     if is_apart and there.own_address.startswith("127.") and "GLOO_SOCKET_IFNAME" not in there.variables:
-        found = (
-            f"its host name resolves to {there.own_address}: gloo would listen there, where other nodes "
-            "cannot reach it"
-        )
-        yield found, False, f"GLOO_SOCKET_IFNAME={known} in the environment of its `ray start`"
+        why = f"its host name resolves to {there.own_address}: gloo would listen there"
+        hint = f"GLOO_SOCKET_IFNAME={known} in the environment of its `ray start`"
+        yield f"{why}, where other nodes cannot reach it", False, hint
 
     if abs(there.ahead_s) > MOST_SKEW_S:
         direction = "ahead of" if there.ahead_s > 0 else "behind"

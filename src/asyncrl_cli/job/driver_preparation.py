@@ -239,10 +239,8 @@ def check_prompt_lengths(profile: Profile, task: Task, tokens: Callable[[Sequenc
         uid = suspects[lengths.index(longest)]["uid"]
         others = f" ({num_too_long} prompts are too long)" if num_too_long > 1 else ""
         what = f"prompt {uid} has {longest} tokens, rollout.max_prompt_tokens is {limit}{others}"
-        hint = (
-            f"--set rollout.max_prompt_tokens={longest}, or leave such prompts out of {profile.task.source}"
-        )
-        raise ConfigError(what, hint=hint)
+        longer = f"--set rollout.max_prompt_tokens={longest}"
+        raise ConfigError(what, hint=f"{longer}, or leave such prompts out of {profile.task.source}")
 
 
 async def interruptible(work: Callable[[Callable[[], None]], T]) -> T:

@@ -133,11 +133,8 @@ class StopRequests:
         """
         is_main = threading.current_thread() is threading.main_thread()
         before = {number: signal.getsignal(number) for number in SIGNALS if is_main}
-        taken = {
-            number: handler
-            for number, handler in before.items()
-            if handler not in (signal.SIG_IGN, self.request)
-        }
+        passed = signal.SIG_IGN, self.request
+        taken = {number: handler for number, handler in before.items() if handler not in passed}
         for number in taken:
             signal.signal(number, self.request)
         return taken

@@ -98,9 +98,8 @@ class PromptFeed:
         if before is not None:  # older checkpoints have no fingerprints of evals
             if not isinstance(before, Mapping):
                 raise _damaged(f"evals is {before!r:.80}")
-            changed = [
-                name for name in {**before, **self._evals} if before.get(name) != self._evals.get(name)
-            ]
+            now = self._evals
+            changed = [name for name in {**before, **now} if before.get(name) != now.get(name)]
             if changed:
                 names = ", ".join(f"eval.sets.{name:.80}" if name else "the eval prompts" for name in changed)
                 what = f"the checkpoint was made with other items for evals: {names} changed"
@@ -166,9 +165,6 @@ def refuse_other_prompts(checkpoint: Checkpoint, task: Task, seed: int) -> None:
     feed = PromptFeed(task.train, seed=seed, eval_sets={"": task.eval, **task.eval_sets})
     groups = checkpoint.loop_state["groups"]
     feed.restore(groups["feed"])
-    for entry in (
-        *groups["running"],
-        *groups["again"],
-        *(finished["try"] for finished in groups["finished"]),
-    ):
+    finished = [entry["try"] for entry in groups["finished"]]
+    for entry in (*groups["running"], *groups["again"], *finished):
         feed.find(*entry["key"][:2])

@@ -104,10 +104,8 @@ class RayRanks:
         self, batch: TrainBatch, shares: Shares, call: str
     ) -> list[tuple[TrainReport, ExecutorReport]]:
         """Make a train step. Every process gets its own share."""
-        refs = [
-            actor.train.remote(batch.step, batch.step_in_window, *share)
-            for actor, share in zip(self.actors, shares[2], strict=True)
-        ]
+        calls, step = zip(self.actors, shares[2], strict=True), (batch.step, batch.step_in_window)
+        refs = [actor.train.remote(*step, *share) for actor, share in calls]
         return await self._answers(refs, call, self._steps)
 
     def shares(self, batch: TrainBatch, names: Sequence[str], profile: Profile) -> Shares:
@@ -163,9 +161,7 @@ class RayScorer(RayRanks):
         self, groups: Sequence[GroupResult], items: Sequence[Item]
     ) -> tuple[Sequence[Handle], ExecutorReport]:
         """Divide the groups between the processes by their number of tokens, and score them."""
-        lengths = [
-            sum(meta.prompt_tokens + meta.response_tokens for meta in group.trajectories) for group in groups
-        ]
+        lengths = [sum(t.prompt_tokens + t.response_tokens for t in g.trajectories) for g in groups]
         shares = split_by_tokens(lengths, len(self.actors))
         num_tokens = sum(group.response_tokens for group in groups)
         reports, columns = [], dict[int, ObjectRef]()
@@ -279,10 +275,8 @@ class RayTrainer(RayRanks):
             self.failed_dumps += 1
             logger.warning("the samples of step %d are lost: %s", step, error)
             if self.failed_dumps == 1:
-                self._warn(
-                    f"the samples of step {step} are lost, training goes on: {error} (further failures "
-                    "are only counted)"
-                )
+                lost = f"the samples of step {step} are lost, training goes on: {error}"
+                self._warn(f"{lost} (further failures are only counted)")
 
     def chosen_samples(
         self, batch: TrainBatch, groups: Sequence[GroupResult], plans: Sequence[RankPlan]

@@ -78,9 +78,7 @@ class Probe:
         """ "" if the package is missing. A build for CPUs only may have another name."""
         for name in (package, f"{package}-cpu"):
             with suppress(ImportError):  # PackageNotFoundError is one
-                return (
-                    str(import_module("asyncrl_cli").__version__)
-                    if name == "asyncrl"
-                    else metadata.version(name)
-                )
+                if name == "asyncrl":
+                    return str(import_module("asyncrl_cli").__version__)
+                return metadata.version(name)
         return ""

@@ -341,15 +341,9 @@ class RankHost:
             SampledGroup(payload=payload, logprobs=logprobs.get(index), **known)
             for payload, (index, known) in zip(joined(ray.get(part_refs)), facts.items(), strict=True)
         ]
+        decode, most = self.tokenizer.decode, self._profile.logging.samples_max_mb * MIB
         with telling_storage():
-            dump_samples(
-                Path(directory),
-                step,
-                groups,
-                window=window,
-                decode=self.tokenizer.decode,
-                max_bytes=self._profile.logging.samples_max_mb * MIB,
-            )
+            dump_samples(Path(directory), step, groups, window=window, decode=decode, max_bytes=most)
 
     # --- scorers
 

@@ -167,10 +167,8 @@ class Loader:
     def _check_newer(self, version: int) -> None:
         newest = self.held if self.received is None else max(self.held, self.received.manifest.version)
         if version <= newest:
-            raise ValueError(
-                f"version {version} of the weights is not newer than version {newest}, which this worker has "
-                "already received"
-            )
+            what = f"version {version} of the weights is not newer than version {newest}"
+            raise ValueError(f"{what}, which this worker has already received")
 
 
 class RayRankZero(RankZero):

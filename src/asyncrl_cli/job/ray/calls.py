@@ -129,18 +129,14 @@ def _failure(executor: str, call: str, limit: Limit, error: Exception, host: str
     if isinstance(error, OutOfDiskError):
         raised_at = RAISED_AT.search(str(error))
         node = raised_at[1] if raised_at else ray.util.get_node_ip_address()
-        full = (
-            f"node {node} has room for arrays neither in ray's object store nor on the disk that it "
-            f"spills to, during {call}"
-        )
-        return ExecutorFailed(full, hint=DISK_HINT, executor=executor)
+        full = f"node {node} has room for arrays neither in ray's object store nor on the disk"
+        return ExecutorFailed(f"{full} that it spills to, during {call}", hint=DISK_HINT, executor=executor)
     if not isinstance(error, RayTaskError):
         what = "arrays were lost" if isinstance(error, ObjectLostError) else f"its process{where} ended"
         # the informative line of Ray's long message: the reason, without ids and guesses
         lines = [line.strip() for line in COLORS.sub("", str(error)).splitlines() if line.strip()]
-        reasons = [
-            line for line in lines if any(word in line.lower() for word in ("cause", "exit", "killed"))
-        ]
+        words = "cause", "exit", "killed"
+        reasons = [line for line in lines if any(word in line.lower() for word in words)]
         why = (reasons or lines or [type(error).__name__])[0].partition(GUESSES)[0]
         if isinstance(error, ActorUnavailableError):
             why = "it cannot be reached"
@@ -149,7 +145,6 @@ def _failure(executor: str, call: str, limit: Limit, error: Exception, host: str
     if isinstance(cause, ExecutorFailed):
         return ExecutorLost(cause.message, hint=cause.hint, executor=executor)
     if not isinstance(cause, AsyncrlError):
-        return ExecutorFailed(
-            f"{type(cause).__name__}: {str(cause).strip()}".removesuffix(": "), executor=executor
-        )
+        what = f"{type(cause).__name__}: {str(cause).strip()}".removesuffix(": ")
+        return ExecutorFailed(what, executor=executor)
     return type(cause)(f"{executor}{where}: {cause.message}", hint=cause.hint)

@@ -100,13 +100,10 @@ class LocalNode(Node):  # type: ignore[misc]
         start = services.start_ray_process
 
         def without_agents(command: Sequence[str], *rest: object, **more: object) -> object:
-            words = [
-                next((key + NO_AGENT for key in AGENT_COMMANDS if word.startswith(key)), word)
-                for word in command
-            ]
-            assert sum(word.endswith(NO_AGENT) for word in words) == len(AGENT_COMMANDS), (
-                "this Ray starts its raylet otherwise"
-            )
+            words = [*command]
+            for key in AGENT_COMMANDS:  # each is there once, or this Ray starts its raylet otherwise
+                (place,) = (number for number, word in enumerate(words) if word.startswith(key))
+                words[place] = key + NO_AGENT
             return start(words, *rest, **more)
 
         with _replaced(services, "start_ray_process", without_agents):

@@ -64,10 +64,8 @@ async def placed(plan: JobPlan, *, timeout_s: float, say: Say = lambda text: Non
         """`num_gpus` is set although the bundle has the GPUs: without it, Ray leaves the actor's
         CUDA_VISIBLE_DEVICES empty."""
         role = plan.role(role_name)
-        bundle = PlacementGroupSchedulingStrategy(
-            placement_group=groups[role.placement_group],
-            placement_group_bundle_index=plan.bundle_of(role, index),
-        )
+        group, number = groups[role.placement_group], plan.bundle_of(role, index)
+        bundle = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=number)
         cpus, gpus = role.cpus_per_worker, role.gpus_per_worker
         return {"num_cpus": cpus, "num_gpus": gpus, "scheduling_strategy": bundle}
 

@@ -48,9 +48,8 @@ class Reaper:
 
     def _start(self) -> subprocess.Popen[bytes]:
         global _pipe
-        process = subprocess.Popen(
-            self._words, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True
-        )
+        pipe, nothing = subprocess.PIPE, subprocess.DEVNULL
+        process = subprocess.Popen(self._words, stdin=pipe, stdout=nothing, start_new_session=True)
         assert process.stdin is not None
         _pipe = process.stdin.fileno()
         return process

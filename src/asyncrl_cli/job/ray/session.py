@@ -129,10 +129,8 @@ def _start_here(
         # `uv run` sets a runtime-environment hook, which needs an agent; a local session has none.
         stack.enter_context(_connection(address=address, _skip_env_hook=True))
     except Exception as error:  # Ray raises bare Exceptions when it fails to start
-        raise PreflightError(
-            f"ray did not start on this machine: {error}",
-            hint="`df /dev/shm /tmp` and `ulimit -n` may tell why",
-        ) from error
+        what, hint = "ray did not start on this machine", "`df /dev/shm /tmp` and `ulimit -n` may tell why"
+        raise PreflightError(f"{what}: {error}", hint=hint) from error
 
 
 @contextlib.contextmanager
@@ -165,10 +163,8 @@ def check_reachable(address: str) -> None:
     """Try a plain TCP connection before Ray does: Ray spends minutes on a dead address. Raises ConfigError or
     PreflightError."""
     if "://" in address:
-        hint = (
-            "give HOST:PORT of the cluster's GCS (usually port 6379), or `auto` on one of its nodes; or "
-            "`asyncrl submit`"
-        )
+        gcs = "HOST:PORT of the cluster's GCS (usually port 6379)"
+        hint = f"give {gcs}, or `auto` on one of its nodes; or `asyncrl submit`"
         if is_job_server(address):
             hint = f"asyncrl submit --address {address} --profile NAME makes it a job there"
         raise ConfigError(f"--address {address}: asyncrl's driver must run inside the cluster", hint=hint)

@@ -25,9 +25,8 @@ def user_token(address: str) -> str:
     from ray.exceptions import AuthenticationError
 
     if (mode := os.environ.get(MODE, "token")).lower() != "token":
-        raise PreflightError(
-            f"{address} asks for a token, and {MODE}={mode} keeps it from being sent", hint=f"unset {MODE}"
-        )
+        why = f"{address} asks for a token, and {MODE}={mode} keeps it from being sent"
+        raise PreflightError(why, hint=f"unset {MODE}")
     try:
         AuthenticationTokenLoader.instance().reset_cache()
         token = str(AuthenticationTokenLoader.instance().get_raw_token(ignore_auth_mode=True))
@@ -49,9 +48,8 @@ def token_variables(gcs_address: str) -> dict[str, str]:
     if not _asks_for_token(gcs_address, ""):
         return {}
     if _asks_for_token(gcs_address, user_token(gcs_address)):
-        raise PreflightError(
-            f"{gcs_address} refuses access: the token of this user is not that of the cluster", hint=HINT
-        )
+        why = "the token of this user is not that of the cluster"
+        raise PreflightError(f"{gcs_address} refuses access: {why}", hint=HINT)
     return {MODE: "token"}
 
 

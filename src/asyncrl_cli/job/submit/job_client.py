@@ -55,9 +55,8 @@ class BoundedClient(JobSubmissionClient):  # type: ignore[misc]
         answer = requests.Response()
         answer.url = self._address + endpoint
         try:
-            answer.status_code, content = asyncio.run(
-                self._receive(method, answer.url, body, most_s, most_bytes)
-            )
+            receiving = self._receive(method, answer.url, body, most_s, most_bytes)
+            answer.status_code, content = asyncio.run(receiving)
         except TimeoutError as error:
             raise TimeoutError(f"no whole answer within {most_s:.0f} s") from error
         answer.encoding, answer.raw = "utf-8", io.BytesIO(content)

@@ -112,10 +112,8 @@ class JobServer:
     def __init__(self, address: str) -> None:
         """Raises ConfigError if `address` is not that of a job server."""
         if not is_job_server(address):
-            hint = (
-                "give that of the cluster's dashboard, http://HEAD:8265; behind a firewall `ssh -L "
-                "8265:localhost:8265 HEAD`"
-            )
+            behind = "behind a firewall `ssh -L 8265:localhost:8265 HEAD`"
+            hint = f"give that of the cluster's dashboard, http://HEAD:8265; {behind}"
             raise ConfigError(f"--address {address}: not the address of a job server", hint=hint)
         self.address = address
         with self._asking():
@@ -307,9 +305,8 @@ class JobServer:
         except AuthenticationError as error:
             raise PreflightError(f"{self.address} refuses access: {first_line(error)}", hint=HINT) from error
         except (requests.RequestException, aiohttp.ClientError, OSError) as error:
-            hint = (
-                "is the dashboard up there (`ray start --head --dashboard-host 0.0.0.0`, with ray[default])?"
-            )
+            start = "`ray start --head --dashboard-host 0.0.0.0`, with ray[default]"
+            hint = f"is the dashboard up there ({start})?"
             why = f"no job server answers at {self.address}: {first_line(error)}"
             raise PreflightError(why, hint=hint) from error
         except (RuntimeError, ValueError) as error:
