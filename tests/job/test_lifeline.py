@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from ray.exceptions import RayActorError
 from asyncrl_cli.base.errors import SessionLost
 from asyncrl_cli.job.ray import lifeline as module
 from asyncrl_cli.job.ray.calls import Limit, answer
-from asyncrl_cli.job.ray.lifeline import lifeline, lost_session
+from asyncrl_cli.job.ray.lifeline import ended, lifeline, lost_session
 
 NEVER_S = 300.0
 """Longer than any limit of a test: a call that waits this long fails its test."""
@@ -41,7 +42,7 @@ def daemons() -> Iterator[dict[str, subprocess.Popen[bytes]]]:
 
 
 def watched(daemons: dict[str, subprocess.Popen[bytes]], mend: Any = lambda: None) -> Any:
-    return lifeline(daemons, mend)
+    return lifeline(partial(ended, daemons), mend, [daemon.pid for daemon in daemons.values()])
 
 
 async def ask(*, patient: bool) -> None:
@@ -102,7 +103,7 @@ def test_a_head_that_takes_no_connections_is_lost_after_a_while_and_one_that_com
                 head.look()
                 time.sleep(0.2)
         assert not head.dead
-        with module.head_lifeline(f"127.0.0.1:{port}"):
+        with lifeline(lambda: head.dead, head.look):
             while (lost := lost_session()) is None:
                 time.sleep(0.01)
             assert lost_session(patient=True) is None, "the trainer has time for a checkpoint"
@@ -155,7 +156,7 @@ def woken(line):
 
 lifeline.Lifeline._wake = woken
 daemon = subprocess.Popen(["sleep", "60"])
-with lifeline.lifeline({"gcs_server": daemon}, lambda: None):
+with lifeline.lifeline(lambda: lifeline.ended({"gcs_server": daemon}), lambda: None):
     async def wait():
         async with asyncio.timeout(30) as limit:
             with lifeline.session_wait(limit):

@@ -149,28 +149,20 @@ class ClusterHead:
                 self.dead = {OUTLIVED: silent}
 
 
-def lifeline(daemons: Daemons, mend: Callable[[], None]) -> contextlib.AbstractContextManager[None]:
-    """Watch a local session."""
-
-    def dead() -> dict[str, str]:
-        codes = {name: daemon.poll() for name, daemon in daemons.items()}
-        ended = {name: how_it_ended(code) for name, code in codes.items() if code is not None}
-        return {name: f"ray's {name} has ended ({how})" for name, how in ended.items()}
-
-    return _watched(Lifeline(dead, mend, [daemon.pid for daemon in daemons.values()]))
-
-
-def head_lifeline(address: str) -> contextlib.AbstractContextManager[None]:
-    """Watch a session on a cluster. `address`: HOST:PORT of its gcs_server."""
-    head = ClusterHead(address)
-    return _watched(Lifeline(lambda: head.dead, head.look))
+def ended(daemons: Daemons) -> dict[str, str]:
+    """Those of a local session's daemons that have ended, and how."""
+    codes = {name: daemon.poll() for name, daemon in daemons.items()}
+    dead = {name: how_it_ended(code) for name, code in codes.items() if code is not None}
+    return {name: f"ray's {name} has ended ({how})" for name, how in dead.items()}
 
 
 @contextlib.contextmanager
-def _watched(line: Lifeline) -> Iterator[None]:
+def lifeline(dead: Dead, mend: Callable[[], None], pids: Iterable[int] = ()) -> Iterator[None]:
+    """Watch the session within the block. `dead` tells of a local session's daemons (`ended`, with their
+    `pids`) or of a cluster's head (`ClusterHead`)."""
     global _current
     assert _current is None, "a session within a session"
-    _current = line
+    _current = line = Lifeline(dead, mend, pids)
     thread = threading.Thread(target=line.watch, name="lifeline", daemon=True)
     thread.start()
     try:

@@ -19,11 +19,12 @@ import socket
 import tempfile
 import threading
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from asyncrl_cli.base.errors import ConfigError, PreflightError, first_line
-from asyncrl_cli.job.ray.lifeline import head_lifeline, lifeline
+from asyncrl_cli.job.ray.lifeline import ClusterHead, ended, lifeline
 from asyncrl_cli.job.ray.reaper_handle import Reaper
 from asyncrl_cli.job.submit.cluster_token import token_variables
 from asyncrl_cli.models.shape import ShapeUnknown, shape_of_directory
@@ -59,7 +60,8 @@ def ray_session(
             plan = compile_job(profile, stack.enter_context(connected(address)))
             import ray
 
-            stack.enter_context(head_lifeline(str(ray.get_runtime_context().gcs_address)))
+            head = ClusterHead(str(ray.get_runtime_context().gcs_address))
+            stack.enter_context(lifeline(lambda: head.dead, head.look))
         else:
             cluster = cluster or local_cluster()
             plan = compile_job(profile, cluster)
@@ -125,7 +127,8 @@ def _start_here(
         cpus, gpus = max(plan.cpus, cluster.cpus), max(plan.gpus, cluster.gpus)
         node = local_node(directory, num_cpus=cpus, num_gpus=gpus, object_store_bytes=store_bytes)
         address, daemons = stack.enter_context(node)
-        stack.enter_context(lifeline(daemons, reaping.mend))
+        pids = [daemon.pid for daemon in daemons.values()]
+        stack.enter_context(lifeline(partial(ended, daemons), reaping.mend, pids))
         # `uv run` sets a runtime-environment hook, which needs an agent; a local session has none.
         stack.enter_context(_connection(address=address, _skip_env_hook=True))
     except Exception as error:  # Ray raises bare Exceptions when it fails to start
