@@ -11,7 +11,6 @@ from typing import Any
 from rich.table import Column
 from rich.text import Text
 
-from asyncrl_cli.base.errors import PreflightError
 from asyncrl_cli.cli.console import print_prose, print_table
 from asyncrl_cli.plan import memory_fit
 from asyncrl_cli.plan.job_plan import JobPlan
@@ -21,17 +20,6 @@ from asyncrl_cli.plan.memory_fit import NODE
 
 MIB = 2**20
 NOT_COUNTED = "not counted: Python, torch and a GPU's context (about 1 GiB per process), and fragmentation"
-
-
-def store_warnings(memory: MemoryEstimate) -> list[str]:
-    """Why a run on this machine would be refused, if Ray cannot have the object store that it needs."""
-    from asyncrl_cli.job.ray.session import check_shared_memory
-
-    try:
-        check_shared_memory(memory.profile, memory.store_bytes)
-    except PreflightError as refusal:
-        return [f"a run on this machine would be refused: {refusal.message} ({refusal.hint})"]
-    return []
 
 
 def memory_document(memory: MemoryEstimate | str, needs: Sequence[memory_fit.DeviceNeed]) -> dict[str, Any]:

@@ -9,9 +9,10 @@ from typing import Any
 
 from rich.table import Column
 
-from asyncrl_cli.base.errors import AsyncrlError
+from asyncrl_cli.base.errors import AsyncrlError, PreflightError
 from asyncrl_cli.cli.console import print_json, print_prose, print_table, print_text, warn
-from asyncrl_cli.cli.plan_memory import memory_document, print_memory, store_warnings
+from asyncrl_cli.cli.plan_memory import memory_document, print_memory
+from asyncrl_cli.job.ray.session import check_shared_memory
 from asyncrl_cli.models.model_directory import tokenizer_here
 from asyncrl_cli.plan import cluster, memory_fit
 from asyncrl_cli.plan.compiler import compile_job, device_of
@@ -83,7 +84,12 @@ def print_plan(
         needs = [*memory_fit.device_needs(memory), *memory_fit.node_needs(memory, there.all)]
         refusal = memory_fit.cannot_fit(memory) or memory_fit.shortage(needs)
         if refusal is None:
-            warnings += memory_fit.cache_warnings(memory) + (store_warnings(memory) if is_here else [])
+            warnings += memory_fit.cache_warnings(memory)
+            try:
+                if is_here:
+                    check_shared_memory(memory.profile, memory.store_bytes)
+            except PreflightError as small:
+                warnings.append(f"a run on this machine would be refused: {small.message} ({small.hint})")
     rehearsal = _rehearsed(profile)
     if isinstance(rehearsal, AsyncrlError):
         hint = f" ({rehearsal.hint})" if rehearsal.hint else ""

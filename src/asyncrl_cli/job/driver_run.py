@@ -166,9 +166,8 @@ class Run:
             self._start = None
 
             # the run's files, the sinks of [logging], and the screen if it is wanted
-            files = directory.metrics, directory.events, directory.timeline, directory.status
-            kinds = MetricsFile, EventsFile, TimelineFile, StatusFile
-            sinks: list[Sink] = [make(path) for make, path in zip(kinds, files, strict=True)]
+            sinks: list[Sink] = [MetricsFile(directory.metrics), EventsFile(directory.events)]
+            sinks += [TimelineFile(directory.timeline), StatusFile(directory.status)]
             sinks += make_sinks(self.profile, directory.path)
             if (screen := make_ui(self.ui)) is not None:
                 sinks.append(screen)
