@@ -211,11 +211,11 @@ def _derived(loaded: Loaded) -> dict[str, tuple[Any, str]]:
 
 
 def _document(profile: Profile, schedule: Schedule, job: JobPlan, memory: dict[str, Any]) -> dict[str, Any]:
-    of_job = {name: getattr(job, name) for name in ("device", "engine", "colocate", "gpus", "cpus")}
+    placement = {name: getattr(job, name) for name in ("device", "engine", "colocate", "gpus", "cpus")}
     return {
         "profile": profile.name,
         "schedule": asdict(schedule),
-        "placement": {**of_job, "roles": plan_rows(job)},
+        "placement": {**placement, "roles": plan_rows(job)},
         "memory": memory,
     }
 

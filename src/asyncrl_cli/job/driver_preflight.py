@@ -200,10 +200,10 @@ def _network_clock_and_memory(there: NodeFacts, *, is_apart: bool) -> Iterator[P
         yield f"{free}: Ray keeps its objects on disk then", None, hint
 
 
-def ahead_s(asked_s: float, told_s: float, answered_s: float) -> float:
+def ahead_s(asked_s: float, clock_s: float, answered_s: float) -> float:
     """By how much another clock is at least ahead (negative: behind), given its answer between two readings
     of this one; else 0."""
-    return max(told_s - answered_s, 0.0) or min(told_s - asked_s, 0.0)
+    return max(clock_s - answered_s, 0.0) or min(clock_s - asked_s, 0.0)
 
 
 async def gathered(nodes: Mapping[str, str], wanted: Wanted, say: Callable[[str], None]) -> list[NodeFacts]:
