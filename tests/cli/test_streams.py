@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from asyncrl_cli.cli.app import run
+
 ASCII = {
     "LANG": "C",
     "LC_ALL": "C",
@@ -19,8 +21,6 @@ ASCII = {
     "PYTHONUTF8": "0",
 }
 NARROW = {"TERM": "dumb", "COLUMNS": "1"}
-COMMANDS = ["--help", "plan -p base --gpus 2", "plan -p base --gpus 2 --json"]
-"""They warn of nothing, whatever the machine is: a plan without `--gpus` warns of too few cores."""
 MISTAKE = "plan -p nope"
 
 
@@ -34,7 +34,7 @@ def asyncrl(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("command", ["--help", "plan -p base --gpus 2 --json"])
 def test_a_full_stdout_is_one_error(command):
     done = asyncrl(command, ">/dev/full")
     assert done.returncode == 1
@@ -45,9 +45,10 @@ def test_a_full_stdout_is_one_error(command):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("command", "code"), [("plan -p base", 0), (MISTAKE, 2)])
-@pytest.mark.parametrize("redirections", [">&-", "<&- >&- 2>&-"])
-def test_closed_streams_change_no_exit_code(command, code, redirections):
+@pytest.mark.parametrize(
+    ("command", "redirections", "code"), [("plan -p base", ">&-", 0), (MISTAKE, "<&- >&- 2>&-", 2)]
+)
+def test_closed_streams_change_no_exit_code(command, redirections, code):
     done = asyncrl(command, redirections)
     assert done.returncode == code
     assert b"Traceback" not in done.stderr
@@ -55,7 +56,6 @@ def test_closed_streams_change_no_exit_code(command, code, redirections):
 
 @pytest.mark.slow
 def test_errors_that_nobody_can_read_are_still_exit_codes():
-    assert asyncrl(MISTAKE, "2>/dev/full").returncode == 2
     assert asyncrl(f"{MISTAKE} --json", ">/dev/full 2>/dev/full").returncode == 2
 
 
@@ -74,29 +74,34 @@ def test_no_file_of_ours_gets_the_number_of_a_closed_stream(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("environment", [ASCII, NARROW], ids=["ascii", "narrow"])
-@pytest.mark.parametrize("command", COMMANDS)
-def test_any_locale_and_any_width_will_do(command, environment):
-    done = asyncrl(command, **environment)
+@pytest.mark.parametrize("command", ["--help", "plan -p base --gpus 2"])
+def test_any_locale_and_any_width_will_do(command):
+    """These commands warn of nothing: without `--gpus`, a plan may warn of too few cores."""
+    done = asyncrl(command, **ASCII, **NARROW)
     assert (done.returncode, done.stderr) == (0, b"")
-    if environment is ASCII:
-        done.stdout.decode("ascii")
+    done.stdout.decode("ascii")
 
 
 @pytest.mark.slow
+def test_an_argument_that_the_locale_cannot_read_is_told():
+    done = asyncrl("train -p é.toml", **ASCII)
+    assert done.returncode == 2
+    assert done.stderr.startswith(b"error: ")
+
+
 @pytest.mark.parametrize(
     ("command", "code"),
-    [
-        ("train -p é.toml", 2),
-        ("train -p base --name é", 2),
-        pytest.param("train -p base --set model.path=/tmp/é --dry-run", 3, marks=pytest.mark.slow),
-    ],
+    [("train -p base --name é", 2), ("train -p base --set model.path=/tmp/é --dry-run", 3)],
 )
-def test_arguments_that_the_locale_cannot_read_are_told(command, code):
-    done = asyncrl(command, **ASCII)
-    assert done.returncode == code
-    assert b"\nerror: " in b"\n" + done.stderr
-    assert b"this is a bug" not in done.stderr
+def test_a_name_and_a_path_that_the_locale_cannot_read_are_told(command, code, capsys):
+    """Python gives each byte of such a word as a surrogate."""
+    assert (
+        run([os.fsdecode(word).encode().decode("ascii", "surrogateescape") for word in command.split()])
+        == code
+    )
+    said = capsys.readouterr().err
+    assert "\nerror: " in f"\n{said}"
+    assert "this is a bug" not in said
 
 
 @pytest.mark.slow
@@ -108,16 +113,14 @@ def test_a_directory_that_was_deleted_is_told(tmp_path):
     assert b"Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize("text", ["\x1b[2J\x1b]0;owned\x07", "\x9b31m", "\u202e", "[bold]x[/]", "a\rb"])
+@pytest.mark.parametrize("text", ["\x1b[2J\x9b31m\u202ea\rb", "[bold]x[/]"])
 @pytest.mark.parametrize(
     "arguments",
     ["plan -p %s", "plan -p base --set %s=1", "plan -p base --set rollout.engine=%s", "%s", "status %s"],
 )
 def test_what_was_typed_comes_back_neutral(arguments, text, capsys):
-    from asyncrl_cli.cli.app import run
-
     assert run([word.replace("%s", text) for word in arguments.split()]) == 2
     said = capsys.readouterr().err
-    assert not set(said) & {"\x1b", "\x07", "\x9b", "\u202e", "\r"}
+    assert not set(said) & {"\x1b", "\x9b", "\u202e", "\r"}
     if text.startswith("["):
         assert text in said

@@ -132,8 +132,8 @@ def test_a_search_finds_a_better_split_and_prints_sets_that_make_it(small, capsy
     assert compared[1]["speedup"] > 1.1
 
 
-@pytest.mark.slow
-def test_all_that_a_search_prints_says_simulated(small, capsys):
+def test_all_that_a_search_prints_says_simulated(small, pretend, capsys):
+    pretend(lambda setting: 1.0 if setting.split == "2:6" else 2.0)
     sets = ["--set", "rollout.temperature=0.9"]
     assert run(["tune", small, "--max-staleness", "0", *sets, "--out", "my.toml"]) == 0
     out, err = capsys.readouterr()

@@ -90,11 +90,11 @@ def test_once(): fails_before_try(2, 'once')
 
 
 def test_a_worker_that_crashes_once_costs_one_rerun_and_loses_no_test(tmp_path):
-    test = (
-        "def test_a(): pass\ndef test_it(): fails_before_try(2, 'it', lambda: os._exit(1))\ndef "
-        "test_z(): "
-        "pass"
-    )
+    test = """
+def test_a(): pass
+def test_it(): fails_before_try(2, 'it', lambda: os._exit(1))
+def test_z(): pass
+"""
     code, output = run_of(tmp_path, "-n 2 --dist loadfile", flaky=test, good="def test_a(): pass")
     assert code == 0
     assert re.fullmatch(r"4 passed, 1 rerun in \d.*s", last_line(output))
@@ -113,11 +113,9 @@ def test_pytest_that_dies_with_exit_code_0_fails_ci(tmp_path):
     assert "run again, alone" not in output
 
 
-@pytest.mark.parametrize("method", ["signal", "thread"])
-def test_a_timeout_is_run_again_like_any_failure(tmp_path, method):
+def test_a_timeout_is_run_again_like_any_failure(tmp_path):
     test = "def test_it(): fails_before_try(2, 'it', lambda: __import__('time').sleep(60))"
-    options = f"-n 1 --timeout=1 --timeout-method={method}"
-    code, output = run_of(tmp_path, options, slow=test)
+    code, output = run_of(tmp_path, "-n 1 --timeout=1", slow=test)
     assert code == 0
     assert re.fullmatch(r"1 passed, 1 rerun in \d.*s", last_line(output))
 
@@ -125,14 +123,8 @@ def test_a_timeout_is_run_again_like_any_failure(tmp_path, method):
 @pytest.mark.parametrize(
     ("options", "name", "text"),
     [
-        ("-n 0", "test_bad.py", "import a_module_that_nobody_has"),
         ("-n 1", "test_bad.py", "import a_module_that_nobody_has"),
         ("-n 0", "conftest.py", "def pytest_runtest_setup(item): raise KeyboardInterrupt"),
-        (
-            "-n 0",
-            "conftest.py",
-            "def pytest_runtest_protocol(item, nextitem): raise RuntimeError('internal')",
-        ),
         (
             "-n 1",
             "conftest.py",
@@ -140,14 +132,7 @@ def test_a_timeout_is_run_again_like_any_failure(tmp_path, method):
         ),
         ("-n 0", "conftest.py", "def pytest_sessionfinish(session): session.exitstatus = 1"),
     ],
-    ids=[
-        "collection",
-        "collection by a worker",
-        "interrupt",
-        "internal error",
-        "internal error of a worker",
-        "failed session",
-    ],
+    ids=["collection by a worker", "interrupt", "internal error of a worker", "failed session"],
 )
 def test_what_is_not_a_failed_test_fails_ci_at_once(tmp_path, options, name, text):
     (tmp_path / name).write_text(text)
@@ -168,20 +153,18 @@ def test_more_failures_than_chance_makes_are_not_run_again(tmp_path):
     assert "run again, alone" not in output
 
 
-SKIPPED = (
-    "@pytest.mark.parametrize('n', [1, 2])\n@pytest.mark.skipif(True, reason='no GPU here')\ndef "
-    "test_it(n): pass"
-)
+SKIPPED = """
+@pytest.mark.parametrize('n', [1, 2])
+@pytest.mark.skipif(True, reason='no GPU here')
+def test_it(n): pass
+"""
 
 
 def test_a_skip_that_is_not_named_fails_ci_and_says_why_it_was_skipped(tmp_path):
     code, output = run_of(tmp_path, some=SKIPPED, good="def test_a(): pass")
     assert code == 1
-    assert (
-        "skipped, although .ci/skips.toml does not name them:\n  test_some.py::test_it[1]\n      "
-        "Skipped: "
-        "no GPU here"
-    ) in output
+    told = output.partition("skipped, although .ci/skips.toml does not name them:\n")[2]
+    assert told.startswith("  test_some.py::test_it[1]\n      Skipped: no GPU here")
 
 
 def test_a_skipped_module_must_be_named_too(tmp_path):

@@ -1,5 +1,7 @@
 """Promises of the project's own files: pins, profiles, public names, rooms."""
 
+import subprocess
+import sys
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -85,3 +87,20 @@ def test_no_module_imports_itself_by_way_of_others_not_even_for_a_type():
     graph = grimp.build_graph("asyncrl_cli", cache_dir=None)
     imports = {module: graph.find_modules_directly_imported_by(module) for module in graph.modules}
     TopologicalSorter(imports).prepare()  # CycleError names the circle
+
+
+LIGHT = """
+import importlib, pkgutil, sys
+import asyncrl_cli.checkpoint, asyncrl_cli.observe
+import asyncrl_cli.job, asyncrl_cli.job.ray.session, asyncrl_cli.plan.compiler
+planning = {"ray", "torch", "transformers", "numpy"} & set(sys.modules)
+for room in (asyncrl_cli.checkpoint, asyncrl_cli.observe):
+    for module in pkgutil.iter_modules(room.__path__, room.__name__ + "."):
+        importlib.import_module(module.name)
+print(sorted(planning | {"ray", "torch", "transformers", "vllm", "wandb"} & set(sys.modules)))
+"""
+
+
+def test_plans_and_what_reads_runs_import_light():
+    found = subprocess.run([sys.executable, "-c", LIGHT], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "[]"

@@ -51,21 +51,13 @@ def test_the_wheel_in_an_empty_environment_lists_profiles_and_templates(tmp_path
     assert built.returncode == 0, built.stdout + built.stderr
     (wheel,) = tmp_path.glob("asyncrl_cli-*.whl")
 
-    venv.create(tmp_path / "venv", with_pip=True)
+    venv.create(tmp_path / "venv")
     commands = tmp_path / "venv" / "bin"
     (site_packages,) = (tmp_path / "venv" / "lib").glob("python*/site-packages")
     for distribution in closure(NEEDED):
         copy_distribution(distribution, site_packages)
-    install = [
-        str(commands / "python"),
-        "-m",
-        "pip",
-        "install",
-        "--quiet",
-        "--no-deps",
-        "--no-index",
-        str(wheel),
-    ]
+    options = ["--quiet", "--no-deps", "--no-index", str(wheel)]
+    install = [sys.executable, "-m", "pip", "--python", str(commands / "python"), "install", *options]
     # no PYTHONPATH: with one, pip may find the wheel installed elsewhere
     bare = {"PATH": "/usr/bin:/bin", "COLUMNS": "120"}
     subprocess.run(install, check=True, timeout=120, env=bare)

@@ -111,10 +111,13 @@ def where(
     return asyncio.run(main())
 
 
-def test_nodes_are_disjoint_labelled_waited_for_and_missed(cluster):
+def test_nodes_are_disjoint_packed_role_by_role_labelled_waited_for_and_missed(cluster):
     with connected(cluster.address) as there:
         apart = where(plan_for(there, *SHAPES))
         assert apart["trainer"].isdisjoint(apart["rollout"])
+        packed = where(plan_for(there))
+        assert len(packed["trainer"]) == len(packed["rollout"]) == 1
+        assert packed["trainer"] != packed["rollout"]
         with pytest.raises(PreflightError) as refused:
             plan_for(there, *SHAPES, "rollout.n_gpus_per_node=4")
         assert "finds no node" in refused.value.message
