@@ -48,23 +48,8 @@ def workload(tmp_path: Path) -> Path:
 @pytest.mark.slow
 def test_a_simulated_bench_writes_its_files_and_only_json_on_stdout(workload, tmp_path, capsys):
     out = tmp_path / "out"
-    assert (
-        run(
-            [
-                "bench",
-                "--simulate",
-                str(workload),
-                "--windows",
-                "12",
-                "--repeat",
-                "2",
-                "--out",
-                str(out),
-                "--json",
-            ]
-        )
-        == 0
-    )
+    options = ["--windows", "12", "--repeat", "2", "--out", str(out), "--json"]
+    assert run(["bench", "--simulate", str(workload), *options]) == 0
     printed = json.loads(capsys.readouterr().out)
     assert printed == json.loads((out / "results.json").read_text())
     assert (printed["simulated"], printed["groups"], printed["seeds"]) == (True, 48, [0, 1])

@@ -14,25 +14,8 @@ import typer
 
 from asyncrl_cli.cli.app import app, run
 
-COMMANDS = [
-    *(
-        "train",
-        "submit",
-        "resume",
-        "watch",
-        "status",
-        "compare",
-        "stop",
-        "logs",
-        "export",
-        "report",
-        "plan",
-        "doctor",
-        "init",
-        "schema",
-    ),
-    "profiles",
-]
+NAMES = "train submit resume watch status compare stop logs export report plan doctor init schema profiles"
+COMMANDS = NAMES.split()
 
 
 def test_help_lists_every_command_and_teaches_the_first_one(capsys):
@@ -69,6 +52,7 @@ def test_examples_are_not_folded_on_80_columns(command, capsys, monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("quick_task")
 @pytest.mark.parametrize("command", ["plan -p base --gpus 2", "--version"])
 def test_a_reader_that_goes_away_is_no_error(command):
     """As `| head` does, or `| true`."""
@@ -97,19 +81,12 @@ def imported_by(*commands: str) -> set[str]:
 
 
 def test_help_imports_nothing_heavy():
-    assert not imported_by("--help") & {
-        "torch",
-        "ray",
-        "transformers",
-        "pydantic",
-        "numpy",
-        "wandb",
-        "asyncio",
-        "annotated_types",
-    }
+    heavy = "torch ray transformers pydantic numpy wandb asyncio annotated_types"
+    assert not imported_by("--help") & set(heavy.split())
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("quick_task")
 def test_plans_and_profiles_need_neither_ray_nor_torch():
     heavy = {"torch", "ray", "transformers", "numpy", "wandb"}
     assert not imported_by("plan -p base", "profiles", "train -p base --dry-run") & heavy
@@ -160,6 +137,7 @@ def test_the_keys_are_printed_as_toml(capsys):
     assert "did you mean rollout?" in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("quick_task")
 def test_a_plan_says_budget_bound_and_bundles(capsys):
     sets = ["--set", "run.train_steps=9", "--set", "async_training.trigger_parameter_sync_step=2"]
     assert run(["plan", "--profile", "partial-rollout", *sets, "--gpus", "8", "--json"]) == 0
@@ -376,14 +354,8 @@ def test_init_copies_a_task_that_can_be_planned(capsys, tmp_path):
     directory = tmp_path / "mine"
     assert run(["init", "jsonl", str(directory)]) == 0
     names = {Path(line).name for line in capsys.readouterr().out.splitlines()}
-    assert names == {
-        "README.md",
-        "profile.toml",
-        "profile.schema.json",
-        "prompts.jsonl",
-        "rewards.py",
-        "small.toml",
-    }
+    files = "README.md profile.toml profile.schema.json prompts.jsonl rewards.py small.toml"
+    assert names == set(files.split())
     assert run(["plan", "--profile", str(directory / "profile.toml")]) == 0
 
 

@@ -12,6 +12,7 @@ from asyncrl_cli.cli.app import run
 from asyncrl_cli.cli.console import print_json
 from asyncrl_cli.engines.vllm import vllm_kind
 
+pytestmark = pytest.mark.usefixtures("quick_task")
 MISTAKES = [
     (["trian"], 2, "no such command 'trian'", "asyncrl --help"),
     (["train"], 2, "missing option '--profile'", "asyncrl train --help"),

@@ -14,12 +14,7 @@ from asyncrl_cli.cli.app import run
 from asyncrl_cli.plan import cluster, machine, memory_fit
 from tests.llama import LLAMA_7B
 
-
-@pytest.fixture(autouse=True)
-def quick_task(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Items and their rehearsal take most of a plan's time. Tests of tasks ask for them with `--set`."""
-    monkeypatch.setenv("ASYNCRL_TASK__REHEARSAL_ITEMS", "0")
-    monkeypatch.setenv("ASYNCRL_TASK__SOURCE", "builtin:calculator")
+pytestmark = pytest.mark.usefixtures("quick_task")
 
 
 def test_a_plan_estimates_the_memory_of_every_process(capsys, monkeypatch):

@@ -160,12 +160,7 @@ def test_the_first_failure_of_several_calls_ends_the_wait_for_all(actor):
     async def main() -> None:
         refs = [actor.hangs.remote(), actor.raises.remote()]
         await all_of(
-            answer(
-                ref,
-                executor=f"trainer-{rank}",
-                call="train step 1",
-                limit=Limit(60.0, "rollout.call_timeout_s"),
-            )
+            answer(ref, executor=f"trainer-{rank}", call="train step 1", limit=Limit(60.0))
             for rank, ref in enumerate(refs)
         )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 import pytest
 import torch
@@ -64,6 +64,13 @@ def packing() -> Packing:
     return Packing(plan_layout(specs_of(TENSORS), 64))
 
 
+def gather(gathered: Packing, on_full: Callable[[Packing, int], object] = lambda *of: None) -> None:
+    for name, tensor in TENSORS.items():
+        index = gathered.put(name, tensor)
+        assert index is not None
+        on_full(gathered, index)
+
+
 def test_overlapped_a_bucket_is_sent_before_the_next_one_is_gathered():
     transport, gathered = Transport(), packing()
     sending = Sending(transport, overlap=True)
@@ -83,11 +90,7 @@ def test_a_slow_transport_does_not_hold_up_the_gather():
     transport, gathered = Transport(), packing()
     transport.held.clear()
     sending = Sending(transport, overlap=True)
-    on_full = sending.of(1)
-    for name, tensor in TENSORS.items():
-        index = gathered.put(name, tensor)
-        assert index is not None
-        on_full(gathered, index)
+    gather(gathered, sending.of(1))
     assert transport.buckets == []
     transport.held.set()
     assert sending.sent(*published(1, gathered)) == [0, 1, 2, 3, 4]
@@ -96,19 +99,14 @@ def test_a_slow_transport_does_not_hold_up_the_gather():
 def test_without_overlap_nothing_is_sent_before_the_publish():
     transport, gathered = Transport(), packing()
     sending = Sending(transport, overlap=False)
-    on_full = sending.of(1)
-    for name, tensor in TENSORS.items():
-        index = gathered.put(name, tensor)
-        assert index is not None
-        on_full(gathered, index)
+    gather(gathered, sending.of(1))
     assert transport.buckets == []
     assert sending.sent(*published(1, gathered)) == [0, 1, 2, 3, 4]
 
 
 def test_a_version_that_no_gather_brought_is_sent_by_its_publish():
     transport, gathered = Transport(), packing()
-    for name, tensor in TENSORS.items():
-        gathered.put(name, tensor)
+    gather(gathered)
     assert Sending(transport, overlap=True).sent(*published(5, gathered)) == [0, 1, 2, 3, 4]
     assert {*transport.threads, *transport.finished_in} == {"send_0"}
 
@@ -120,11 +118,7 @@ def test_a_failed_send_is_the_error_of_its_publish():
 
     gathered = packing()
     sending = Sending(Full(), overlap=True)
-    on_full = sending.of(1)
-    for name, tensor in TENSORS.items():
-        index = gathered.put(name, tensor)
-        assert index is not None
-        on_full(gathered, index)
+    gather(gathered, sending.of(1))
     with pytest.raises(OSError, match="the object store is full"):
         sending.sent(*published(1, gathered))
 

@@ -33,28 +33,11 @@ def group(uid: str, *trajectories: TrajectoryMeta) -> GroupResult:
     return GroupResult(key=key, trajectories=trajectories, failures=(), failed_tokens=0, payload=None)
 
 
-def report(
-    name: str,
-    role: str,
-    state_s: Mapping[State, float],
-    *,
-    state: State = State.BUSY,
-    waiting_for: str = "",
-    sums: Mapping[str, float] | None = None,
-    gauges: Mapping[str, float] | None = None,
-    spans: tuple[Span, ...] = (),
-) -> ExecutorReport:
-    return ExecutorReport(
-        name=name,
-        role=role,
-        now_s=sum(state_s.values()),
-        state=state,
-        waiting_for=waiting_for,
-        state_s=dict(state_s),
-        spans=spans,
-        sums=dict(sums or {}),
-        gauges=dict(gauges or {}),
-    )
+def report(name: str, role: str, state_s: Mapping[State, float], **fields: Any) -> ExecutorReport:
+    """Of an executor that is busy now, but for what `fields` say."""
+    usual = {"state": State.BUSY, "waiting_for": "", "spans": (), "sums": {}, "gauges": {}}
+    now_s = sum(state_s.values())
+    return ExecutorReport(name=name, role=role, now_s=now_s, state_s=dict(state_s), **(usual | fields))
 
 
 def record(

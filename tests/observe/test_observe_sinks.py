@@ -54,8 +54,8 @@ def test_a_pipe_in_place_of_a_file_is_refused_without_waiting_for_it(tmp_path):
 def test_a_killed_writer_has_handed_over_every_line(tmp_path):
     path = tmp_path / "events.jsonl"
     program = (
-        "import os, signal, sys\nfrom pathlib import Path\nfrom asyncrl_cli.observe.sinks import "
-        "EventsFile\n"
+        "import os, signal, sys\nfrom pathlib import Path\n"
+        "from asyncrl_cli.observe.sinks import EventsFile\n"
         "events = EventsFile(Path(sys.argv[1]))\n"
         "for i in range(50): events.event({'event': 'running', 'i': i})\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
@@ -102,17 +102,9 @@ def test_every_observer_call_reaches_the_files(tmp_path, facts, make):
     observers.event(Event(time_s=1.2, name="warning", fields={"message": "slow"}))
     observers.close("done")
     assert lines_of(tmp_path / "m.jsonl")[0]["step"] == 1
+    group = {"group": "p7@1.0", "uid": "p7", "epoch": 1, "attempt": 0}
     first = lines_of(tmp_path / "e.jsonl")[0]
-    assert first == {
-        "time_s": 0.5,
-        "event": "running",
-        "group": "p7@1.0",
-        "uid": "p7",
-        "epoch": 1,
-        "attempt": 0,
-        "version": 0,
-        "step": 0,
-    }
+    assert first == {"time_s": 0.5, "event": "running", **group, "version": 0, "step": 0}
     status = json.loads((tmp_path / "status.json").read_text())
     assert (status["schema_version"], status["name"], status["phase"]) == (2, "brave-otter", "done")
     assert status["warnings"] == [{"time_s": 1.2, "text": "slow"}]

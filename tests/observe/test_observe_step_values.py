@@ -34,8 +34,8 @@ def test_overlap_counts_a_side_as_busy_while_any_of_its_executors_is(trainer, fi
     assert measured.value == (len(cells(trainer) & rollout) / smaller if smaller else None)
 
 
-def rollout(name, *, sums=None, gauges=None):
-    return report(name, "rollout", {State.BUSY: 2.0}, sums=sums, gauges=gauges)
+def rollout(name, **figures):
+    return report(name, "rollout", {State.BUSY: 2.0}, **figures)
 
 
 def test_what_engines_tell_of_their_cache_is_joined_over_workers():
@@ -55,25 +55,14 @@ def test_what_engines_tell_of_their_cache_is_joined_over_workers():
 
 
 def test_engines_that_tell_nothing_leave_no_figures():
-    names = (
-        "rollouter/preemptions",
-        "rollouter/prompt_tokens",
-        "rollouter/kv_cache_usage",
-        "rollouter/engine_running",
-        "rollouter/engine_waiting",
-    )
-    assert not utilization([rollout("rollout-0")]).keys() & set(names)
+    names = ["preemptions", "prompt_tokens", "kv_cache_usage", "engine_running", "engine_waiting"]
+    assert not utilization([rollout("rollout-0")]).keys() & {f"rollouter/{name}" for name in names}
 
 
 def test_what_tools_cost_is_told_only_where_there_are_tools():
     slots = {"slots": 8}
-    waits = report(
-        "rollout-0",
-        "rollout",
-        {State.BUSY: 3.0, State.WAITING: 1.0},
-        sums={"waiting_trajectory_s": 10.0},
-        gauges=slots,
-    )
+    state_s = {State.BUSY: 3.0, State.WAITING: 1.0}
+    waits = report("rollout-0", "rollout", state_s, sums={"waiting_trajectory_s": 10.0}, gauges=slots)
     busy = report("rollout-1", "rollout", {State.BUSY: 4.0}, sums={"waiting_trajectory_s": 6.0}, gauges=slots)
     values = utilization([waits, busy])
     assert values["rollouter/tool_idle_ratio"].value == (1 / 4 + 0) / 2
@@ -103,14 +92,7 @@ def test_the_share_without_the_reference_counts_rewarded_responses_that_were_loo
             trajectory(reward, (0, 5)), facts=tuple(("reward/names_answer", float(named)) for named in names)
         )
 
-    step = [
-        judged(1.0, True),
-        judged(1.0, False),
-        judged(0.5, False),
-        judged(0.4, False),
-        judged(0.0, False),
-        judged(1.0),
-    ]
+    step = [judged(1.0, True), judged(1.0), *(judged(reward, False) for reward in (1.0, 0.5, 0.4, 0.0))]
     assert reward_values(step)["reward/without_reference_ratio"].value == 2 / 3
     assert episode_values(step) == {}
     for nothing_rewarded in (

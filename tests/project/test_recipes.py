@@ -1,4 +1,4 @@
-"""Four recipes of docs/architecture.md, done by another package: a loss, an environment, an engine and a sink."""
+"""Four recipes of docs/architecture.md, done by another package: a loss, an environment, an engine, a sink."""
 
 from __future__ import annotations
 
@@ -30,10 +30,11 @@ LOSS = """
     from asyncrl_cli.train.losses import mean_of
 
     def sequence_ratio(batch, algorithm):
-        '''One ratio per row: the geometric mean over its tokens (as in GSPO), which every one of them is weighed with.'''
+        '''One ratio per row, as in GSPO: the geometric mean over its tokens weighs every one of them.'''
         lengths_B = torch.bincount(batch.rows_N, minlength=batch.num_rows).clamp(min=1)
         logs_N = batch.logp_theta_N - batch.logp_mu_N
-        ratio_B = (torch.zeros(batch.num_rows, dtype=logs_N.dtype).index_add(0, batch.rows_N, logs_N) / lengths_B).exp()
+        sums_B = torch.zeros(batch.num_rows, dtype=logs_N.dtype).index_add(0, batch.rows_N, logs_N)
+        ratio_B = (sums_B / lengths_B).exp()
         loss_N = -ratio_B[batch.rows_N] * batch.advantages_N
         return loss_N, {"sequences/ratio": mean_of(ratio_B[lengths_B > 0])}
 """
@@ -41,7 +42,7 @@ ENVIRONMENT = """
     from asyncrl_cli.contracts.environment import End, Environment, Turn
 
     class Echo(Environment):
-        '''Repeats what the model says and asks once more; the reward is the task's, of the second response.'''
+        '''Repeats what the model says and asks once more; the task's reward is of the second response.'''
 
         def __init__(self, rewards):
             self.rewards, self.turns = rewards, 0
@@ -96,7 +97,7 @@ SINK = """
 
 @pytest.fixture(autouse=True)
 def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """An installed package `recipes`: a module for each, and the entry points that lead to what is in them."""
+    """An installed package `recipes`: a module for each, and the entry points that lead to their contents."""
     (tmp_path / "recipes").mkdir()
     sources = {"__init__": "", "loss": LOSS, "environment": ENVIRONMENT, "engine": ENGINE, "sink": SINK}
     for name, source in sources.items():

@@ -62,26 +62,12 @@ def make_run(directory: Path, *, lines=None, sets=(), purpose="To be reported.")
     )
     (directory / "profile.toml").write_text(to_toml(loaded.profile, loaded.origins))
     lines = [line(step) for step in range(1, STEPS + 1)] if lines is None else lines
-    timeline = [
-        {
-            "step": step,
-            "spans": {
-                "trainer": [
-                    ["starved", 10.0 * step - 10, 10.0 * step - 4],
-                    ["busy", 10.0 * step - 4, 10.0 * step],
-                ]
-            },
-        }
-        for step in range(1, len(lines) + 1)
-    ]
+    timeline = []
+    for step, ended_s in enumerate((10.0 * step for step in range(1, len(lines) + 1)), 1):
+        stays = [["starved", ended_s - 10, ended_s - 4], ["busy", ended_s - 4, ended_s]]
+        timeline.append({"step": step, "spans": {"trainer": stays}})
     for name, records in (("metrics", lines), ("events", EVENTS), ("timeline", timeline)):
         (directory / f"{name}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    trainer = {
-        "name": "trainer",
-        "role": "trainer",
-        "state": "done",
-        "waiting_for": "",
-        "state_s": {},
-        "gauges": {},
-    }
+    trainer = {"name": "trainer", "role": "trainer", "state": "done", "waiting_for": ""}
+    trainer |= {"state_s": {}, "gauges": {}}
     return write_status(directory, executors=[trainer], progress={"time_s": 60.0}, phase="done")

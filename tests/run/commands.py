@@ -15,18 +15,12 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
-SMALL = (
-    "run.train_steps=10",
-    "model.warm_start_steps=20",
-    "trainer.ppo_mini_batch_size=4",
-    "rollout.n=4",
-    "rollout.slots=16",
-    "rollout.max_response_tokens=48",
-    "task.train_prompts=200",
-    "eval.prompts=16",
-    "eval.every_versions=0",
-    "checkpoint.every_steps=2",
-)
+SMALL_SETS = """
+    run.train_steps=10 checkpoint.every_steps=2 model.warm_start_steps=20 trainer.ppo_mini_batch_size=4
+    rollout.n=4 rollout.slots=16 rollout.max_response_tokens=48
+    task.train_prompts=200 eval.prompts=16 eval.every_versions=0
+"""
+SMALL = tuple(SMALL_SETS.split())
 ENDLESS = (*SMALL, "run.train_steps=100000")
 """Longer than any test, on any machine: it is for the test to end it."""
 PACED = (
