@@ -52,7 +52,6 @@ def test_examples_are_not_folded_on_80_columns(command, capsys, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("quick_task")
 @pytest.mark.parametrize("command", ["plan -p base --gpus 2", "--version"])
 def test_a_reader_that_goes_away_is_no_error(command):
     """As `| head` does, or `| true`."""
@@ -86,7 +85,6 @@ def test_help_imports_nothing_heavy():
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("quick_task")
 def test_plans_and_profiles_need_neither_ray_nor_torch():
     heavy = {"torch", "ray", "transformers", "numpy", "wandb"}
     assert not imported_by("plan -p base", "profiles", "train -p base --dry-run") & heavy

@@ -20,7 +20,6 @@ ASCII = {
     "PYTHONIOENCODING": "ascii",
     "PYTHONUTF8": "0",
 }
-pytestmark = pytest.mark.usefixtures("quick_task")
 NARROW = {"TERM": "dumb", "COLUMNS": "1"}
 MISTAKE = "plan -p nope"
 
