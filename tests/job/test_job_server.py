@@ -118,12 +118,13 @@ class Tailed(JobServer):
 BEGINNING = [f"{MARK}\none\ntw"]
 
 
-@pytest.mark.parametrize("closing", ["RUNNING", "broken RUNNING"])
-def test_a_log_that_closes_while_the_job_runs_is_opened_again_and_no_line_is_told_twice(closing, monkeypatch):
+@pytest.mark.parametrize("statuses", [["RUNNING"], ["broken RUNNING"], ["RUNNING", "broken RUNNING"]])
+def test_a_log_that_closes_while_the_job_runs_is_opened_until_the_job_ends_and_no_line_is_told_twice(
+    statuses, monkeypatch
+):
     monkeypatch.setattr(job_server, "LOOK_EVERY_S", 0.01)
-    server = Tailed(
-        [BEGINNING, [f"{MARK}\n", "one\n", "two\nthree"]], [closing, "FAILED"], f"{MARK}\none\ntwo\nthree"
-    )
+    openings = [BEGINNING, *([[]] * (len(statuses) - 1)), [f"{MARK}\n", "one\n", "two\nthree"]]
+    server = Tailed(openings, [*statuses, "FAILED"], f"{MARK}\none\ntwo\nthree")
     said: list[str] = []
     assert server.follow("a job", said.append) == 4
     assert said == ["one", "two", "three"]
@@ -155,16 +156,6 @@ def test_a_command_whose_last_lines_cannot_be_fetched_fails(beginning):
     with pytest.raises(PreflightError, match="the head is busy"):
         Tailed([beginning], ["RUNNING", "broken SUCCEEDED"]).call(["status", "--json"], said.append)
     assert said == ["one"] * (beginning is BEGINNING)
-
-
-def test_a_log_that_cannot_be_opened_again_is_tried_until_the_job_ends(monkeypatch):
-    monkeypatch.setattr(job_server, "LOOK_EVERY_S", 0.01)
-    said: list[str] = []
-    server = Tailed(
-        [BEGINNING, [], [f"{MARK}\none\ntwo"]], ["RUNNING", "broken RUNNING", "FAILED"], f"{MARK}\none\ntwo"
-    )
-    assert server.follow("a job", said.append) == 4
-    assert said == ["one", "two"]
 
 
 def test_a_command_that_never_ends_is_not_followed_for_ever(monkeypatch):

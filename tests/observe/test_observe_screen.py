@@ -179,11 +179,6 @@ def test_an_error_is_said_when_the_stop_begins_and_then_left_to_the_command(stat
     assert "error      rollout-0 failed: out of memory" in console.file.getvalue()
 
 
-def test_a_run_that_has_just_begun_can_be_drawn(facts):
-    status = Observers(facts, [], clock=lambda: 0.0).live.picture()
-    assert "starting" in render(status, width=100, height=29).plain
-
-
 def test_the_remark_of_a_dead_run_stands_at_the_top(status):
     text = render(status, width=100, height=29, remark="not running any more").plain
     assert "not running any more" in text.splitlines()[3:5]

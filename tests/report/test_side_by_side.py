@@ -108,15 +108,8 @@ def test_last_evals_have_intervals_and_their_difference_says_whether_it_is_clear
     ends = {"reward_low": 0.1, "reward_high": 0.9, "num_prompts": 64, "prompts": "same"}
     for recorded, right in zip(runs, (16, 40), strict=True):
         rewards = [1.0] * right + [0.0] * (64 - right)
-        event = {
-            "event": "eval",
-            "time_s": 9.0,
-            "version": 3,
-            "reward_mean": right / 64,
-            "rewards": rewards,
-            **ends,
-        }
-        recorded.files.events.write_text(json.dumps(event) + "\n", encoding="utf-8")
+        event = {"event": "eval", "time_s": 9.0, "version": 3, "reward_mean": right / 64, "rewards": rewards}
+        recorded.files.events.write_text(json.dumps(event | ends) + "\n", encoding="utf-8")
     found = {figure.label: figure for figure in compared(runs).figures}
     assert found["last eval"].texts == ["0.250 [0.100..0.900]", "0.625 [0.100..0.900]"]
     # Agresti and Min: 24.5 rises, 0.5 falls, 66 pairs: 24 / 66 -+ 1.96 / 66 * sqrt(25 - 24 ** 2 / 66)
