@@ -1,4 +1,4 @@
-"""Four recipes of docs/architecture.md, done by another package: a loss, an environment, an engine, a sink."""
+"""Four recipes of docs/architecture.md, by another package: a loss, an environment, an engine, a sink."""
 
 from __future__ import annotations
 
