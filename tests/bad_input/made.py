@@ -8,7 +8,7 @@ import asyncio
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -284,6 +284,33 @@ def replace(path: Path, content: bytes) -> None:
 
 
 Edit = Callable[[Any], Any]
+
+
+class _Delete:
+    def __repr__(self) -> str:
+        return "gone"
+
+
+DELETE = _Delete()
+
+
+def set_at(path: str | Sequence[Any], value: Any) -> Callable[[Any], Any]:
+    """`set_at("a.0", value)` is an edit of a JSON value; `DELETE` removes the key."""
+    if isinstance(path, str):
+        path = [int(part) if part.isdigit() else part for part in path.split(".")]
+    *outer, last = path
+
+    def edit(content: Any) -> Any:
+        node = content
+        for part in outer:
+            node = node[part]
+        if value is DELETE:
+            del node[last]
+        else:
+            node[last] = value
+        return content
+
+    return edit
 
 
 def edit_json(path: Path, edit: Edit) -> None:

@@ -26,6 +26,7 @@ import pytest
 from asyncrl_cli.cli.app import run
 from asyncrl_cli.profile.keys import sections
 from tests.bad_input.made import (
+    DELETE,
     NAME,
     Place,
     copied,
@@ -35,6 +36,7 @@ from tests.bad_input.made import (
     replace,
     reseal,
     seal_by_hand,
+    set_at,
 )
 from tests.marks import one_in
 
@@ -77,30 +79,6 @@ def nothing(place: Place) -> None:
     pass
 
 
-def set_at(path: str | Sequence[str], value: Any) -> Callable[[Any], Any]:
-    """`set_at("a.0", value)` is an edit of a JSON value; `DELETE` removes the key."""
-    parts = path.split(".") if isinstance(path, str) else path
-    *outer, last = [int(part) if part.isdigit() else part for part in parts]
-
-    def edit(content: Any) -> Any:
-        node = content
-        for part in outer:
-            node = node[part]
-        if value is DELETE:
-            del node[last]
-        else:
-            node[last] = value
-        return content
-
-    return edit
-
-
-class _Delete:
-    def __repr__(self) -> str:
-        return "gone"
-
-
-DELETE = _Delete()
 DEEP = json.loads("[" * 400 + "]" * 400)
 LONG = 10**4000
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -29,12 +29,11 @@ from asyncrl_cli.simulate.simulated_trainer import SimulatedTrainer, TrainerTime
 from asyncrl_cli.simulate.simulated_worker import SimulatedWorker
 from asyncrl_cli.simulate.world import run_virtual
 from asyncrl_cli.tasks.task import load_task
-from tests.bad_input.made import NAME, Place, make_place, reseal
+from tests.bad_input.made import DELETE, NAME, Place, edit_json, make_place, reseal, set_at
 from tests.loop.worlds import worker_times
 
 FILES = ("loop_state.json", "payloads.json", "config.resolved.json")
 VALUES = (None, True, 0, 1, -1, 2, 7, 300, 2**70, 0.5, "", "x", "nan", [], [1], {}, {"a": 1}, [[]], "\ud800")
-REMOVED = object()
 
 
 @pytest.fixture(scope="module")
@@ -44,31 +43,17 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
 
 def nodes(content: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     """The paths of everything inside."""
-    entries = (
-        content.items()
-        if isinstance(content, dict)
-        else enumerate(content)
-        if isinstance(content, list)
-        else ()
-    )
+    entries: Iterable[tuple[Any, Any]] = ()
+    if isinstance(content, dict | list):
+        entries = content.items() if isinstance(content, dict) else enumerate(content)
     return [found for key, value in entries for found in ((*path, key), *nodes(value, (*path, key)))]
 
 
 def mutated(path: Path, data: st.DataObject) -> None:
     node = data.draw(st.sampled_from(nodes(json.loads(path.read_text()))), label="node")
     removed = data.draw(st.booleans(), label="removed")
-    change(path, node, REMOVED if removed else data.draw(st.sampled_from(VALUES), label="value"))
-
-
-def change(path: Path, node: tuple[Any, ...], value: Any) -> None:
-    parent = content = json.loads(path.read_text())
-    for part in node[:-1]:
-        parent = parent[part]
-    if value is REMOVED:
-        del parent[node[-1]]
-    else:
-        parent[node[-1]] = value
-    path.write_text(json.dumps(content))
+    value = DELETE if removed else data.draw(st.sampled_from(VALUES), label="value")
+    edit_json(path, set_at(node, value))
 
 
 @contextmanager
@@ -122,11 +107,10 @@ def test_an_untouched_checkpoint_is_resumed_to_its_end(place: Place) -> None:
 
 def test_a_running_group_that_kept_older_tokens_without_its_deadline_is_refused(place: Place) -> None:
     with put_back(place.newest):
-        change(place.newest / "loop_state.json", ("loop_state", "groups", "running", 0, "deadline"), REMOVED)
+        edit_json(place.newest / "loop_state.json", set_at("loop_state.groups.running.0.deadline", DELETE))
         reseal(place.newest)
-        with pytest.raises(
-            RefusedError, match=r"the deadline of running prompt .* is 4, with tokens of version 2"
-        ):
+        why = r"the deadline of running prompt .* is 4, with tokens of version 2"
+        with pytest.raises(RefusedError, match=why):
             resume_and_go_on(place)
 
 
@@ -149,6 +133,6 @@ def test_warnings_that_are_none_are_refused(
     place: Place, value: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with put_back(place.run):
-        change(place.run / "status.json", ("warnings",), value)
+        edit_json(place.run / "status.json", set_at("warnings", value))
         assert run(["status", NAME, "--runs-dir", str(place.runs)]) == 4
     assert "status.json cannot be read: warnings" in capsys.readouterr().err

@@ -26,7 +26,7 @@ from asyncrl_cli.cli.app import run
 from asyncrl_cli.contracts.trajectories import GroupPayload, Segment, Trajectory
 from asyncrl_cli.simulate.calibration import calibrate
 from asyncrl_cli.train.sample_dump import SampledGroup, dump_samples
-from tests.bad_input.made import NAME, Place, copied, make_place, replace
+from tests.bad_input.made import NAME, Place, copied, make_place, replace, set_at
 from tests.simulate.test_calibration import truth, write_run
 
 ABSURD = {
@@ -93,13 +93,9 @@ def place(original: Place, tmp_path: Path) -> Place:
 
 def paths(content: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
     """The paths of everything inside; of a list only its first entry's."""
-    entries = (
-        content.items()
-        if isinstance(content, dict)
-        else [*enumerate(content)][:1]
-        if isinstance(content, list)
-        else ()
-    )
+    entries: Iterable[tuple[Any, Any]] = ()
+    if isinstance(content, dict | list):
+        entries = content.items() if isinstance(content, dict) else [*enumerate(content)][:1]
     for key, value in entries:
         yield (*path, key)
         yield from paths(value, (*path, key))
@@ -107,11 +103,7 @@ def paths(content: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]
 
 def mutated(text: str, path: tuple[Any, ...], value: str) -> str:
     """The JSON `text` with `value`, written as it is, at `path`."""
-    parent = content = json.loads(text)
-    for part in path[:-1]:
-        parent = parent[part]
-    parent[path[-1]] = MARK
-    return json.dumps(content).replace(f'"{MARK}"', value, 1)
+    return json.dumps(set_at(path, MARK)(json.loads(text))).replace(f'"{MARK}"', value, 1)
 
 
 def kinds(path: Path) -> list[str]:

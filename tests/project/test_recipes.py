@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from asyncrl_cli.base.plugins import find
+from asyncrl_cli.base.paths import find_plugin
 from asyncrl_cli.contracts.prompt_group import AttemptKey, PartKey, PartRequest
 from asyncrl_cli.envs import check_environment, find_environment
 from asyncrl_cli.envs.chat import Chat
@@ -161,7 +161,7 @@ def test_an_environment_and_an_engine_of_another_package_make_a_group():
     from asyncrl_cli.engines.port import Sampling
 
     check_environment("echo")
-    engine = find("rollout.engine", "counting", {}, "asyncrl.engines")()
+    engine = find_plugin("rollout.engine", "counting", {}, "asyncrl.engines")()
     sampling = Sampling(temperature=1.0, max_response_tokens=32)
     make = partial(find_environment("echo"), Lengths())
     runner = GroupRunner(

@@ -56,108 +56,71 @@ def row(**columns: Any) -> bytes:
     return json.dumps({"prompt": "x", "answer": "y", **columns}).encode() + b"\n"
 
 
+# fmt: off
 JSONL = {
     "empty file": (b"", "holds no rows"),
-    "half of a surrogate pair in the prompt": (
-        GOOD + b'{"prompt": "a\\ud800", "answer": "1"}',
-        ":2: .*the lone surrogate U\\+D800 at 1",
-    ),
+    "half of a surrogate pair in the prompt":
+        (GOOD + b'{"prompt": "a\\ud800", "answer": "1"}', ":2: .*the lone surrogate U\\+D800 at 1"),
     "a surrogate written as bytes": (
         GOOD + b'{"prompt": "\xed\xa0\x80", "answer": "1"}',
         ":2: not UTF-8 text \\(byte 12\\).*save the file as UTF-8",
     ),
-    "a number of 5,000 digits": (
-        GOOD + b'{"prompt": "a", "answer": ' + b"7" * 5000 + b"}",
-        ":2: not JSON: .*4300 digits",
-    ),
-    "an infinite number": (
-        GOOD + b'{"prompt": "a", "answer": 1e999}',
-        ":2: .*inf, which cannot be an answer",
-    ),
-    "NaN as answer": (
-        GOOD + b'{"prompt": "a", "answer": NaN}',
-        ":2: not JSON: NaN is not a JSON number, write null",
-    ),
+    "a number of 5,000 digits":
+        (GOOD + b'{"prompt": "a", "answer": ' + b"7" * 5000 + b"}", ":2: not JSON: .*4300 digits"),
+    "an infinite number":
+        (GOOD + b'{"prompt": "a", "answer": 1e999}', ":2: .*inf, which cannot be an answer"),
+    "NaN as answer":
+        (GOOD + b'{"prompt": "a", "answer": NaN}', ":2: not JSON: NaN is not a JSON number, write null"),
     "lists nested 100,000 deep": (
         GOOD + row(x=0).replace(b"0", b"[" * 100_000 + b"]" * 100_000),
         ":2: nested more than 64 deep.*as text",
     ),
-    "objects nested 100 deep": (
-        GOOD + row(x=0).replace(b"0", b'{"a":' * 100 + b"0" + b"}" * 100),
-        ":2: nested more than 64 deep",
-    ),
+    "objects nested 100 deep":
+        (GOOD + row(x=0).replace(b"0", b'{"a":' * 100 + b"0" + b"}" * 100), ":2: nested more than 64 deep"),
     "unclosed brackets": (b"[" * 100_000, ":1: (nested|not JSON)"),
-    "a line of 20 MB": (
-        GOOD + b'{"prompt": "' + b"x" * 20_000_000 + b'"}\n',
-        "line 2 has more than 16,777,216 bytes",
-    ),
+    "a line of 20 MB":
+        (GOOD + b'{"prompt": "' + b"x" * 20_000_000 + b'"}\n', "line 2 has more than 16,777,216 bytes"),
     "a key that is there twice": (
         GOOD + b'{"prompt": "a", "answer": "1", "prompt": "b"}',
         ':2: not JSON: the key "prompt" appears twice',
     ),
-    "an inner key that is there twice": (
-        b'{"prompt": "a", "answer": "1", "x": {"y": 1, "y": 2}}',
-        ':1: .*"y" appears twice',
-    ),
+    "an inner key that is there twice":
+        (b'{"prompt": "a", "answer": "1", "x": {"y": 1, "y": 2}}', ':1: .*"y" appears twice'),
     "NUL bytes": (GOOD + b"\0" * 4096 + b"\n", ":2: not JSON"),
-    "a NUL within text": (
-        GOOD + b'{"prompt": "a\0b", "answer": "1"}',
-        ":2: not JSON: Invalid control character at column 14",
-    ),
+    "a NUL within text":
+        (GOOD + b'{"prompt": "a\0b", "answer": "1"}', ":2: not JSON: Invalid control character at column 14"),
     "UTF-16 with its mark": ('{"prompt": "a"}'.encode("utf-16"), ":1: not UTF-8 text \\(byte 0\\)"),
-    "Latin-1": (
-        GOOD + '{"prompt": "é", "answer": "1"}'.encode("latin-1"),
-        ":2: not UTF-8 text \\(byte 12\\)",
-    ),
-    "a byte order mark in the middle": (
-        GOOD + b"\xef\xbb\xbf" + GOOD,
-        ":2: not JSON: Unexpected UTF-8 BOM|:2: not JSON",
-    ),
-    "one JSON array for all": (
-        b"[" + GOOD.strip() + b"," + GOOD.strip() + b"]",
-        ":1: not a JSON object but list",
-    ),
-    "a pretty-printed object": (
-        json.dumps({"prompt": "a", "answer": "1"}, indent=2).encode(),
-        ":1: not JSON",
-    ),
+    "Latin-1":
+        (GOOD + '{"prompt": "é", "answer": "1"}'.encode("latin-1"), ":2: not UTF-8 text \\(byte 12\\)"),
+    "a byte order mark in the middle":
+        (GOOD + b"\xef\xbb\xbf" + GOOD, ":2: not JSON: Unexpected UTF-8 BOM|:2: not JSON"),
+    "one JSON array for all":
+        (b"[" + GOOD.strip() + b"," + GOOD.strip() + b"]", ":1: not a JSON object but list"),
+    "a pretty-printed object":
+        (json.dumps({"prompt": "a", "answer": "1"}, indent=2).encode(), ":1: not JSON"),
     "a bare null": (GOOD + b"null\n", ":2: not a JSON object but NoneType"),
     "CSV": (b"prompt,answer\n1+1=,2\n", ":1: not JSON"),
     "an empty object": (b"{}\n", ':1: no column "prompt"; it has: none'),
-    "10,000 other columns": (
-        json.dumps({f"c{i}": i for i in range(10_000)}).encode(),
-        "it has: c0, c1, .*and 9980 more",
-    ),
+    "10,000 other columns":
+        (json.dumps({f"c{i}": i for i in range(10_000)}).encode(), "it has: c0, c1, .*and 9980 more"),
     "a column name of 1 MB": (json.dumps({"x" * 1_000_000: 1}).encode(), 'no column "prompt"'),
-    "a null prompt": (
-        b'{"prompt": null, "answer": "1"}\n',
-        ':1: column "prompt" is neither .* null.*task.prompt_key',
-    ),
-    "an object as prompt": (
-        row(prompt={"role": "user", "content": "x"}),
-        "neither text nor a list of messages but dict",
-    ),
+    "a null prompt":
+        (b'{"prompt": null, "answer": "1"}\n', ':1: column "prompt" is neither .* null.*task.prompt_key'),
+    "an object as prompt":
+        (row(prompt={"role": "user", "content": "x"}), "neither text nor a list of messages but dict"),
     "no messages": (row(prompt=[]), ':1: column "prompt" holds no messages'),
-    "messages by other names": (
-        row(prompt=[{"from": "user", "value": "x"}]),
-        r":1: prompt\[0\] is not a message .*: from, value",
-    ),
+    "messages by other names":
+        (row(prompt=[{"from": "user", "value": "x"}]), r":1: prompt\[0\] is not a message .*: from, value"),
     "a message of nobody": (
         row(prompt=[{"role": "human", "content": "x"}]),
         r":1: prompt\[0\] .*role human.*role is one of system, .*user",
     ),
-    "an image in a message": (
-        row(prompt=[{"role": "user", "content": "x", "images": ["a.png"]}]),
-        "role, content, images",
-    ),
-    "parts in a message": (
-        row(prompt=[{"role": "user", "content": [{"type": "text"}]}]),
-        r"prompt\[0\] is not a message",
-    ),
-    "an empty message": (
-        row(prompt=[{"role": "user", "content": " "}]),
-        r'column "prompt\[0\].content" is empty',
-    ),
+    "an image in a message":
+        (row(prompt=[{"role": "user", "content": "x", "images": ["a.png"]}]), "role, content, images"),
+    "parts in a message":
+        (row(prompt=[{"role": "user", "content": [{"type": "text"}]}]), r"prompt\[0\] is not a message"),
+    "an empty message":
+        (row(prompt=[{"role": "user", "content": " "}]), r'column "prompt\[0\].content" is empty'),
     "a prompt with its answer": (
         row(prompt=[{"role": "user", "content": "x"}, {"role": "assistant", "content": "1"}]),
         ':1: column "prompt" ends with the assistant\'s message',
@@ -165,12 +128,11 @@ JSONL = {
     "a prompt of spaces": (row(prompt=" \t "), ':1: column "prompt" is empty'),
     "a prompt of the wrong case": (b'{"Prompt": "a", "answer": "1"}\n', 'task.prompt_key = "Prompt"'),
     "a truth as answer": (row(answer=True), ':1: column "answer" is neither text nor a number but bool'),
-    "an object as answer": (
-        row(answer={"a": 1}),
-        ":1: .*neither text nor a number but dict.*task.answer_key",
-    ),
+    "an object as answer":
+        (row(answer={"a": 1}), ":1: .*neither text nor a number but dict.*task.answer_key"),
     "no answer": (b'{"prompt": "a"}\n', ':1: no column "answer"'),
 }
+# fmt: on
 
 
 @pytest.mark.parametrize("name", JSONL)
@@ -187,8 +149,7 @@ FINE_JSONL = {
     "a byte order mark": b"\xef\xbb\xbf" + GOOD,
     "Windows line ends": GOOD.replace(b"\n", b"\r\n"),
     "no newline at the end": GOOD.strip(),
-    "line separators of Unicode in "
-    "text": '{"prompt": "1+1=", "answer": "2", "x": "a\u2028b\x85c"}\n'.encode(),
+    "line separators of Unicode": '{"prompt": "1+1=", "answer": "2", "x": "a\u2028b\x85c"}\n'.encode(),
     "a NUL that is escaped": row(prompt="1+1=", answer="2", x="a\0b"),
     "half of a surrogate pair in another column": row(prompt="1+1=", answer="2", x="\ud800"),
     "a whole surrogate pair": b'{"prompt": "1+1=", "answer": "2", "x": "\\ud83d\\ude00"}',
@@ -407,6 +368,7 @@ def test_decimals_are_answers_too(tmp_path):
     assert load(write_parquet(tmp_path / "data.parquet", columns)).train[0]["answer"] == "1.50"
 
 
+# fmt: off
 PARQUET = {
     "no rows": ({"prompt": pa.array([], pa.string()), "answer": pa.array([], pa.string())}, "holds no rows"),
     "no columns": ({}, "holds no rows"),
@@ -414,35 +376,24 @@ PARQUET = {
         {"question": ["a"], "answer": ["1"]},
         'data.parquet:1: no column "prompt"; it has: question, answer',
     ),
-    "a null prompt": (
-        {"prompt": ["a", None], "answer": ["1", "2"]},
-        'data.parquet:2: column "prompt" is neither .* null',
-    ),
-    "a null answer": (
-        {"prompt": ["a", "b"], "answer": ["1", None]},
-        'data.parquet:2: column "answer" is neither .* null',
-    ),
-    "a nested prompt": (
-        {"prompt": [[{"role": "user"}]], "answer": ["1"]},
-        r"data.parquet:1: prompt\[0\] is not a message",
-    ),
-    "bytes as prompt": (
-        {"prompt": [b"a"], "answer": ["1"]},
-        'data.parquet:1: column "prompt" is neither .* bytes',
-    ),
-    "a date as answer": (
-        {"prompt": ["a"], "answer": [datetime.date(2026, 1, 2)]},
-        "data.parquet:1: .*neither .* date",
-    ),
-    "NaN as answer": (
-        {"prompt": ["a"], "answer": [float("nan")]},
-        "data.parquet:1: .*nan, which cannot be an answer",
-    ),
+    "a null prompt":
+        ({"prompt": ["a", None], "answer": ["1", "2"]}, 'data.parquet:2: column "prompt" is neither .* null'),
+    "a null answer":
+        ({"prompt": ["a", "b"], "answer": ["1", None]}, 'data.parquet:2: column "answer" is neither .* null'),
+    "a nested prompt":
+        ({"prompt": [[{"role": "user"}]], "answer": ["1"]}, r"data.parquet:1: prompt\[0\] is not a message"),
+    "bytes as prompt":
+        ({"prompt": [b"a"], "answer": ["1"]}, 'data.parquet:1: column "prompt" is neither .* bytes'),
+    "a date as answer":
+        ({"prompt": ["a"], "answer": [datetime.date(2026, 1, 2)]}, "data.parquet:1: .*neither .* date"),
+    "NaN as answer":
+        ({"prompt": ["a"], "answer": [float("nan")]}, "data.parquet:1: .*nan, which cannot be an answer"),
     "2,000 rows and a bad one": (
         {"prompt": [*map(str, range(2000)), " "], "answer": ["1"] * 2001},
         'data.parquet:2001: column "prompt" is empty',
     ),
 }
+# fmt: on
 
 
 @pytest.mark.parametrize("name", PARQUET)

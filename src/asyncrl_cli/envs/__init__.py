@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from asyncrl_cli.base.plugins import find
+from asyncrl_cli.base.paths import find_plugin
 from asyncrl_cli.contracts.user_code import is_user_code
 
 ENVIRONMENTS = {
@@ -35,7 +35,7 @@ ENVIRONMENTS = {
 def find_environment(name: str) -> Any:
     """The class or function that makes an environment. Raises ConfigError for an unknown name."""
     also = "a class of yours as module:Class"
-    return find("task.environment", name, ENVIRONMENTS, "asyncrl.environments", also=also)
+    return find_plugin("task.environment", name, ENVIRONMENTS, "asyncrl.environments", also=also)
 
 
 def check_environment(name: str) -> None:

@@ -68,7 +68,12 @@ def run(
         descriptors = _forked(control)
     finally:
         if os.getpid() == host_pid:
-            _kill_all()
+            limit_s = time.monotonic() + LAST_LOOK_S  # for all descendants, daemons of users' code, too
+            while (left := list(_descendants(host_pid))) and time.monotonic() < limit_s:
+                for pid in left:
+                    _kill(pid)
+                list(_ended())
+                time.sleep(0.01)
             os._exit(0)  # without waiting for threads that a module has started
     # From here on in a forked process. It returns, so that Python ends as usual and writes out open files.
     signal.set_wakeup_fd(-1)
@@ -145,16 +150,6 @@ def _ended() -> Iterator[tuple[int, int]]:
     with contextlib.suppress(ChildProcessError):
         while (ended := os.waitpid(-1, os.WNOHANG))[0]:
             yield ended[0], os.waitstatus_to_exitcode(ended[1])
-
-
-def _kill_all() -> None:
-    """Kill all descendants, including daemons that users' code started."""
-    limit_s = time.monotonic() + LAST_LOOK_S
-    while (left := list(_descendants(os.getpid()))) and time.monotonic() < limit_s:
-        for pid in left:
-            _kill(pid)
-        list(_ended())
-        time.sleep(0.01)
 
 
 def _kill(pid: int) -> None:

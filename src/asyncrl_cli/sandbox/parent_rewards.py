@@ -225,8 +225,7 @@ class RewardProcess:
                 await asyncio.sleep(0)  # give the other processes a turn, so that rewards spread over all
 
         def withdraw(number: int, outcome: asyncio.Future[Reward | RewardFailed]) -> None:
-            """Tell the process that nobody waits for this reward any more. It cancels the reward if that is
-            async."""
+            """Tell the process that nobody waits for it any more. It cancels the reward if that is async."""
             if outcome.cancelled() and number in self._asked:
                 send(self.process.writer, pickle.dumps((number, None, "")))
 

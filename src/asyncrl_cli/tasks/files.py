@@ -23,6 +23,7 @@ from asyncrl_cli.tasks.rows import Row, prompt_and_answer
 UTF8_SIGNATURE = b"\xef\xbb\xbf"
 ROWS_PER_BATCH = 1024
 PLAIN_JSON = "write each line with json.dumps(row, allow_nan=False), and very long numbers as text"
+AS_TEXT = "write the inner value as text"
 ONE_OBJECT = 'every line is one JSON object: `{"prompt": "1+1=", "answer": "2"}`'
 
 
@@ -94,7 +95,12 @@ def _readable(path: Path, key: str) -> Iterator[None]:
 
 
 def _jsonl_rows(path: Path) -> Iterator[tuple[str, Row]]:
-    """(`path:line`, columns) of each row."""
+    """(`path:line`, columns) of each row. Strict JSON: no NaN and no duplicate keys (readers disagree on
+    both), and no nesting that is too deep to be pickled."""
+
+    def refuse(name: str) -> NoReturn:
+        raise ValueError(f"{name} is not a JSON number, write null")
+
     empty_at = ""
     for number, line in enumerate(read_lines(path), start=1):
         place = f"{path}:{number}"
@@ -104,34 +110,25 @@ def _jsonl_rows(path: Path) -> Iterator[tuple[str, Row]]:
             continue
         if empty_at:  # empty lines at the very end are allowed
             raise ConfigError(f"{empty_at}: the line is empty", hint=ONE_OBJECT)
-        yield place, _json_object(line, place)
-
-
-def _json_object(line: bytes, place: str) -> Row:
-    """Strict JSON: no NaN and no duplicate keys (readers disagree on both), and no nesting that is too deep
-    to be pickled."""
-
-    def refuse(name: str) -> NoReturn:
-        raise ValueError(f"{name} is not a JSON number, write null")
-
-    try:
-        row = json.loads(line.decode("utf-8"), parse_constant=refuse, object_pairs_hook=_distinct)
-    except json.JSONDecodeError as error:
-        why = f"{error.msg.removesuffix(' at')} at column {error.colno}"
-        raise ConfigError(f"{place}: not JSON: {why}", hint=ONE_OBJECT) from error
-    except UnicodeDecodeError as error:
-        raise ConfigError(
-            f"{place}: not UTF-8 text (byte {error.start})", hint="save the file as UTF-8"
-        ) from error
-    except RecursionError:
-        raise _too_deep(place) from None
-    except ValueError as error:
-        raise ConfigError(f"{place}: not JSON: {str(error).partition(';')[0]}", hint=PLAIN_JSON) from error
-    if not isinstance(row, dict):
-        raise ConfigError(f"{place}: not a JSON object but {type(row).__name__}", hint=ONE_OBJECT)
-    if line.count(b"[") + line.count(b"{") > MAX_NESTING and nesting(row) > MAX_NESTING:
-        raise _too_deep(place)
-    return row
+        too_deep = f"{place}: nested more than {MAX_NESTING} deep"
+        try:
+            row = json.loads(line.decode("utf-8"), parse_constant=refuse, object_pairs_hook=_distinct)
+        except json.JSONDecodeError as error:
+            why = f"{error.msg.removesuffix(' at')} at column {error.colno}"
+            raise ConfigError(f"{place}: not JSON: {why}", hint=ONE_OBJECT) from error
+        except UnicodeDecodeError as error:
+            what = f"{place}: not UTF-8 text (byte {error.start})"
+            raise ConfigError(what, hint="save the file as UTF-8") from error
+        except RecursionError:
+            raise ConfigError(too_deep, hint=AS_TEXT) from None
+        except ValueError as error:
+            why = str(error).partition(";")[0]
+            raise ConfigError(f"{place}: not JSON: {why}", hint=PLAIN_JSON) from error
+        if not isinstance(row, dict):
+            raise ConfigError(f"{place}: not a JSON object but {type(row).__name__}", hint=ONE_OBJECT)
+        if line.count(b"[") + line.count(b"{") > MAX_NESTING and nesting(row) > MAX_NESTING:
+            raise ConfigError(too_deep, hint=AS_TEXT)
+        yield place, row
 
 
 def _distinct(pairs: list[tuple[str, object]]) -> dict[str, object]:
@@ -140,10 +137,6 @@ def _distinct(pairs: list[tuple[str, object]]) -> dict[str, object]:
         (twice, _), *_ = Counter(key for key, _ in pairs).most_common(1)
         raise ValueError(f'the key "{twice:.80}" appears twice')
     return found
-
-
-def _too_deep(place: str) -> ConfigError:
-    return ConfigError(f"{place}: nested more than {MAX_NESTING} deep", hint="write the inner value as text")
 
 
 def _parquet_rows(path: Path) -> Iterator[tuple[str, Row]]:

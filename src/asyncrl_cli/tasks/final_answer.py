@@ -12,12 +12,15 @@ Pure text.
 from __future__ import annotations
 
 import re
+from contextlib import suppress
 from fractions import Fraction
 
 from asyncrl_cli.contracts.item import Item, messages_of
 
 ANSWER_TAG, ANSWER_END = "<answer>", "</answer>"
 BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
+BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
+"""`\\{` and `\\}` are matched whole, and count as none."""
 GSM8K = "####"
 NAMED = re.compile(r"(?i)\banswer\b(?:[^\n:.]{0,60}?\bis\b[ \t]*:?|[*_ \t]*:)[*_\s]*([^\n]+)")
 CLOSE_TO_END_CHARS = 300
@@ -45,8 +48,13 @@ def final_answer(response: str) -> str | None:
     """The answer as it is written, without what marks it; None if there is none where one is looked for."""
     text = tagged(response)
     boxes = list(BOX.finditer(text))
-    if boxes:
-        return _in_braces(text, boxes[-1].end())
+    if boxes:  # up to the brace that closes it
+        start, depth = boxes[-1].end(), 1
+        for brace in BRACE.finditer(text, start):
+            depth += (brace[0] == "{") - (brace[0] == "}")
+            if depth == 0:
+                return text[start : brace.start()].strip()
+        return None
     last_line = text.rpartition("\n")[2].strip()
     if last_line.startswith(GSM8K) and (number := last_line.removeprefix(GSM8K).strip(EMPHASIS)):
         return number
@@ -62,23 +70,15 @@ def final_answer(response: str) -> str | None:
     return "".join(formulas[0]) if is_all else sentence
 
 
-def _in_braces(text: str, start: int) -> str | None:
-    """The text from `start` up to the brace that closes the one before it; None if none does. `\\{` and `\\}`
-    do not count."""
-    depth = 1
-    for brace in re.compile(r"\\.|[{}]", re.DOTALL).finditer(text, start):
-        depth += (brace[0] == "{") - (brace[0] == "}")
-        if depth == 0:
-            return text[start : brace.start()].strip()
-    return None
-
-
 def names_answer(response: str, expected: str) -> bool:
     """Whether the reference answer stands anywhere in a response: as it is written (spaces, braces and signs
     of LaTeX aside), or a fraction or a decimal number in another form."""
     answer = final_answer(expected) or expected
-    written = _bare(response)
-    for form in {answer, *_other_forms(_bare(answer))}:
+    written, forms = _bare(response), {answer}
+    with suppress(ValueError, ZeroDivisionError):  # 0.5 for 1/2 and the other way round; 72 for 72.0
+        value = Fraction(_bare(answer).strip())
+        forms |= {str(value), f"{float(value):g}"} if abs(value) < 10**9 else {str(value)}
+    for form in forms:
         characters = re.sub(r"\s", "", _bare(form))
         if not characters:
             continue
@@ -93,12 +93,3 @@ def _bare(text: str) -> str:
     text = re.sub(r"\\(?:left|right|displaystyle|[,;!:() ])|(?<=\d),(?=\d{3})", "", text)
     text = re.sub(r"\\[dtc]?frac\s*\{?(\w+)\}?\s*\{?(\w+)\}?", r"\1/\2", text)
     return re.sub(r"\\(?:text|mathrm|textbf|mathbf|boxed|fbox)|[\\${}]", "", text).casefold()
-
-
-def _other_forms(number: str) -> set[str]:
-    """0.5 for 1/2 and the other way round; 72 for 72.0."""
-    try:
-        value = Fraction(number.strip())
-    except (ValueError, ZeroDivisionError):
-        return set()
-    return {str(value), f"{float(value):g}"} if abs(value) < 10**9 else {str(value)}

@@ -42,22 +42,6 @@ def file_of(source: str, key: str) -> Path:
     return expand(path)
 
 
-def check_no_files(profile: Profile) -> None:
-    """Raises ConfigError if the profile names eval sets or a file of eval prompts. For tasks that are not
-    read from a file."""
-    if profile.eval.sets:
-        raise ConfigError(
-            f"eval.sets are files, and the reward of {profile.task.source} judges its own prompts only",
-            hint="leave eval.sets out; eval.prompts says how many prompts are held out",
-        )
-    if profile.task.eval_path is not None:
-        raise ConfigError(
-            f"task.eval_path is for tasks that are read from a file; {profile.task.source} makes its eval "
-            "prompts itself",
-            hint="leave it out; eval.prompts says how many are made",
-        )
-
-
 def hold_out(
     items: Sequence[Item], num_eval: int, described: str, hint: str, own: Sequence[Item] | None = None
 ) -> tuple[list[Item], list[Item]]:

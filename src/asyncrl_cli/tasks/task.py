@@ -27,7 +27,7 @@ from asyncrl_cli.tasks.files import read_items
 from asyncrl_cli.tasks.gym import make_entries
 from asyncrl_cli.tasks.players import read_rows
 from asyncrl_cli.tasks.rows import Row, prompt_and_answer
-from asyncrl_cli.tasks.splits import KINDS, check_no_files, file_of, hold_out, read_sets, splits_of
+from asyncrl_cli.tasks.splits import KINDS, file_of, hold_out, read_sets, splits_of
 from asyncrl_cli.tasks.tool_class import ToolClass
 
 SOURCES = {
@@ -121,7 +121,17 @@ def load_task(profile: Profile, run_dir: Path | None = None) -> Task:
     if kind in KINDS:
         task = _file_task(profile, file_of(source, "task.source"), run_dir)
     else:
-        check_no_files(profile)
+        if profile.eval.sets:
+            raise ConfigError(
+                f"eval.sets are files, and the reward of {source} judges its own prompts only",
+                hint="leave eval.sets out; eval.prompts says how many prompts are held out",
+            )
+        if profile.task.eval_path is not None:
+            raise ConfigError(
+                f"task.eval_path is for tasks that are read from a file; {source} makes its eval prompts "
+                "itself",
+                hint="leave it out; eval.prompts says how many are made",
+            )
         if kind == "verifiers":
             task = _verifiers_task(profile, name)
         else:

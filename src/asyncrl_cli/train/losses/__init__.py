@@ -21,7 +21,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from asyncrl_cli.base.plugins import find
+from asyncrl_cli.base.paths import find_plugin
 from asyncrl_cli.profile.algorithm_section import AlgorithmSection
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ def max_of(values: torch.Tensor) -> Metric:
 
 def find_loss(name: str) -> Loss:
     """The loss called `name`. Raises ConfigError if neither asyncrl nor another package has it."""
-    loss: Loss = find("algorithm.loss_mode", name, LOSSES, "asyncrl.losses")
+    loss: Loss = find_plugin("algorithm.loss_mode", name, LOSSES, "asyncrl.losses")
     return loss
 
 
