@@ -16,7 +16,7 @@ from asyncrl_cli.contracts.trajectories import GroupPayload, Segment, Trajectory
 from asyncrl_cli.observe.recorded import Recorded
 from asyncrl_cli.observe.terminal import SafeConsole
 from asyncrl_cli.report.dumps import choose, shown, trajectories_of
-from asyncrl_cli.report.samples_page import samples_html
+from asyncrl_cli.report.page import samples_html
 from asyncrl_cli.train.sample_dump import SampledGroup, dump_samples
 
 WORDS = {1: "say ", 2: "it", 3: "one ", 4: "two ", 5: "three", 6: "<tool>", 7: "<b>&\x1b[31m", 8: "bye"}

@@ -198,7 +198,17 @@ def shown(one: Sampled) -> RenderableType:
     turns.add_column(style="dim", no_wrap=True)
     turns.add_column(overflow="fold", ratio=1)
     for speaker, passages in one.turns:
-        turns.add_row(speaker, Text.assemble(*(_coloured(one, passage) for passage in passages)))
+        words = Text()
+        for passage in passages:
+            if passage.version == NOT_SAMPLED:
+                words.append(one.text(passage), "dim")
+                continue
+            style = AGE_COLOURS[one.age(passage.version)]
+            words.append((LOAD if passage.is_load else MARK).format(passage.version), f"dim {style}")
+            sampled = Text(one.text(passage), style)
+            sampled.highlight_regex(CALL, "bold")
+            words.append_text(sampled)
+        turns.add_row(speaker, words)
     return Group(Rule(title, align="left", style="dim"), *_facts(one), turns)
 
 
@@ -224,14 +234,3 @@ def _facts(one: Sampled) -> list[Text]:
                 line.append(f"; most changed {one.texts[token]!r}: {before} -> {after}")
         lines.append(line)
     return lines if one.answer is None else [*lines, Text.assemble("expected: ", (one.answer, "bold"))]
-
-
-def _coloured(one: Sampled, passage: Passage) -> Text:
-    text = one.text(passage)
-    if passage.version == NOT_SAMPLED:
-        return Text(text, "dim")
-    style = AGE_COLOURS[one.age(passage.version)]
-    mark = (LOAD if passage.is_load else MARK).format(passage.version)
-    coloured = Text(text, style)
-    coloured.highlight_regex(CALL, "bold")
-    return Text().append(mark, f"dim {style}").append_text(coloured)

@@ -25,23 +25,17 @@ def check_out(path: Path, mark: str, kind: str) -> None:
             hint="create it, or give another --out",
         )
     try:
-        head = _head(path)
+        with open_regular(path) as file:
+            head = file.read(HEAD_BYTES)
     except FileNotFoundError:
         return
     except (OSError, UnsafeFile) as error:
         raise RefusedError(
             f"{path} cannot be written: {reason(error)}", hint="give --out the name of a file"
         ) from None
+    with suppress(zlib.error):  # it is not gzipped
+        head = zlib.decompressobj(GZIP_WINDOW_BITS).decompress(head, HEAD_BYTES)
     if mark.encode() not in head:
         raise RefusedError(
             f"{path} exists and is not a {kind}: it is not overwritten", hint="give another --out"
         )
-
-
-def _head(path: Path) -> bytes:
-    """The file's first bytes, decompressed if it is gzipped. Raises OSError or UnsafeFile."""
-    with open_regular(path) as file:
-        head = file.read(HEAD_BYTES)
-    with suppress(zlib.error):  # it is not gzipped
-        return zlib.decompressobj(GZIP_WINDOW_BITS).decompress(head, HEAD_BYTES)
-    return head

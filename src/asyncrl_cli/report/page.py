@@ -12,24 +12,49 @@ import base64
 import gzip
 import json
 import tomllib
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from html import escape
 from importlib.resources import files
+from itertools import chain, islice
 
 from asyncrl_cli import __version__
+from asyncrl_cli.base.errors import ConfigError
+from asyncrl_cli.contracts.trajectories import NOT_SAMPLED
+from asyncrl_cli.observe.format import evenly
 from asyncrl_cli.observe.line_figures import meaning_of
+from asyncrl_cli.observe.recorded import Recorded
 from asyncrl_cli.profile.keys import entries_of
-from asyncrl_cli.profile.loaded import DEFAULT, Loaded, is_default
+from asyncrl_cli.profile.loaded import DEFAULT, is_default
 from asyncrl_cli.profile.toml_files import toml_value
+from asyncrl_cli.report.dumps import AGE_COLOURS, Passage, Sampled, trajectories_of
 from asyncrl_cli.report.run_data import RunData
 from asyncrl_cli.report.side_by_side import Comparison
-from asyncrl_cli.report.verdict import Remark
 
 GENERATOR = '<meta name="generator" content="asyncrl report">'
 """In each page's head. A file that has it may be overwritten."""
 CHART = {"kind": "lines", "unit": "", "series": [], "prefix": "", "log": False, "limit": ["", ""]}
 """What a chart is where charts.toml does not say otherwise."""
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data: blob:"
+MAX_STEPS, PER_STEP = 12, 4
+MAX_CHARACTERS = 1_000_000
+"""Limit for all trajectories on a page together: it is for reading, `asyncrl samples` has the rest."""
+NOTABLE_CHANGE = 0.2
+"""A token is marked if the trainer's probability of it differs by this much from the sampler's."""
+AGES = "".join(
+    f".age{age} {{ background: color-mix(in srgb, {colour} 22%, transparent); border-bottom: 2px solid "
+    f"{colour}; }}"
+    for age, colour in enumerate(AGE_COLOURS)
+)
+LEGEND = (
+    "Each token is underlined in the colour of the age of the version that sampled it: "
+    + " ".join(
+        f'<span class="age{age}">{age if age < len(AGE_COLOURS) - 1 else f"{age} or more"}</span>'
+        for age in range(len(AGE_COLOURS))
+    )
+    + " versions behind the window; a small v7 stands before the tokens of version 7. Text that the model "
+    "did not write is grey. "
+    "Dashed: the trainer gave the token a probability that differs by 0.2 or more."
+)
 
 
 def plotly() -> str:
@@ -43,7 +68,7 @@ def page_of(runs: Sequence[RunData], *, library: str, title: str, before: str = 
     below their charts."""
     words = [
         before,
-        _beside("Verdict", runs, lambda run: "".join(map(_finding, run.findings))),
+        _beside("Verdict", runs, _findings),
         _beside("What ran", runs, _facts),
     ]
     program = [
@@ -80,17 +105,13 @@ def _file(name: str) -> str:
     return files("asyncrl_cli.report").joinpath(name).read_text(encoding="utf-8")
 
 
-def _charts() -> list[dict[str, object]]:
-    sections = tomllib.loads(_file("charts.toml")).items()
-    charts = ((name, title, chart) for name, section in sections for title, chart in section.items())
-    return [{**CHART, "section": name, "title": title, **chart} for name, title, chart in charts]
-
-
 def _embedded(runs: Sequence[RunData]) -> str:
     """The data as JSON that cannot end its script element."""
+    sections = tomllib.loads(_file("charts.toml")).items()
+    charts = ((name, title, chart) for name, section in sections for title, chart in section.items())
     metrics = sorted({key for run in runs for key in run.charts["columns"]})
     data = {
-        "charts": _charts(),
+        "charts": [{**CHART, "section": name, "title": title, **chart} for name, title, chart in charts],
         "meanings": {key: meaning_of(key) for key in metrics},
         "runs": [run.charts for run in runs],
     }
@@ -112,27 +133,27 @@ def _beside(heading: str, runs: Sequence[RunData], content: Callable[[RunData], 
     return f'<section><h2>{heading}</h2><div class="beside">{cards}</div></section>'
 
 
-def _finding(finding: Remark) -> str:
-    change = f'<p class="change">{escape(finding.change)}</p>' if finding.change else ""
-    text = f"<p><b>{escape(finding.about)}</b> · {escape(finding.text)}</p>"
-    return f'<div class="finding {finding.weight}">{text}{change}</div>'
+def _findings(run: RunData) -> str:
+    html = ""
+    for finding in run.findings:
+        change = f'<p class="change">{escape(finding.change)}</p>' if finding.change else ""
+        text = f"<p><b>{escape(finding.about)}</b> · {escape(finding.text)}</p>"
+        html += f'<div class="finding {finding.weight}">{text}{change}</div>'
+    return html
 
 
 def _facts(run: RunData) -> str:
+    """What ran, with every key of the configuration, its value and origin; those that were set come first."""
     purpose = f"<p>{escape(run.loaded.profile.purpose)}</p>" if run.loaded.profile.purpose else ""
     facts = "".join(f"<dt>{escape(label)}</dt><dd>{escape(text)}</dd>" for label, text in run.facts)
-    return f"{purpose}<dl>{facts}</dl>{_configuration(run.loaded)}"
-
-
-def _configuration(loaded: Loaded) -> str:
-    """Every key with its value and origin; the keys that were set come first."""
-    values = entries_of(loaded.profile)
-    origins = {key: loaded.origins.get(key, DEFAULT) for key in values}
+    values = entries_of(run.loaded.profile)
+    origins = {key: run.loaded.origins.get(key, DEFAULT) for key in values}
     given = sum(not is_default(origin) for origin in origins.values())
     keys = sorted(values, key=lambda key: is_default(origins[key]))
     rows = [[f"<code>{escape(key)}</code>", _code(values[key]), escape(origins[key])] for key in keys]
     summary = f"configuration: {given} keys set, {len(rows) - given} at their defaults"
-    return f"<details><summary>{summary}</summary>{table(['key', 'value', 'from'], rows)}</details>"
+    configuration = table(["key", "value", "from"], rows)
+    return f"{purpose}<dl>{facts}</dl><details><summary>{summary}</summary>{configuration}</details>"
 
 
 def beside_each_other(compared: Comparison, heading: str = "Side by side") -> str:
@@ -172,3 +193,59 @@ def table(
 
 def _code(value: object) -> str:
     return "-" if value is None else f"<code>{escape(toml_value(value))}</code>"
+
+
+def samples_html(run: Recorded, title: str = "Samples", max_characters: int = MAX_CHARACTERS) -> str:
+    """A section with some trajectories of dumped steps, spread over the run, folded: figures on the fold, the
+    text by version inside. It is empty if there are none. For a dump that cannot be read the error is shown in
+    its place."""
+
+    def trajectories(step: int) -> Iterator[str]:
+        try:
+            yield from map(_folded, islice(trajectories_of(run, step), PER_STEP))
+        except ConfigError as error:
+            yield f'<p class="dim">{escape(error.message)}</p>'
+
+    parts, room = [], max_characters
+    for text in chain.from_iterable(map(trajectories, evenly(run.sampled_steps, MAX_STEPS))):
+        if (room := room - len(text)) < 0:
+            parts.append('<p class="dim">The rest does not fit here: asyncrl samples shows it.</p>')
+            break
+        parts.append(text)
+    if not parts:
+        return ""
+    head = f'<style>{AGES}</style><h2>{escape(title)}</h2><p class="dim">{LEGEND}</p>'
+    return f'<section class="samples">{head}{"".join(parts)}</section>'
+
+
+def _folded(one: Sampled) -> str:
+    advantage, sampler = one.line.get("advantage"), one.probability(one.logprobs)
+    facts = [f"step {one.step}", f"{one.group}/{one.number}", f"reward {one.reward:.4g}"]
+    facts += [f"advantage {advantage:+.3g}"] if advantage is not None else []
+    facts += [f"{len(one.sampled)} tokens", f"staleness {one.staleness}", f"span {one.span}"]
+    if sampler:
+        trainer = one.trainer_probability
+        by_trainer = f", trainer's {trainer:.3f}" if trainer is not None else ""
+        facts.append(f"mean probability {sampler:.3f}{by_trainer}")
+    parts = [f'<details class="sample"><summary>{escape(" · ".join(facts))}</summary>']
+    if one.answer is not None:
+        parts.append(f'<div class="turn"><b>expected</b><div>{escape(one.answer)}</div></div>')
+    for speaker, passages in one.turns:
+        text = "".join(_marked(one, passage) for passage in passages)
+        parts.append(f'<div class="turn {speaker}"><b>{speaker}</b><div>{text}</div></div>')
+    return "".join([*parts, "</details>"])
+
+
+def _marked(one: Sampled, passage: Passage) -> str:
+    if passage.version == NOT_SAMPLED:
+        return f'<span class="told">{escape(one.text(passage))}</span>'
+    tokens = []
+    for index in passage.tokens:
+        text = escape(one.texts[index])
+        sampler, trainer = one.both_probabilities.get(index, (0.0, 0.0))
+        if abs(sampler - trainer) >= NOTABLE_CHANGE:
+            text = f'<mark title="sampler {sampler:.3f}, trainer {trainer:.3f}">{text}</mark>'
+        tokens.append(text)
+    load = ' class="load"' if passage.is_load else ""
+    colour = f'<span class="age{one.age(passage.version)}">{"".join(tokens)}</span>'
+    return f'<span class="by"><sup{load}>v{passage.version}</sup>{colour}</span>'

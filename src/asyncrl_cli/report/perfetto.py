@@ -1,10 +1,14 @@
 """A recorded run as a trace, for Perfetto or chrome://tracing: who did what when, and how each group became a
 version. docs/trace.md explains how to read it.
 
-    events.jsonl ───> loop: train steps, versions, events; groups: lanes; arrows (perfetto_groups.py)
+    events.jsonl ───> loop: train steps, versions, events; groups: lanes; arrows
     timeline.jsonl ─> executors: a track each, with states and what they wait for; a track per slot, if
                       sequences were traced
     metrics.jsonl ──> counters: staleness, window, versions, tokens per second, groups
+
+    group             generation ─> waits to be taken ─> training       (slices in lanes: groups overlap)
+    arrow             generation ─> waits to be taken ─> step N ─> version V
+    version V         from its publication to the next one ─> load on each worker
 """
 
 from __future__ import annotations
@@ -14,24 +18,17 @@ import json
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
 from pathlib import Path
-from typing import IO, cast
+from typing import IO, Any, cast
 
 from asyncrl_cli.base.errors import ConfigError
 from asyncrl_cli.base.storage import appearing_file
-from asyncrl_cli.observe.line_types import Line, RecordedSpan, Spans, TimelineLine
+from asyncrl_cli.observe.line_types import EventLine, RecordedSpan, Spans, TimelineLine
 from asyncrl_cli.observe.recorded import Recorded, add_span
 from asyncrl_cli.report.out_file import check_out
-from asyncrl_cli.report.perfetto_entries import Entry, Tracks, arrow, counter, micros, slice_on
-from asyncrl_cli.report.perfetto_groups import (
-    EXECUTORS,
-    LOOP,
-    Group,
-    Story,
-    group_entries,
-    mark_entries,
-    version_entries,
-)
+from asyncrl_cli.report.perfetto_entries import Entry, Track, Tracks, arrow, counter, micros, slice_on
 
 GENERATOR = "asyncrl trace"
 """In each trace's head. A file that has it may be overwritten."""
@@ -50,6 +47,12 @@ COUNTERS_AT_END = {
     "version": {"newest": "version"},
 }
 """The same, from the step's end on."""
+LOOP, GROUPS, EXECUTORS = "loop", "groups", "executors"
+STAGES = ("running", "finished", "training", "trained")
+PHASES = ("generation", "waits to be taken", "training")
+"""What a group does from one stage to the next."""
+LOSSES = ("dropped", "requeued")
+LOAD_FIGURES = ("version", "load_s", "pause_s", "send_s", "logprob_abs_diff", "verdict")
 
 
 def write_trace(run: Recorded, path: Path, first: int = 1, last: int | None = None) -> Counter[str]:
@@ -84,25 +87,173 @@ def trace_entries(run: Recorded, first: int = 1, last: int | None = None) -> Ite
         tracks.track(EXECUTORS, name)
     for line in run.metrics():
         step = line["step"]
-        if last is None or step <= last:
-            ends[step], waits_s[step] = micros(line["time_s"]), line.get("timing/wait_data_s", 0.0)
-            yield from step_counters(line, process) if step >= first else ()
+        if last is not None and step > last:
+            continue
+        end = ends[step] = micros(line["time_s"])
+        waits_s[step] = line.get("timing/wait_data_s", 0.0)
+        start = max(0, end - micros(line.get("timing/step_s", 0.0)))
+        for time, counters in ((start, COUNTERS), (end, COUNTERS_AT_END)) if step >= first else ():
+            for name, keys in counters.items():
+                if figures := {figure: line[key] for figure, key in keys.items() if key in line}:
+                    yield counter(process, name, time, figures)
     story = Story(run.events(), ends, first, last)
     groups = {group.key: group for group in story.groups}
     yield from group_entries(story, tracks, waits_s)
     yield from version_entries(story, tracks)
-    yield from mark_entries(story, tracks)
+    # All other events (evals, checkpoints, restarts, warnings) have no length.
+    instant = {"ph": "i", "s": "t", "cat": "event", **tracks.track(LOOP, "events")}
+    for mark in story.marks:
+        if story.covers(time := micros(mark.get("time_s", 0.0))):
+            facts = {key: value for key, value in mark.items() if key not in ("time_s", "event")}
+            yield {**instant, "name": mark["event"], "ts": time, "args": facts}
     yield from executor_entries(run.timeline(first, last), tracks, groups)
     yield from tracks.entries
 
 
-def step_counters(line: Line, process: int) -> Iterator[Entry]:
-    end = micros(line["time_s"])
-    start = max(0, end - micros(line.get("timing/step_s", 0.0)))
-    for time, counters in ((start, COUNTERS), (end, COUNTERS_AT_END)):
-        for name, keys in counters.items():
-            if figures := {figure: line[key] for figure, key in keys.items() if key in line}:
-                yield counter(process, name, time, figures)
+@dataclass(slots=True)
+class Group:
+    """`times`: when it reached each of its stages, in order, and when it was lost, if it was. `facts`: what
+    is shown about it."""
+
+    key: str
+    times: list[int] = field(default_factory=list)
+    facts: dict[str, Any] = field(default_factory=dict)
+    has_ended: bool = False
+    track: Track | None = None
+
+    @property
+    def step(self) -> int | None:
+        return self.facts.get("step")
+
+
+@dataclass(slots=True)
+class Version:
+    number: int
+    published: int
+    step: int
+    loads: list[EventLine] = field(default_factory=list)
+
+
+class Story:
+    """What the events of a run say about the train steps from `first` to `last` (None: to the end). `ends`:
+    when each step ended.
+
+    A group's key may occur twice: after a crash and a resume, its first try is not continued.
+    """
+
+    def __init__(
+        self, events: Iterable[EventLine], ends: Mapping[int, int], first: int, last: int | None
+    ) -> None:
+        self.groups: list[Group] = []
+        self.versions: list[Version] = []
+        self.marks: list[EventLine] = []
+        self.last_event = 0
+        self._open: dict[str, Group] = {}
+        for event in events:
+            name, time = event["event"], micros(event.get("time_s", 0.0))
+            self.last_event = max(self.last_event, time)
+            if name in (*STAGES, *LOSSES):
+                self._move(event, time)
+            elif name == "published":
+                self.versions.append(Version(event.get("version", 0), time, event.get("step", 0)))
+            elif name == "loaded" and self.versions:
+                loaded = (known for known in reversed(self.versions) if known.number == event.get("version"))
+                next(loaded, self.versions[-1]).loads.append(event)
+            else:
+                self.marks.append(event)
+        self._first, self._last = first, last
+        self.start = 0 if first == 1 else ends.get(first - 1, 0)
+        self.end = self.last_event if last is None else ends.get(last, self.last_event)
+        if last is not None and (publish := self.version_after(self.end, 0)) is not None:
+            self.end = publish.published
+
+    def _move(self, event: EventLine, time: int) -> None:
+        name, key = event["event"], event.get("group", "")
+        if name == "running":
+            workers = " ".join(event.get("workers", {}))
+            facts = {"group": key, "version": event.get("version"), "workers": workers}
+            self._open[key] = Group(key, facts=facts)
+            self.groups.append(self._open[key])
+        if (group := self._open.get(key)) is None:
+            return
+        group.times.append(time)
+        if name == "trained":
+            group.facts |= {"step": event.get("step", 0), "window": event.get("version", 0)}
+            group.facts["tokens"] = event.get("tokens")
+        if name == "trained" or name in LOSSES:
+            group.facts["became"] = f"{name} ({event['reason']})" if event.get("reason") else name
+            group.has_ended = True
+            del self._open[key]
+
+    def version_after(self, time: int, number: int) -> Version | None:
+        later = (one for one in self.versions if one.number >= number and one.published >= time)
+        return next(later, None)
+
+    def covers(self, time: int) -> bool:
+        return self.start <= time <= self.end
+
+    def has(self, group: Group) -> bool:
+        """Whether these steps trained the group, or it was lost in their time; at the run's end, also a group
+        under way."""
+        if group.step is not None:
+            # else an event is missing: a full disk ends events.jsonl, not the run
+            is_whole = len(group.times) == len(STAGES)
+            return is_whole and self._first <= group.step and (self._last is None or group.step <= self._last)
+        return self.covers(group.times[-1]) if group.has_ended else self._last is None
+
+
+def group_entries(story: Story, tracks: Tracks, waits_s: Mapping[int, float]) -> Iterator[Entry]:
+    """`waits_s`: how long the trainer waited for the groups of each step. Sets the groups' tracks."""
+    taken_until, by_step = list[int](), dict[int, list[Group]]()
+    step_track, version_track = tracks.track(LOOP, "train steps"), tracks.track(LOOP, "versions")
+    for group in sorted(filter(story.has, story.groups), key=lambda group: group.times[0]):
+        # A group that is still under way lasts until the end. Times are a microsecond apart: all can be seen.
+        ends = group.times if group.has_ended else [*group.times, story.end]
+        times = group.times = list(accumulate(ends, lambda before, time: max(before + 1, time)))
+        # It takes the first lane that is free.
+        free = (lane for lane, until in enumerate(taken_until) if until <= times[0])
+        lane = next(free, len(taken_until))
+        taken_until[lane : lane + 1] = [times[-1]]
+        track = group.track = tracks.track(GROUPS, f"lane {lane:02d}")
+        yield slice_on(track, group.key, "group", times[0], times[-1], group.facts)
+        short = {key: group.facts.get(key) for key in ("group", "step")}
+        for phase, start, end in zip(PHASES, times, times[1:], strict=False):
+            yield slice_on(track, phase, "phase", start, end, short)
+        if group.step is not None:
+            by_step.setdefault(group.step, []).append(group)
+    numbers, done = iter(range(1, 10**12)), 0
+    for step, groups in sorted(by_step.items()):
+        start = max(min(group.times[2] for group in groups), done)
+        done = max(start + 1, max(group.times[3] for group in groups))
+        latest = max(groups, key=lambda group: group.times[1])
+        window = latest.facts["window"]
+        args = {"step": step, "window": window, "groups": len(groups), "waited_s": waits_s.get(step)}
+        yield slice_on(step_track, f"step {step}", "step", start, done, {**args, "last_group": latest.key})
+        version = story.version_after(done, window + 1)
+        stops = [(version_track, version.published)] if version is not None else []
+        for group in groups:
+            assert group.track is not None
+            begin = [(group.track, group.times[0]), (group.track, group.times[1]), (step_track, start)]
+            yield from arrow("group", next(numbers), [*begin, *stops])
+
+
+def version_entries(story: Story, tracks: Tracks) -> Iterator[Entry]:
+    """Versions, from one publication to the next, and their loads."""
+    track, number = tracks.track(LOOP, "versions"), 10**12
+    ends = [*(version.published for version in story.versions[1:]), story.last_event]
+    for version, end in zip(story.versions, ends, strict=False):  # without a version there is an end, too
+        if not (version.published <= story.end and end >= story.start):
+            continue
+        name = f"version {version.number}"
+        yield slice_on(track, name, "version", version.published, end, {"step": version.step})
+        for load in version.loads:
+            done, worker = micros(load.get("time_s", 0.0)), load.get("worker", "")
+            start = max(version.published, done - max(1, micros(load.get("pause_s", 0.0))))
+            figures = {key: load.get(key) for key in LOAD_FIGURES}
+            onto = tracks.track(EXECUTORS, f"{worker} loads")
+            yield slice_on(onto, f"load {version.number}", "load", start, done, {"worker": worker, **figures})
+            number += 1
+            yield from arrow("load", number, [(track, version.published), (onto, start)])
 
 
 def executor_entries(

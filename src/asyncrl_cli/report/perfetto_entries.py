@@ -70,15 +70,3 @@ def arrow(name: str, number: int, stops: Sequence[tuple[Track, int]]) -> Iterato
 
 def counter(process: int, name: str, time: int, figures: Mapping[str, float]) -> Entry:
     return {"ph": "C", "name": name, "pid": process, "ts": time, "args": dict(figures)}
-
-
-def instant(track: Track, name: str, kind: str, time: int, args: Mapping[str, object]) -> Entry:
-    return {"ph": "i", "s": "t", "name": name, "cat": kind, **track, "ts": time, "args": dict(args)}
-
-
-def free_lane(lanes: list[int], start: int, end: int) -> int:
-    """Take the first lane that is free at `start`, until `end`. `lanes`: until when each is taken. Ask in the
-    order of starts."""
-    lane = next((lane for lane, taken_until in enumerate(lanes) if taken_until <= start), len(lanes))
-    lanes[lane : lane + 1] = [end]
-    return lane

@@ -16,7 +16,6 @@ from asyncrl_cli.observe.recorded import Recorded
 from asyncrl_cli.observe.run_status import read_status
 from asyncrl_cli.profile.arithmetic import LoopSettings
 from asyncrl_cli.profile.loaded import Loaded
-from asyncrl_cli.profile.schema import PlacementSection
 from asyncrl_cli.report.series import Timeline, columns_of, rounded
 from asyncrl_cli.report.verdict import Remark, learned, verdict_of, warned
 
@@ -116,6 +115,10 @@ def _facts(recorded: Recorded, settings: LoopSettings, totals: Totals) -> list[t
         groups += f"; no token older than {counted(schedule.max_staleness, 'version')}"
     steps = f"{count(totals.steps)} of {count(schedule.train_steps)} steps"
     attempts = counted(max(len(recorded.attempts), 1), "attempt")
+    ranks, workers = _processes(recorded)
+    trainer = counted(ranks, "trainer rank") if ranks else "trainer"
+    where = "in turns on the same resources" if profile.placement.colocate else "apart"
+    device = f", {profile.placement.device}" if profile.placement.device != "auto" else ""
     return [
         ("state", _state(recorded)),
         ("mode", f"{schedule.mode}: {window}, eta {schedule.eta}, {rollouts} rollouts"),
@@ -123,7 +126,7 @@ def _facts(recorded: Recorded, settings: LoopSettings, totals: Totals) -> list[t
         ("model", f"{profile.model.path}, {profile.model.dtype}"),
         ("task", ", ".join(task)),
         ("engine", profile.rollout.engine),
-        ("placement", _placement(recorded, profile.placement)),
+        ("placement", f"{trainer} and {counted(workers, 'rollout worker')}, {where}{device}"),
         ("schedule", groups),
         ("trained", f"{steps}, {count(totals.last.get('tokens_trained'))} tokens"),
         ("time", f"{clock(totals.last.get('time_s'))} of training, {attempts}"),
@@ -135,14 +138,6 @@ def _processes(recorded: Recorded) -> tuple[int, int]:
     simulated run has none."""
     ranks = sum(1 for attempt in recorded.attempts[-1:] for _ in attempt.glob("trainer-*.log"))
     return ranks, list(recorded.roles.values()).count("rollout")
-
-
-def _placement(recorded: Recorded, placement: PlacementSection) -> str:
-    ranks, workers = _processes(recorded)
-    trainer = counted(ranks, "trainer rank") if ranks else "trainer"
-    both = f"{trainer} and {counted(workers, 'rollout worker')}"
-    device = f", {placement.device}" if placement.device != "auto" else ""
-    return f"{both}, {'in turns on the same resources' if placement.colocate else 'apart'}{device}"
 
 
 def _state(recorded: Recorded) -> str:

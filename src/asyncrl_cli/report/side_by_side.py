@@ -95,7 +95,20 @@ def compared(runs: Sequence[Recorded], target: float | None = None) -> Compariso
     steps = [_steps(run) for run in runs]
     samples = min(ended[-1][0] for ended in steps) if all(steps) else None
     curves = [_curve(ended, SMOOTHING * (samples or 0)) for ended in steps]
-    names, different, figures = [run.name for run in runs], differences(runs), list(_extents(runs, curves))
+    names, different = [run.name for run in runs], differences(runs)
+    statuses = [run.status for run in runs]
+    ends = [(one.samples[-1], one.time_s[-1]) if one.samples else (None, None) for one in curves]
+    speeds = [trained / spent_s if trained and spent_s else None for trained, spent_s in ends]
+    figures = [
+        _figure(
+            "state", [status and status.phase for status in statuses], lambda phase: str(phase or NOTHING)
+        ),
+        _figure("mode", [mode_of(run.loaded.profile) for run in runs], str),
+        _figure("train steps", [status and status.progress.step for status in statuses], count),
+        _figure("samples", [trained for trained, _ in ends], count),
+        _figure("time", [spent_s for _, spent_s in ends], clock),
+        _figure("samples/s", speeds, number),
+    ]
     if samples is None:
         return Comparison(names=names, differences=different, figures=[*figures, *_totals(runs)])
     time_s = min(curve.time_s[-1] for curve in curves)
@@ -154,23 +167,12 @@ def _curve(steps: Iterable[tuple[int, float, float]], window: float) -> Curve:
     return Curve(samples=samples, time_s=times_s, reward=rewards)
 
 
-def _extents(runs: Sequence[Recorded], curves: Sequence[Curve]) -> Iterator[Figure]:
-    statuses = [run.status for run in runs]
-    ends = [(one.samples[-1], one.time_s[-1]) if one.samples else (None, None) for one in curves]
-    speeds = [samples / time_s if samples and time_s else None for samples, time_s in ends]
-    yield _figure(
-        "state", [status and status.phase for status in statuses], lambda phase: str(phase or NOTHING)
-    )
-    yield _figure("mode", [mode_of(run.loaded.profile) for run in runs], str)
-    yield _figure("train steps", [status and status.progress.step for status in statuses], count)
-    yield _figure("samples", [samples for samples, _ in ends], count)
-    yield _figure("time", [time_s for _, time_s in ends], clock)
-    yield _figure("samples/s", speeds, number)
-
-
 def _totals(runs: Sequence[Recorded]) -> Iterator[Figure]:
     """Figures of the whole runs, from their last status."""
-    last = [_last_eval(run) for run in runs]
+    last: list[EventLine | None] = []
+    for run in runs:  # their last evals on the held-out split
+        evals = [event for event in run.events("eval") if not event.get("eval_set")]
+        last.append(next((one for one in reversed(evals) if is_number(one.get("reward_mean"))), None))
     texts = [scored(point) if point else NOTHING for point in last]
     yield Figure(label="last eval", values=[point and point["reward_mean"] for point in last], texts=texts)
     changes = [change_of(last[0], point) if last[0] and point else None for point in last[1:]]
@@ -189,12 +191,6 @@ def _totals(runs: Sequence[Recorded]) -> Iterator[Figure]:
     totals = [run.status.totals if run.status else {} for run in runs]
     for key, (label, form) in rows.items():
         yield _figure(label, [total.get(key) for total in totals], form)
-
-
-def _last_eval(run: Recorded) -> EventLine | None:
-    """On the held-out split."""
-    events = (event for event in run.events("eval") if not event.get("eval_set"))
-    return next(iter(deque((one for one in events if is_number(one.get("reward_mean"))), maxlen=1)), None)
 
 
 def _figure(label: str, values: Sequence[object], form: Callable[[object], str]) -> Figure:

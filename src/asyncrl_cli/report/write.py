@@ -14,12 +14,20 @@ from pathlib import Path
 from asyncrl_cli.base.errors import ConfigError
 from asyncrl_cli.base.storage import replace_text
 from asyncrl_cli.bench.output import heading_of, long_notes, rows_of
-from asyncrl_cli.bench.results import Comparison, read_results
+from asyncrl_cli.bench.results import read_results
 from asyncrl_cli.observe.recorded import Recorded
 from asyncrl_cli.report.out_file import check_out
-from asyncrl_cli.report.page import GENERATOR, beside_each_other, card, page_of, plotly, table
+from asyncrl_cli.report.page import (
+    GENERATOR,
+    MAX_CHARACTERS,
+    beside_each_other,
+    card,
+    page_of,
+    plotly,
+    samples_html,
+    table,
+)
 from asyncrl_cli.report.run_data import run_data
-from asyncrl_cli.report.samples_page import MAX_CHARACTERS, samples_html
 from asyncrl_cli.report.side_by_side import compared
 
 NAME = "report.html"
@@ -97,41 +105,34 @@ def runs_in(directory: Path) -> list[Recorded]:
 
 
 def bench_html(directory: Path) -> str:
-    """Raises RefusedError if its results cannot be read."""
+    """A bench's table, how to read it, and groups per second as bars: the dashed outline around a bar is its
+    bound. Raises RefusedError if its results cannot be read."""
     comparison = read_results(directory / RESULTS)
-    notes = [*long_notes(comparison), *comparison.remarks]
+    results, notes = comparison.results, [*long_notes(comparison), *comparison.remarks]
     missing = f"Not finished: {', '.join(comparison.missing)}." if comparison.missing else ""
     listed = "".join(f"<li>{escape(note.replace('`', ''))}</li>" for note in notes)
-    rows, names = rows_of(comparison, all_spreads=True), [result.profile for result in comparison.results]
+    rows, names = rows_of(comparison, all_spreads=True), [result.profile for result in results]
     labels = [escape(row.label).replace("  ", "&nbsp;&nbsp;&nbsp;") for row in rows]
     figures = [list(map(escape, row.cells or [""] * len(names))) for row in rows]
     cells = [[label, *row] for label, row in zip(labels, figures, strict=True)]
     strong = {number for number, row in enumerate(rows) if row.strong}
+    bars, speeds = "", [result.median("groups_per_s") or 0.0 for result in results]
+    ideals_s = [result.median("ideal_s") for result in results]
+    bounds = [comparison.window_groups / ideal_s if ideal_s else 0.0 for ideal_s in ideals_s]
+    outlines = [max(speed, bound) or 1.0 for speed, bound in zip(speeds, bounds, strict=True)]
+    for result, speed, outline in zip(results, speeds, outlines, strict=True):
+        kind, width = "ideal" if result.limited_by else "", f"{outline / max(outlines):.1%}"
+        inner = f'<i style="width:{speed / outline:.1%}"></i>'
+        bars += (
+            f'<span>{escape(result.profile)}</span><div class="{kind}" style="width:{width}">{inner}</div>'
+        )
+        bars += f"<span>{speed:.3g}</span>"
+    title = "Groups per second" + (", and the bound (dashed)" if comparison.has_bound else "")
     parts = [
         f"<p>{escape(heading_of(comparison))}</p>",
         f"<p><b>{escape(missing)}</b></p>" if missing else "",
         table(["", *map(escape, names)], cells, figures=True, strong=strong),
         f"<details><summary>how to read it</summary><ul>{listed}</ul></details>",
-        _bars(comparison),
+        f'<h3>{title}</h3><div class="bars">{bars}</div>',
     ]
     return card("SIMULATED comparison" if comparison.simulated else "Comparison", "".join(parts))
-
-
-def _bars(comparison: Comparison) -> str:
-    """Groups per second as bars; the dashed outline around a bar is its bound."""
-    results, parts = comparison.results, []
-    speeds = [result.median("groups_per_s") or 0.0 for result in results]
-    ideals_s = [result.median("ideal_s") for result in results]
-    outlines = [
-        (max(speed, comparison.window_groups / ideal_s) if ideal_s else speed) or 1.0
-        for speed, ideal_s in zip(speeds, ideals_s, strict=True)
-    ]
-    for result, speed, outline in zip(results, speeds, outlines, strict=True):
-        kind = "ideal" if result.limited_by else ""
-        parts.append(
-            f'<span>{escape(result.profile)}</span><div class="{kind}" '
-            f'style="width:{outline / max(outlines):.1%}">'
-            f'<i style="width:{speed / outline:.1%}"></i></div><span>{speed:.3g}</span>'
-        )
-    title = "Groups per second" + (", and the bound (dashed)" if comparison.has_bound else "")
-    return f'<h3>{title}</h3><div class="bars">{"".join(parts)}</div>'
