@@ -20,8 +20,8 @@ from pathlib import Path
 
 from benchmarks.training import shared_session, train_here
 
-from asyncrl_cli.observe.line_types import Line
 from asyncrl_cli.observe.recorded import read_metrics
+from asyncrl_cli.observe.run_lines import Line
 from asyncrl_cli.profile.loaded import load
 from asyncrl_cli.profile.schema import Profile
 

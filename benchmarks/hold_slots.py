@@ -22,8 +22,8 @@ from pathlib import Path
 
 from benchmarks.training import train
 
-from asyncrl_cli.observe.line_types import Line
 from asyncrl_cli.observe.recorded import read_metrics
+from asyncrl_cli.observe.run_lines import Line
 from asyncrl_cli.simulate.workload import Drawn, Lengths, Turns
 from asyncrl_cli.simulate.workload_files import load_workload, profile_for
 from asyncrl_cli.simulate.world import simulate

@@ -20,7 +20,7 @@ from tests.profile.test_check import CONFLICTS
 from asyncrl_cli.base import errors
 from asyncrl_cli.base.errors import ConfigError
 from asyncrl_cli.cli.app import run
-from asyncrl_cli.observe.line_figures import meanings
+from asyncrl_cli.observe.run_lines import meanings
 from asyncrl_cli.profile.keys import keys, sections
 from asyncrl_cli.profile.loaded import load
 from asyncrl_cli.profile.toml_files import toml_value

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from asyncrl_cli.observe import service_sinks, wandb_sink
+from asyncrl_cli.observe import service_sinks
 from asyncrl_cli.observe.service_sinks import tags_of
 from asyncrl_cli.observe.sinks import to_json
 from asyncrl_cli.profile.loaded import load
@@ -38,7 +38,7 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from asyncrl_cli.contracts.status import parse_status
-from asyncrl_cli.observe.wandb_sink import Wandb
+from asyncrl_cli.observe.service_sinks import Wandb
 from asyncrl_cli.profile.loaded import load
 directory, done = Path(sys.argv[1]), parse_status(sys.argv[2])
 profile = load("partial-rollout", sys.argv[3:5], environ={}).profile
@@ -173,8 +173,8 @@ def test_only_a_run_that_got_to_its_end_waits_for_a_slow_network(tmp_path, monke
             may_end.wait(0.3 if waits else 60)
 
     monkeypatch.setattr(service_sinks, "EARLY_CLOSE_TIMEOUT_S", 0.01)
-    monkeypatch.setattr(wandb_sink.Wandb, "open", lambda sink: setattr(sink, "_run", SlowRun()))
-    sink = wandb_sink.Wandb(load("base", environ={}).profile, tmp_path)
+    monkeypatch.setattr(service_sinks.Wandb, "open", lambda sink: setattr(sink, "_run", SlowRun()))
+    sink = service_sinks.Wandb(load("base", environ={}).profile, tmp_path)
     sink.end(replace(done, phase=phase))
     sink.close(replace(done, phase=phase))
     (thread,) = [one for one in threading.enumerate() if one.name == "W&B"] or [None]

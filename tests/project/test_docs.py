@@ -8,7 +8,7 @@ import pytest
 import yaml
 from docs.make.references import DOCS, PAGES, renewed
 
-from asyncrl_cli.observe.line_figures import meaning_of
+from asyncrl_cli.observe.run_lines import meaning_of
 from asyncrl_cli.profile.keys import sections
 from asyncrl_cli.profile.loaded import load
 from asyncrl_cli.tasks.task import load_task

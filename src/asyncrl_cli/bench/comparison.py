@@ -22,8 +22,8 @@ from asyncrl_cli.bench.results import UNEVEN_WORK, Comparison, FinishedRun, summ
 from asyncrl_cli.bench.simulated_runs import SimulatedJob, simulate_all
 from asyncrl_cli.checkpoint.run_directory import stem_of
 from asyncrl_cli.job.driver_process import StopRequests
-from asyncrl_cli.observe.line_figures import spent_s
 from asyncrl_cli.observe.recorded import read_metrics
+from asyncrl_cli.observe.run_lines import spent_s
 from asyncrl_cli.simulate.workload import Workload
 from asyncrl_cli.simulate.workload_files import Residual, profile_for
 

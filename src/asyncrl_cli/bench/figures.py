@@ -40,8 +40,7 @@ from typing import NamedTuple
 import numpy as np
 
 from asyncrl_cli.base.errors import AsyncrlError, counted
-from asyncrl_cli.observe.line_figures import Totals, sampled_tokens, spent_s, trajectories
-from asyncrl_cli.observe.line_types import Line
+from asyncrl_cli.observe.run_lines import Line, Totals, sampled_tokens, spent_s, trajectories
 from asyncrl_cli.simulate.costs import Capacities
 
 PARTS = {

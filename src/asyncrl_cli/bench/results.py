@@ -19,7 +19,7 @@ from typing import Any
 from asyncrl_cli.base.errors import AsyncrlError, RefusedError
 from asyncrl_cli.base.safe_files import load_json
 from asyncrl_cli.bench.figures import bound_of_costs, bound_of_states, figures_of, stretches
-from asyncrl_cli.observe.line_types import Line
+from asyncrl_cli.observe.run_lines import Line
 from asyncrl_cli.simulate.costs import Capacities
 
 SCHEMA_VERSION = 1

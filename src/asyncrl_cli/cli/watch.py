@@ -70,8 +70,8 @@ def status(
         return print_jobs(address, as_json=as_json)
     if address is not None and run is not None:
         return on_cluster(address, ["status", run, *(["--json"] if as_json else [])], runs_dir)
-    from asyncrl_cli.observe.overview import overview, table_of
-    from asyncrl_cli.observe.run_status import read_status
+    from asyncrl_cli.observe.run_status import overview, read_status
+    from asyncrl_cli.observe.screen import table_of
 
     if run is None:
         rows = overview(runs_dir)

@@ -26,9 +26,9 @@ from asyncrl_cli.contracts.events import Event, Observer, Snapshot, StepRecord
 from asyncrl_cli.contracts.status import RunFacts
 from asyncrl_cli.measure.values import from_json
 from asyncrl_cli.observe.format import line_text
-from asyncrl_cli.observe.line_types import Line
 from asyncrl_cli.observe.live_status import LiveState, LiveStatus
 from asyncrl_cli.observe.metrics import MetricsState, StepMetrics
+from asyncrl_cli.observe.run_lines import Line
 from asyncrl_cli.observe.sinks import Sink, span_line, to_json
 
 log = logging.getLogger("asyncrl")

@@ -1,7 +1,7 @@
 """A recorded run: the contents of the files in its directory, read only when they are needed.
 
 The run may be running, stopped, killed or resumed, and anything may stand in its files. Each line is parsed
-once, as the type of its file (line_types.py); the code that uses it checks nothing again. A malformed line is
+once, as the type of its file (run_lines.py); the code that uses it checks nothing again. A malformed line is
 left out, and counted in `damage`, for the user to be told; an incomplete one at a file's end is left out in
 silence. A file that was never written is empty.
 
@@ -34,7 +34,7 @@ from asyncrl_cli.checkpoint.lookup import find_run
 from asyncrl_cli.checkpoint.run_directory import RunDirectory
 from asyncrl_cli.contracts.status import Status, parse_status
 from asyncrl_cli.observe.format import MOST_SHOWN, is_number
-from asyncrl_cli.observe.line_types import (
+from asyncrl_cli.observe.run_lines import (
     EVENT,
     SAMPLE,
     Counts,

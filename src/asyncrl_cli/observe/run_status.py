@@ -1,5 +1,5 @@
-"""A run seen from outside: its status, whether the driver that wrote it is still alive, and what comes
-next."""
+"""A run seen from outside: its status, whether the driver that wrote it is still alive, and what comes next;
+and all runs of a directory, one row each."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import psutil
 from asyncrl_cli.base.errors import ConfigError, RefusedError
 from asyncrl_cli.base.paths import ADDRESS_VARIABLE, as_typed
 from asyncrl_cli.base.safe_files import MIB, UnsafeFile, open_regular, parse_json, read_bytes, reason
-from asyncrl_cli.checkpoint.lookup import find_run, is_locked
+from asyncrl_cli.checkpoint.lookup import find_run, is_locked, run_names
 from asyncrl_cli.checkpoint.reader import checkpoints_in
 from asyncrl_cli.checkpoint.run_directory import never_began
 from asyncrl_cli.contracts.events import ENDED
@@ -179,3 +179,67 @@ def next_command(directory: Path, state: str) -> str:
     elif verb == "report" and ADDRESS_VARIABLE in os.environ:
         run = shlex.quote(str(directory))
     return f"asyncrl {verb} {run}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunRow:
+    """`state`: the run's phase, or killed, silent, damaged. `age_s`: of its last status. `next`: the next
+    command for it. `error`: the last error of a run that failed, was killed or cannot be read. Figures that
+    are not known are None."""
+
+    name: str
+    state: str
+    age_s: float
+    next: str
+    profile: str = ""
+    mode: str = ""
+    step: int | None = None
+    train_steps: int | None = None
+    reward: object = None
+    trainer_idle_ratio: object = None
+    rollouter_idle_ratio: object = None
+    staleness_mean: object = None
+    error: str = ""
+
+
+def overview(runs_dir: Path) -> list[RunRow]:
+    """A row for each run, the newest first. Raises ConfigError if there are none."""
+    names = run_names(runs_dir)
+    if not names:
+        raise no_runs(runs_dir)
+    return [_row(runs_dir / name) for name in names]
+
+
+def _row(directory: Path) -> RunRow:
+    error = ""
+    try:
+        found = read_status(str(directory.absolute()), directory.parent)
+    except StillStarting:
+        state = "starting"
+    except UnreadableStatus as damaged:
+        state, error = "damaged", damaged.message
+    except (RefusedError, ConfigError) as ended:  # ... while it started, or it has been removed meanwhile
+        state, error = "killed", ended.message
+    else:
+        status, state = found.status, found.state
+        return RunRow(
+            name=found.name,
+            state=state,
+            age_s=round(found.age_s, 1),
+            next=found.next_command,
+            profile=status.profile,
+            mode=status.mode,
+            step=status.progress.step,
+            train_steps=status.progress.train_steps,
+            reward=status.reward.get("mean"),
+            trainer_idle_ratio=status.utilization.get("trainer_idle_ratio"),
+            rollouter_idle_ratio=status.utilization.get("rollouter_idle_ratio"),
+            staleness_mean=status.staleness.get("mean"),
+            error=found.last_error if state in ("failed", "killed") else "",
+        )
+    try:
+        age_s = max(0.0, time.time() - directory.stat().st_mtime)
+    except OSError:
+        age_s = 0.0
+    following = next_command(directory, state)
+    return RunRow(name=directory.name, state=state, age_s=round(age_s, 1), next=following, error=error)

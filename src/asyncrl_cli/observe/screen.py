@@ -1,25 +1,26 @@
-"""Shows a run to people: the live screen, plain lines where there is no terminal, and `asyncrl status`."""
+"""Shows runs to people: the live screen, plain lines where there is no terminal, and `asyncrl status`."""
 
 from __future__ import annotations
 
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import IO
 
-from rich.console import Console
+from rich.console import Console, Group
 from rich.live import Live
+from rich.table import Table
 from rich.text import Text
 
 from asyncrl_cli.contracts.events import ENDED
 from asyncrl_cli.contracts.status import Status
-from asyncrl_cli.observe.format import clock, event_text, step_text, summary_rows
-from asyncrl_cli.observe.line_types import Line
-from asyncrl_cli.observe.render import render, render_summary
-from asyncrl_cli.observe.run_status import RunStatus
+from asyncrl_cli.observe.format import NOTHING, clock, event_text, number, share, step_text, summary_rows
+from asyncrl_cli.observe.render import PHASE_STYLES, render, render_summary
+from asyncrl_cli.observe.run_lines import Line
+from asyncrl_cli.observe.run_status import RunRow, RunStatus
 from asyncrl_cli.observe.sinks import Sink
 from asyncrl_cli.observe.terminal import SafeConsole, neutral
 
@@ -28,6 +29,19 @@ REDRAWS_PER_S = 2
 CLOSE_TIMEOUT_S = 5.0
 PLAIN_EVERY_S = 5.0
 """Minimum time between two step lines: a fast run must not flood a log."""
+MOST_ROWS = 20
+"""Rows of the table; `--json` has all."""
+STYLES = {
+    **PHASE_STYLES,
+    "killed": "bold red",
+    "damaged": "bold red",
+    "silent": "bold yellow",
+    "stopped": "yellow",
+}
+LEGEND = (
+    "idle: trainer, rollouter; stale: versions per token; age: time since its last report; "
+    "next: asyncrl NEXT RUN"
+)
 
 
 class Screen(Sink):
@@ -154,3 +168,41 @@ def watching(console: Console) -> Iterator[Callable[[RunStatus | str], None]]:
         yield lambda found: live.update(
             found if isinstance(found, str) else _picture(console, found.status, found.remark), refresh=True
         )
+
+
+def table_of(rows: Sequence[RunRow]) -> Group:
+    """The newest runs for a terminal, and below them the errors of those that did not end well."""
+    table = Table(box=None, pad_edge=False)
+    table.add_column("run", overflow="fold", min_width=8)
+    table.add_column("state", no_wrap=True)
+    table.add_column("profile", overflow="fold", min_width=8)
+    for heading in ("step", "reward", "idle", "stale", "age"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("next", no_wrap=True)
+    below: list[Text] = []
+    if (older := len(rows) - MOST_ROWS) > 0:
+        below.append(Text(f"... and {older} older runs: --json lists all", "dim"))
+    for row in rows[:MOST_ROWS]:
+        is_known = row.step is not None
+        table.add_row(
+            row.name,
+            Text(row.state, STYLES.get(row.state, "")),
+            row.profile or NOTHING,
+            f"{row.step}/{row.train_steps}" if is_known else NOTHING,
+            number(row.reward, 3),
+            f"{share(row.trainer_idle_ratio)} {share(row.rollouter_idle_ratio)}" if is_known else NOTHING,
+            number(row.staleness_mean),
+            since(row.age_s),
+            row.next.split()[1],
+        )
+        if row.error:
+            below.append(Text.assemble((f"{row.name}: ", "bold red"), f"{row.error}\n  {row.next}"))
+    return Group(table, *below, Text(LEGEND, "dim"))
+
+
+def since(seconds: float) -> str:
+    """`12 s`, `5 min`, `3 h`, `2 d`."""
+    for unit, length_s in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= length_s:
+            return f"{seconds // length_s:.0f} {unit}"
+    return f"{seconds:.0f} s"

@@ -1,20 +1,25 @@
-"""Sinks whose service may be slow, and those for TensorBoard and MLflow."""
+"""Sinks whose service may be slow: Weights & Biases, TensorBoard and MLflow."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
 import queue
 import threading
 import time
+import uuid
 from concurrent.futures import Future
 from importlib.util import find_spec
+from itertools import groupby, islice
 from pathlib import Path
 
 from asyncrl_cli.base.errors import PreflightError
 from asyncrl_cli.base.storage import replace_text
 from asyncrl_cli.contracts.status import Status
-from asyncrl_cli.observe.format import is_number
-from asyncrl_cli.observe.line_types import Line
+from asyncrl_cli.observe.format import LEADING, is_number
+from asyncrl_cli.observe.recorded import Recorded
+from asyncrl_cli.observe.run_lines import Line
 from asyncrl_cli.observe.sinks import Sink
 from asyncrl_cli.profile.arithmetic import mode_of
 from asyncrl_cli.profile.keys import entries_of
@@ -32,6 +37,9 @@ line."""
 MLFLOW_ENDS = {"done": "FINISHED", "stopped": "KILLED"}
 MLFLOW_AT_ONCE = 100
 """Parameters that MLflow takes in one request. It takes 1,000 metrics, which is more than a step has."""
+TABLE_ROWS = 64
+"""Trajectories of a step in a table of W&B; its dump in `samples/` has all."""
+COLUMNS = ("step", "group", "trajectory", "reward", "versions", "span", "tokens", "finish_reason", "text")
 
 
 class Background(Sink):
@@ -192,3 +200,99 @@ class Mlflow(Background):
 
     def finish(self, status: Status) -> None:
         self._client.set_terminated(self._run_id, MLFLOW_ENDS.get(status.phase, "FAILED"))
+
+
+class Wandb(Background):
+    """Logs every line of metrics.jsonl under the same names, over `step`, into `run_dir/wandb`. At the end it
+    sets the utilization figures of W&B's summary to those of the whole run, as in `asyncrl status`: W&B would
+    keep the last step's.
+
+    Dumped samples become tables `samples`. A resumed run continues the same W&B run: its id is kept in the
+    run's directory, because names are not unique within a project.
+    """
+
+    service, package = "W&B", "wandb"
+    otherwise = "log in with `wandb login`, or --set logging.wandb=offline, or --set logging.wandb=disabled"
+
+    @classmethod
+    def check(cls, profile: Profile) -> None:
+        """Finds out, without the network, whether a login is stored."""
+        if profile.logging.wandb == "online":
+            import wandb
+
+            if not wandb.login(prompt=False):
+                raise PreflightError("W&B did not start: you are not logged in", hint=cls.otherwise)
+
+    def __init__(self, profile: Profile, run_dir: Path) -> None:
+        self._recorded = Recorded(run_dir)
+        self._logged_steps = self._recorded.sampled_steps
+        super().__init__(profile, run_dir)
+
+    def open(self) -> None:
+        os.environ.setdefault("WANDB_SILENT", "true")
+        import wandb
+
+        id_file = self.run_dir / "wandb-run-id"
+        if not id_file.exists():
+            replace_text(id_file, uuid.uuid4().hex[:12])
+        self._run = wandb.init(
+            dir=str(self.run_dir),
+            id=id_file.read_text(encoding="utf-8"),
+            resume="allow",
+            name=self.run_dir.name,
+            mode=self.profile.logging.wandb,
+            project=self.profile.logging.wandb_project,
+            config=self.profile.model_dump(mode="json"),
+            tags=list(tags_of(self.profile).values()),
+            settings=wandb.Settings(
+                console="off", silent=True, init_timeout=START_TIMEOUT_S, finish_timeout=CLOSE_TIMEOUT_S
+            ),
+        )
+        self._run.define_metric("*", step_metric="step")
+
+    def write(self, line: Line) -> None:
+        import numpy as np
+        import wandb
+
+        logged = dict(line)
+        for key, value in line.items():
+            if isinstance(value, list) and key.endswith("/quantiles"):  # a histogram as if they were samples
+                logged[key] = wandb.Histogram(value)
+            elif isinstance(value, list):  # counts of 0, 1, 2, ...
+                logged[key] = wandb.Histogram(np_histogram=(np.array(value), np.arange(len(value) + 1) - 0.5))
+        self._run.log(logged)
+        self._write_samples()
+
+    def finish(self, status: Status) -> None:
+        self._write_samples()  # the last dump may have come after the last line
+        if whole_run := {key: value for key, value in status.totals.items() if key in LEADING}:
+            self._run.summary.update(whole_run)
+        self._run.finish()
+
+    def _write_samples(self) -> None:
+        """Log the dumps that have come since the last call, a row per trajectory. `versions`: which versions
+        sampled how many tokens, as in `3: 12, 4: 7`."""
+        import wandb
+
+        for step in self._recorded.sampled_steps:
+            if step in self._logged_steps:
+                continue
+            self._logged_steps.append(step)
+            table = wandb.Table(columns=list(COLUMNS))
+            for sample in islice(self._recorded.samples(step), TABLE_ROWS):
+                sampled = zip(sample["versions"], sample["mask"], strict=True)
+                versions = [version for version, is_sampled in sampled if is_sampled]
+                counts = ", ".join(f"{version}: {len(list(tokens))}" for version, tokens in groupby(versions))
+                span = max(versions) - min(versions) if versions else None
+                row = {**sample, "versions": counts, "span": span, "tokens": len(versions)}
+                table.add_data(*(row.get(column) for column in COLUMNS))
+            self._run.log({"samples": table, "step": step})
+
+    def _work(self) -> None:
+        try:
+            super()._work()
+        finally:
+            import wandb
+
+            with contextlib.suppress(Exception):  # it has ended already
+                wandb.teardown()  # else W&B's own process would outlive ours, and print a traceback

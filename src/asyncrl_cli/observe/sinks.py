@@ -22,12 +22,12 @@ from asyncrl_cli.base.storage import naming, repair_lines, replace_text
 from asyncrl_cli.contracts.events import StepRecord
 from asyncrl_cli.contracts.status import Status
 from asyncrl_cli.observe.format import is_number
-from asyncrl_cli.observe.line_types import Line
+from asyncrl_cli.observe.run_lines import Line
 from asyncrl_cli.profile.schema import Profile
 
 log = logging.getLogger("asyncrl")
 SINKS = {
-    "wandb": "asyncrl_cli.observe.wandb_sink:Wandb",
+    "wandb": "asyncrl_cli.observe.service_sinks:Wandb",
     "tensorboard": "asyncrl_cli.observe.service_sinks:TensorBoard",
     "mlflow": "asyncrl_cli.observe.service_sinks:Mlflow",
     "prometheus": "asyncrl_cli.observe.prometheus_sink:Prometheus",

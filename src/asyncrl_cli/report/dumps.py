@@ -21,8 +21,8 @@ from rich.text import Text
 
 from asyncrl_cli.base.errors import ConfigError
 from asyncrl_cli.contracts.trajectories import NOT_SAMPLED
-from asyncrl_cli.observe.line_types import SampleLine
 from asyncrl_cli.observe.recorded import Recorded
+from asyncrl_cli.observe.run_lines import SampleLine
 
 Sort = Literal["staleness", "reward", "length", "span"]
 MODEL, CALLS = "model", "calls"

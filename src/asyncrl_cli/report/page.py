@@ -21,8 +21,8 @@ from asyncrl_cli import __version__
 from asyncrl_cli.base.errors import ConfigError
 from asyncrl_cli.contracts.trajectories import NOT_SAMPLED
 from asyncrl_cli.observe.format import evenly
-from asyncrl_cli.observe.line_figures import meaning_of
 from asyncrl_cli.observe.recorded import Recorded
+from asyncrl_cli.observe.run_lines import meaning_of
 from asyncrl_cli.profile.keys import entries_of
 from asyncrl_cli.profile.loaded import DEFAULT, is_default
 from asyncrl_cli.profile.toml_files import toml_value

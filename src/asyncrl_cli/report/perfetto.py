@@ -25,8 +25,8 @@ from typing import IO, Any, cast
 
 from asyncrl_cli.base.errors import ConfigError
 from asyncrl_cli.base.storage import appearing_file
-from asyncrl_cli.observe.line_types import EventLine, RecordedSpan, Spans, TimelineLine
 from asyncrl_cli.observe.recorded import Recorded, add_span
+from asyncrl_cli.observe.run_lines import EventLine, RecordedSpan, Spans, TimelineLine
 from asyncrl_cli.report.out_file import check_out
 from asyncrl_cli.report.perfetto_entries import Entry, Track, Tracks, arrow, counter, micros, slice_on
 

@@ -10,9 +10,8 @@ from typing import Any
 from asyncrl_cli.base.errors import AsyncrlError, RefusedError, counted
 from asyncrl_cli.contracts.events import ENDED
 from asyncrl_cli.observe.format import clock, count, evenly, event_text, is_number
-from asyncrl_cli.observe.line_figures import Totals
-from asyncrl_cli.observe.line_types import EventLine
 from asyncrl_cli.observe.recorded import Recorded
+from asyncrl_cli.observe.run_lines import EventLine, Totals
 from asyncrl_cli.observe.run_status import read_status
 from asyncrl_cli.profile.arithmetic import LoopSettings
 from asyncrl_cli.profile.loaded import Loaded

@@ -18,8 +18,8 @@ from itertools import chain, islice, zip_longest
 from statistics import fmean
 from typing import Any
 
-from asyncrl_cli.observe.line_types import Line, RecordedSpan, Spans, TimelineLine
 from asyncrl_cli.observe.recorded import add_span
+from asyncrl_cli.observe.run_lines import Line, RecordedSpan, Spans, TimelineLine
 
 MOST_STEPS = 2000
 """The steps of a longer run are joined to at most `JOINED_POINTS` points."""

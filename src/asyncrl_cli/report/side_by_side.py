@@ -15,8 +15,8 @@ from functools import partial
 
 from asyncrl_cli.measure.intervals import Change, Interval, paired_change, unpaired_change
 from asyncrl_cli.observe.format import LEADING, NOTHING, clock, count, is_number, number, scored, share
-from asyncrl_cli.observe.line_types import EventLine
 from asyncrl_cli.observe.recorded import Recorded
+from asyncrl_cli.observe.run_lines import EventLine
 from asyncrl_cli.profile.arithmetic import mode_of
 from asyncrl_cli.profile.keys import PARAMS, entries_of
 

@@ -13,8 +13,7 @@ from typing import Literal
 from asyncrl_cli.base.errors import counted
 from asyncrl_cli.measure.bands import SIGNALS
 from asyncrl_cli.observe.format import clock, number, scored, share, small
-from asyncrl_cli.observe.line_figures import Totals
-from asyncrl_cli.observe.line_types import EventLine
+from asyncrl_cli.observe.run_lines import EventLine, Totals
 from asyncrl_cli.profile.arithmetic import LoopSettings
 from asyncrl_cli.report.side_by_side import change_of, change_text
 

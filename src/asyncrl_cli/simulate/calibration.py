@@ -23,9 +23,8 @@ from pydantic import ValidationError
 
 from asyncrl_cli.base.errors import ConfigError, RefusedError
 from asyncrl_cli.base.safe_files import first_of
-from asyncrl_cli.observe.line_figures import spent_s
-from asyncrl_cli.observe.line_types import Line
 from asyncrl_cli.observe.recorded import Recorded
+from asyncrl_cli.observe.run_lines import Line, spent_s
 from asyncrl_cli.plan.compiler import compile_job
 from asyncrl_cli.plan.job_plan import ROLLOUT, TRAINER
 from asyncrl_cli.profile.arithmetic import CRITIC, PROX, REF, REWARD, SCORERS

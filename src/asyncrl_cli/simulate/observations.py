@@ -20,8 +20,7 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from asyncrl_cli.observe.line_figures import sampled_tokens, spent_s, trajectories
-from asyncrl_cli.observe.line_types import Line
+from asyncrl_cli.observe.run_lines import Line, sampled_tokens, spent_s, trajectories
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.simulate.workload import Drawn, Lengths, Turns
 

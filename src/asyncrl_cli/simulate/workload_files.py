@@ -21,7 +21,7 @@ from pydantic import BaseModel, ValidationError
 
 from asyncrl_cli.base.errors import MOST_PROBLEMS, ConfigError, combine, did_you_mean
 from asyncrl_cli.base.paths import expand
-from asyncrl_cli.observe.line_figures import Totals
+from asyncrl_cli.observe.run_lines import Totals
 from asyncrl_cli.profile.arithmetic import Schedule, window_groups_of
 from asyncrl_cli.profile.keys import flatten
 from asyncrl_cli.profile.loaded import Layer, Loaded, file_layer, load, set_layer
