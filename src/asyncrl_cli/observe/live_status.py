@@ -193,8 +193,17 @@ class LiveStatus:
         if (snapshot := self._snapshot) is not None:
             step, time_s = max(step, snapshot.step), max(time_s, snapshot.time_s)
             version, groups_trained = max(version, snapshot.version), snapshot.ledger["trained"]
-        step_s = self._step_s()
-        left = facts.train_steps - step
+        step_s, eta_s = self._step_s(), None
+        if step_s is not None:  # the remaining steps, and the last eval
+            left, since_s, eval_s = (
+                facts.train_steps - step,
+                time_s - ended_s,
+                self._state.get("eval_s") or 0.0,
+            )
+            # Count at most one mean step of the current one: a step that takes longer (a restart) must not
+            # reduce the time left.
+            steps_s = max(0.0, left * step_s - min(since_s, step_s))
+            eta_s = steps_s + eval_s if left else max(0.0, eval_s - since_s)
         return Progress(
             step=step,
             train_steps=facts.train_steps,
@@ -205,18 +214,8 @@ class LiveStatus:
             fraction=step / facts.train_steps,
             tokens_trained=self._line.get("tokens_trained"),
             step_s=step_s,
-            eta_s=None if step_s is None else self._left_s(left, step_s, since_s=time_s - ended_s),
+            eta_s=eta_s,
         )
-
-    def _left_s(self, steps_left: int, step_s: float, *, since_s: float) -> float:
-        """Estimated seconds for the remaining steps and the last eval. `since_s`: since the last step
-        ended."""
-        eval_s = self._state.get("eval_s") or 0.0
-        if not steps_left:
-            return max(0.0, eval_s - since_s)
-        # Count at most one mean step of the current one: a step that takes longer (a restart) must not reduce
-        # the time left.
-        return max(0.0, steps_left * step_s - min(since_s, step_s)) + eval_s
 
     def _step_s(self) -> float | None:
         """Recent seconds per step. Counts this attempt only: a resumed run may be on another machine."""

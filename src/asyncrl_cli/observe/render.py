@@ -76,12 +76,11 @@ def render(status: Status, *, width: int, height: int, remark: str = "") -> Text
     states = "" if _is_over(status) else f"states and waits: {moment}"
     use = [_rule(status.periods.utilization, states, width), *_utilization(status, width)]
     room = height - len(top) - len(use) - bool(status.error)
-    costs = [rule(f"── {moment} ", width)], [_sync(status, width), _ledger(status, width)]
     # The rows of trainer and rollout (some, if they are many), and a line about the rest, come before the
     # blocks.
     ranked = sum(executor.role in RANKS for executor in status.executors)
     least_rows = min(ranked + (ranked < len(status.executors)), LEAST_ROWS)
-    below = _fitting([_details(status, width), costs], room - least_rows)
+    below = _blocks(status, moment, width, room - least_rows)
     lines = [*top, *use, *_executors(status, width, max(1, room - len(below))), *below]
     return _page([*lines, *_notes(status, max(0, height - len(lines)))], width, height)
 
@@ -112,24 +111,37 @@ def _rule(time: CoveredTime | None, also: str, width: int) -> Text:
     return rule(f"── {time.words if time else 'no step yet'} " + (f"── {also} " if also else ""), width)
 
 
-def _details(status: Status, width: int) -> tuple[list[Text], list[list[Text]]]:
-    """A heading, and the blocks on staleness and learning, side by side if there is room."""
+def _blocks(status: Status, moment: str, width: int, room: int) -> list[Text]:
+    """The blocks on staleness and learning, side by side if there is room, then those on turns, filtered
+    groups, the last sync and the ledger: up to the first one that does not fit whole."""
     half = max(36, width // 2 - 8) if width >= WIDE and status.periods.steps else 0
     staleness = _staleness(status) if status.periods.steps else []
     learning = _learning(status, width - half)
     both = [beside(staleness, learning, half)] if half else [staleness, learning]
-    return [_rule(status.periods.steps, "", width)], [*both, _turns(status, width), _filtered(status)]
-
-
-def _fitting(sections: Sequence[tuple[list[Text], list[list[Text]]]], room: int) -> list[Text]:
-    """The lines of sections (a heading and its blocks) up to the first block that does not fit whole."""
+    filtered, sync, synced = list[Text](), status.sync, list[Text]()
+    if status.filtered_ratio is not None:  # dynamic sampling
+        line = label("filtered").append(share(status.filtered_ratio))
+        line.append(" of groups had equal rewards  reward with them ", "dim")
+        filtered = [line.append(number(status.reward.get("unfiltered_mean"), 3), "dim")]
+    if sync:
+        parts = [f"{part} {duration(sync.get(f'{part}_s'))}" for part in SYNC_PARTS]
+        if "logprob_abs_diff" in sync:
+            parts.append(f"|logprob diff| {small(sync['logprob_abs_diff'])}")
+        synced = flow(label("sync"), joined([f"v{sync.get('version')}", *parts], "  "), width, "")
+    ledger = flow(label("ledger"), joined(ledger_line(status.ledger).split(" + "), " + "), width, "")
+    if status.checkpoint or status.tokens_discarded:
+        last = label("checkpoint").append(status.checkpoint or "-")
+        ledger.append(last.append(f"  tokens discarded so far {count(status.tokens_discarded)}", "dim"))
     lines: list[Text] = []
-    for heading, blocks in sections:
+    for heading, blocks in (
+        (_rule(status.periods.steps, "", width), [*both, _turns(status, width), filtered]),
+        (rule(f"── {moment} ", width), [synced, ledger]),
+    ):
+        above = [heading]
         for block in filter(None, blocks):
-            shown = [*heading, *block]
-            if len(lines) + len(shown) > room:
+            if len(lines) + len(above) + len(block) > room:
                 return lines
-            lines, heading = lines + shown, []
+            lines, above = [*lines, *above, *block], []
     return lines
 
 
@@ -305,35 +317,6 @@ def _turns(status: Status, width: int) -> list[Text]:
     failures = {key.removeprefix("failed/"): total for key, total in env.items() if key.startswith("failed/")}
     figures = [*turns, *(f"{count(total)} failed ({kind})" for kind, total in failures.items())]
     return flow(label("turns" if turns else "failures"), joined(figures, "  "), width, "") if figures else []
-
-
-def _filtered(status: Status) -> list[Text]:
-    """Dynamic sampling: how many groups were left out, and the last step's mean reward with them; nothing
-    without it."""
-    if status.filtered_ratio is None:
-        return []
-    line = (
-        label("filtered").append(share(status.filtered_ratio)).append(" of groups had equal rewards", "dim")
-    )
-    return [line.append(f"  reward with them {number(status.reward.get('unfiltered_mean'), 3)}", "dim")]
-
-
-def _sync(status: Status, width: int) -> list[Text]:
-    sync = status.sync
-    if not sync:
-        return []
-    parts = [f"v{sync.get('version')}", *(f"{part} {duration(sync.get(f'{part}_s'))}" for part in SYNC_PARTS)]
-    if "logprob_abs_diff" in sync:
-        parts.append(f"|logprob diff| {small(sync['logprob_abs_diff'])}")
-    return flow(label("sync"), joined(parts, "  "), width, "")
-
-
-def _ledger(status: Status, width: int) -> list[Text]:
-    lines = flow(label("ledger"), joined(ledger_line(status.ledger).split(" + "), " + "), width, "")
-    if status.checkpoint or status.tokens_discarded:
-        last = label("checkpoint").append(status.checkpoint or "-")
-        lines.append(last.append(f"  tokens discarded so far {count(status.tokens_discarded)}", "dim"))
-    return lines
 
 
 def _notes(status: Status, room: int) -> list[Text]:

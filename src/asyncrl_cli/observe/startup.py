@@ -86,7 +86,14 @@ class ProgressLine:
             bar.add_task(text, how_far="", width=self._console.width)
         (stage,) = bar.tasks
         bar.update(stage.id, completed=done, total=total or None, width=self._console.width)
-        how_far = _how_far(stage, figures, is_new)
+        # "120/300 40% loss 0.61 0:00:25 left", as far as it is known: no count before the first item is done.
+        counted, left = "", ""
+        if stage.completed and stage.total:
+            counted = f"{stage.completed:.0f}/{stage.total:.0f}  {stage.percentage:.0f}%"
+            # When a new stage began is not known.
+            pace = stage.speed or (not is_new and stage.elapsed and stage.completed / stage.elapsed)
+            left = f"{clock(stage.remaining / pace)} left" if pace and stage.remaining else ""
+        how_far = "  ".join(words for words in (counted, figures, left) if words)
         bar.update(stage.id, how_far=how_far)
         line = f"{text}  {how_far}".rstrip()
         self._listen(line, is_new)
@@ -98,18 +105,6 @@ class ProgressLine:
         """Print a line that stays."""
         if self._is_plain or not self.bar.disable:
             self._console.print(Text(neutral(line)), soft_wrap=True)
-
-
-def _how_far(stage: Task, figures: str, is_new: bool) -> str:
-    """ "120/300 40% loss 0.61 0:00:25 left", as far as it is known. There is no count before the first item
-    is done."""
-    counted, left = "", ""
-    if stage.completed and stage.total:
-        counted = f"{stage.completed:.0f}/{stage.total:.0f}  {stage.percentage:.0f}%"
-        # When a new stage began is not known.
-        pace = stage.speed or (not is_new and stage.elapsed and stage.completed / stage.elapsed)
-        left = f"{clock(stage.remaining / pace)} left" if pace and stage.remaining else ""
-    return "  ".join(words for words in (counted, figures, left) if words)
 
 
 class _Words(ProgressColumn):

@@ -76,25 +76,19 @@ def key_presses() -> Iterator[Callable[[float], str]]:
     """Yields a function that waits so many seconds for a key and returns it, or "". A key needs no Enter;
     Ctrl-C works as ever. It just waits if stdin is not our terminal, or we are in its background."""
     if not sys.stdin.isatty() or os.tcgetpgrp(keys := sys.stdin.fileno()) != os.getpgrp():
-        yield _no_key
+        yield lambda seconds: time.sleep(seconds) or ""
         return
     before = termios.tcgetattr(keys)
     tty.setcbreak(keys)
     try:
-        yield (
-            lambda seconds: (
-                os.read(keys, 1).decode("ascii", "replace")
-                if select.select([keys], [], [], seconds)[0]
-                else ""
-            )
-        )
+
+        def key(seconds: float) -> str:
+            is_pressed = select.select([keys], [], [], seconds)[0]
+            return os.read(keys, 1).decode("ascii", "replace") if is_pressed else ""
+
+        yield key
     finally:
         termios.tcsetattr(keys, termios.TCSADRAIN, before)
-
-
-def _no_key(seconds: float) -> str:
-    time.sleep(seconds)
-    return ""
 
 
 def label(name: str) -> Text:
