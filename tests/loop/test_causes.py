@@ -13,7 +13,7 @@ from fractions import Fraction
 
 import pytest
 
-from asyncrl_cli.loop.reports import ReportBook
+from asyncrl_cli.loop.executors import ReportBook
 from asyncrl_cli.measure.states import ExecutorReport, Span, State
 from tests.loop import worlds
 from tests.loop.proof.causes import Watching

@@ -12,9 +12,9 @@ import pytest
 from asyncrl_cli.base.errors import AsyncrlError, ExecutorFailed, Interrupted
 from asyncrl_cli.contracts.weight_version import Published
 from asyncrl_cli.loop.admission import Admission
+from asyncrl_cli.loop.executors import ReportBook
 from asyncrl_cli.loop.fleet import Fleet, WorkerSlots
 from asyncrl_cli.loop.groups import Groups
-from asyncrl_cli.loop.reports import ReportBook
 from asyncrl_cli.loop.weight_sync import WeightSync
 from asyncrl_cli.measure.states import ExecutorReport, Span, State
 from asyncrl_cli.observe.metrics import StepMetrics

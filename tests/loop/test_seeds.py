@@ -15,13 +15,12 @@ from asyncrl_cli.loop.admission import Admission
 from asyncrl_cli.loop.attempts import Attempt, Stage
 from asyncrl_cli.loop.changes import Change, Changes
 from asyncrl_cli.loop.evals import Evaluator, RunningEval
-from asyncrl_cli.loop.executors import Restarts
+from asyncrl_cli.loop.executors import ExecutorHistory, ReportBook, Restarts
 from asyncrl_cli.loop.fleet import Fleet, Travel, WorkerSlots
 from asyncrl_cli.loop.group_limits import FailuresLimit, GroupFilter
 from asyncrl_cli.loop.groups import Groups
 from asyncrl_cli.loop.progress import RunProgress
 from asyncrl_cli.loop.publishing import Publishing
-from asyncrl_cli.loop.reports import ExecutorHistory, ReportBook
 from asyncrl_cli.loop.weight_sync import WeightSync
 from asyncrl_cli.measure.states import StateClock
 from asyncrl_cli.simulate.simulated_worker import SimulatedWorker

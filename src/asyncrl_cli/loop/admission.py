@@ -229,7 +229,9 @@ class Admission:
         under "wait")."""
         self.version += 1
         self.taken_in_window = 0
-        self.fleet.weights_set_out()
+        for worker in self.workers.values():
+            if not worker.loading:  # from now on the version is on its way to it
+                self.fleet.travel.set_out(worker.name, worker.unfinished)
         untaken = [*self.ledger.finished.values(), *self.ledger.running.values()]
         late = [attempt for attempt in untaken if attempt.deadline < self.version]
         assert not (late and self._on_stale == "wait"), (

@@ -104,12 +104,6 @@ def closing(run: RunState) -> tuple[str, str]:
     return "restart" if closed is Closed.LOADING and admission.fleet.is_gone() else closed.value, cause
 
 
-def admission_wait(run: RunState) -> str:
-    """Rule and cause as one text, like `slots (64 of 64 in use)`; "" if admission is open."""
-    closed, cause = closing(run)
-    return closed and f"{closed} ({cause})"
-
-
 def groups_wait(run: RunState) -> str:
     """What is missing while the trainer waits for the groups of a step."""
     ledger, needed = run.groups.ledger, run.settings.schedule.step_groups

@@ -28,11 +28,10 @@ from asyncrl_cli.contracts.ports import CheckpointWriter, Cut, Json, PartialResu
 from asyncrl_cli.contracts.prompt_group import PartialResponse, TrajectoryMeta
 from asyncrl_cli.loop.admission import takeable_in_time
 from asyncrl_cli.loop.attempts import Stage
-from asyncrl_cli.loop.group_states import FinishedState, GroupsState, RunningState
+from asyncrl_cli.loop.group_states import GroupsState, RunningState
 from asyncrl_cli.loop.run_state import ResumeFrom, RunState
 from asyncrl_cli.measure.states import State
 from asyncrl_cli.profile.arithmetic import LoopSettings, least_trajectories
-from asyncrl_cli.profile.schema import Profile
 
 SCHEMA_VERSION: Final = 2
 """Version 2 names prompts by uid and epoch; version 1 held the prompts' items, which do not survive JSON."""
@@ -85,7 +84,7 @@ class Checkpointer:
             with run.changes.waiting("trainer (checkpoint)", "what running responses have so far"):
                 partial_results = await asyncio.gather(*map(self._partial_result, asked))
         cut = freeze(run, partial_results, record)
-        progress.cut_begun()
+        progress.last_cut = progress.step
         self._writing = self._tasks.create_task(
             self._write(self._writer, cut), name=f"checkpoint {progress.step}"
         )
@@ -216,8 +215,15 @@ def _contradictions(state: LoopState, settings: LoopSettings) -> Iterator[str]:
         yield f"prompt {prompts.most_common(1)[0][0][0]:.40} occurs more than once"
     for running in groups["running"]:
         yield from _wrong_running(running, version, settings)
+    least, most = least_trajectories(settings.profile), settings.profile.rollout.n
     for entry in groups["finished"]:
-        yield from _wrong_group(entry, version, settings.profile)
+        result = entry["result"]
+        prompt, trajectories = f"prompt {result.key.uid:.40}", result.trajectories
+        if entry["try"]["key"] != result.key:
+            yield f"the result of {prompt} belongs to another attempt"
+        if not least <= len(trajectories) <= most:
+            yield f"{prompt} has {len(trajectories)} trajectories, not {least} to {most}"
+        yield from _wrong_versions(prompt, trajectories, version)
     takes_left = min(schedule.window_groups, schedule.groups - trained + taken) - taken
     untaken = [*groups["finished"], *(entry for entry in groups["running"] if "deadline" in entry)]
     deadlines = Counter(entry["deadline"] for entry in untaken)
@@ -253,17 +259,6 @@ def _wrong_running(entry: RunningState, version: int, settings: LoopSettings) ->
     bound = settings.schedule.max_staleness
     if (deadline := entry.get("deadline", version + bound)) > oldest + bound:
         yield f"the deadline of {prompt} is {deadline}, with tokens of version {oldest}"
-
-
-def _wrong_group(entry: FinishedState, version: int, profile: Profile) -> Iterator[str]:
-    """What would keep a finished group from being trained."""
-    result, least, most = entry["result"], least_trajectories(profile), profile.rollout.n
-    prompt, trajectories = f"prompt {result.key.uid:.40}", result.trajectories
-    if entry["try"]["key"] != result.key:
-        yield f"the result of {prompt} belongs to another attempt"
-    if not least <= len(trajectories) <= most:
-        yield f"{prompt} has {len(trajectories)} trajectories, not {least} to {most}"
-    yield from _wrong_versions(prompt, trajectories, version)
 
 
 def _wrong_versions(

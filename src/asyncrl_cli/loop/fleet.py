@@ -204,13 +204,6 @@ class Fleet:
             self._ranks.setdefault(rank, set()).add(place)
         worker.rank = rank
 
-    def weights_set_out(self) -> None:
-        """A new version exists. From now on it is on its way to every worker that is not loading an older
-        one."""
-        for worker in self.by_name.values():
-            if not worker.loading:
-                self.travel.set_out(worker.name, worker.unfinished)
-
     def is_awake(self) -> bool:
         """Whether at least one worker is not loading."""
         return not all(worker.loading for worker in self.by_name.values())

@@ -102,20 +102,18 @@ class Groups:
                 attempts[attempt] = None
         whole = [attempt for attempt in attempts if not (attempt.unplaced or attempt.running_parts())]
         for attempt in whole:
-            self._group_ended(attempt, GroupResult.of(attempt.key, attempt.ended_parts()))
+            group = GroupResult.of(attempt.key, attempt.ended_parts())
+            self.failures.update(failure.kind for failure in group.failures)
+            self._failures_limit.count(group)
+            if len(group.trajectories) < least_trajectories(self._profile):
+                self._end(attempt, Stage.DROPPED, "failed", group.response_tokens)
+            elif REWARD not in self.admission.scorers and self.filter.leaves_out(group):
+                self._end(attempt, Stage.DROPPED, EQUAL_REWARDS, group.response_tokens)
+            else:
+                attempt.result = group
+                self.admission.leave(attempt, Stage.FINISHED)
+                self._entered(attempt)
         return bool(whole)
-
-    def _group_ended(self, attempt: Attempt, result: GroupResult) -> None:
-        self.failures.update(failure.kind for failure in result.failures)
-        self._failures_limit.count(result)
-        if len(result.trajectories) < least_trajectories(self._profile):
-            self._end(attempt, Stage.DROPPED, "failed", result.response_tokens)
-        elif REWARD not in self.admission.scorers and self.filter.leaves_out(result):
-            self._end(attempt, Stage.DROPPED, EQUAL_REWARDS, result.response_tokens)
-        else:
-            attempt.result = result
-            self.admission.leave(attempt, Stage.FINISHED)
-            self._entered(attempt)
 
     def check_limits(self) -> None:
         """Raises AsyncrlError if too many trajectories have failed or too many groups were left out. Call it

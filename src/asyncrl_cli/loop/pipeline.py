@@ -106,7 +106,22 @@ class Pipeline:
         run, failure = self.state, self.state.failure
         run.executors.reports.began_s = run.now_s()
         try:
-            await self._run_tasks()
+            async with asyncio.TaskGroup() as tasks:
+                rollouts = Rollouts(run, tasks)
+                scorers = {scorer.name: ScorerTasks(run, scorer, tasks) for scorer in run.executors.scorers}
+                watching = [
+                    tasks.create_task(self._tick(rollouts), name="tick"),
+                    tasks.create_task(self._follow_trainer(), name="reports"),
+                ]
+                for scorer in scorers.values():
+                    scorer.begin()
+                checkpointer = Checkpointer(run, tasks, self._checkpoints)
+                await Training(run, tasks, rollouts, scorers.get(CRITIC), checkpointer).run()
+                rollouts.cancel()
+                for scorer in scorers.values():
+                    scorer.cancel()
+                for task in watching:
+                    task.cancel()
         except BaseExceptionGroup as group:
             # What ended the run may have made others fail as well, and these may have been faster.
             found = first_error(group, AsyncrlError)
@@ -120,25 +135,6 @@ class Pipeline:
         if failure.stopping:
             last_step = run.settings.schedule.train_steps
             raise Interrupted(f"stopped after step {run.progress.step} of {last_step}")
-
-    async def _run_tasks(self) -> None:
-        run = self.state
-        async with asyncio.TaskGroup() as tasks:
-            rollouts = Rollouts(run, tasks)
-            scorers = {scorer.name: ScorerTasks(run, scorer, tasks) for scorer in run.executors.scorers}
-            watching = [
-                tasks.create_task(self._tick(rollouts), name="tick"),
-                tasks.create_task(self._follow_trainer(), name="reports"),
-            ]
-            for scorer in scorers.values():
-                scorer.begin()
-            checkpointer = Checkpointer(run, tasks, self._checkpoints)
-            await Training(run, tasks, rollouts, scorers.get(CRITIC), checkpointer).run()
-            rollouts.cancel()
-            for scorer in scorers.values():
-                scorer.cancel()
-            for task in watching:
-                task.cancel()
 
     def request_stop(self) -> None:
         """Ask the run to finish its train step, write a checkpoint and end, all within `run.stop_grace_s`."""
@@ -165,12 +161,8 @@ class Pipeline:
     async def _tick(self, rollouts: Rollouts) -> None:
         """Once a second: send the observers a snapshot, and stop the run if nothing has moved for too
         long."""
-        run, changes, executors, failure = (
-            self.state,
-            self.state.changes,
-            self.state.executors,
-            self.state.failure,
-        )
+        run = self.state
+        changes, executors, failure = run.changes, run.executors, run.failure
         stall_s, grace_s = run.settings.stall_timeout_s, run.settings.profile.run.stop_grace_s
         moved, moved_s, stop_s = -1, run.now_s(), None
         while True:

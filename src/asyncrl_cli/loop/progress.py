@@ -39,12 +39,6 @@ class RunProgress:
     def enter(self, phase: str) -> None:
         self.phase = phase
 
-    def step_trained(self) -> None:
-        self.step += 1
-
-    def cut_begun(self) -> None:
-        self.last_cut = self.step
-
     def checkpointed(self, step: int, version: int, name: str) -> None:
         self.checkpoint = name
         self.event("checkpointed", step=step, version=version, path=name)

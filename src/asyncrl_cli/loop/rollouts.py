@@ -14,7 +14,7 @@ from dataclasses import asdict, replace
 from functools import partial
 
 from asyncrl_cli.base.errors import AsyncrlError, ExecutorFailed, ExecutorLost
-from asyncrl_cli.contracts.ports import CALL_KEY, Progress, RolloutWorker
+from asyncrl_cli.contracts.ports import CALL_KEY, RolloutWorker
 from asyncrl_cli.contracts.prompt_group import AttemptKey
 from asyncrl_cli.contracts.weight_version import LoadReport, Published
 from asyncrl_cli.loop import causes
@@ -50,7 +50,7 @@ class Rollouts:
                     self._workers[name].worker.submit(request)
             clock.enter(State.BLOCKED, "admission")
             await run.changes.until(
-                run.admission.is_open, "feed", lambda: f"admission: {causes.admission_wait(run)}"
+                run.admission.is_open, "feed", lambda: "admission: {} ({})".format(*causes.closing(run))
             )
 
     def abort(self, aborts: list[tuple[str, AttemptKey]]) -> None:
@@ -128,7 +128,15 @@ class WorkerTasks(ExecutorTasks):
                 run.changes.notify(Change.GROUPS if group_ended else Change.SLOTS)
             elif made_tokens:
                 run.changes.progress += 1
-            if freed or made_tokens or self._may_rest(progress):
+            # It is fine that no token was made if nothing runs, or it waits for rewards or tools, or a load has
+            # frozen it. Each of these has its own time limit.
+            is_frozen = slots.loading and run.settings.interrupt != "drain"
+            has_own_limit = any(
+                report.state is State.WAITING or (report.role == "reward" and report.state is State.BUSY)
+                for report in progress.reports
+            )
+            may_rest = is_frozen or has_own_limit or not (slots.unfinished or slots.eval_sequences)
+            if freed or made_tokens or may_rest:
                 moved_s = arrived_s
             elif arrived_s - moved_s > limit_s:
                 num_groups = len({key.attempt for key in slots.unfinished})
@@ -139,16 +147,6 @@ class WorkerTasks(ExecutorTasks):
                     hint=f"its log may say why; if its first token just takes longer, --set {CALL_KEY}=...",
                     executor=name,
                 )
-
-    def _may_rest(self, progress: Progress) -> bool:
-        """Whether it is fine that no token was made: nothing runs, or it waits for rewards or tools, or a
-        load has frozen it. Each of these has its own time limit."""
-        is_frozen = self.slots.loading and self._run.settings.interrupt != "drain"
-        has_own_limit = any(
-            report.state is State.WAITING or (report.role == "reward" and report.state is State.BUSY)
-            for report in progress.reports
-        )
-        return is_frozen or has_own_limit or not (self.slots.unfinished or self.slots.eval_sequences)
 
     async def _keep_in_sync(self) -> None:
         """For each published version: prefetch it beside generation, load it, and run its eval if one is due.

@@ -2,7 +2,7 @@
 
     progress    steps, phase and checkpoints, and what observers hear of them
     executors   trainer, workers and scorers: their reports, and which of them have no process
-    failure     a stop, and the failure that ended the run
+    failure     whether the run ends before its last step, and for what failure
 
 and the state machines, which do not wait: groups (with admission and the ledger), sync, evaluator. Whoever
 needs one of them gets only that one.
@@ -11,9 +11,10 @@ needs one of them gets only that one.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from asyncrl_cli.base.errors import AsyncrlError, ExecutorLost, first_error
 from asyncrl_cli.contracts.events import Observer
 from asyncrl_cli.contracts.item import Item
 from asyncrl_cli.contracts.ports import CheckpointWriter, Feed, Json, RolloutWorker, Scorer, Trainer
@@ -22,7 +23,6 @@ from asyncrl_cli.loop.admission import Admission
 from asyncrl_cli.loop.changes import Changes
 from asyncrl_cli.loop.evals import Evaluator
 from asyncrl_cli.loop.executors import Executors
-from asyncrl_cli.loop.failure import Failure
 from asyncrl_cli.loop.fleet import WorkerSlots
 from asyncrl_cli.loop.groups import Groups
 from asyncrl_cli.loop.progress import RunProgress
@@ -53,6 +53,46 @@ class World:
     observers: Sequence[Observer] = ()
     checkpoints: CheckpointWriter | None = None
     resume_from: ResumeFrom | None = None
+
+
+class Failure:
+    """A stop, by the user or for an `error`. Admission closes; the trainer finishes its step and
+    checkpoints."""
+
+    def __init__(self, admission: Admission, changes: Changes, progress: RunProgress) -> None:
+        self.stopping = False
+        self.error: AsyncrlError | None = None
+        """The first failure. None if the user has asked for the stop."""
+        self._admission = admission
+        self._changes = changes
+        self._progress = progress
+
+    def stop(self, error: AsyncrlError | None = None) -> None:
+        if error is not None and self.error is None:
+            self.error = error
+            self._progress.event("failed", error=str(error))
+        self.stopping = self._admission.stopping = True
+        self._changes.notify()
+
+    async def guarded(
+        self, work: Callable[[], Awaitable[None]], on_lost: Callable[[ExecutorLost], None] | None = None
+    ) -> None:
+        """Run a part of the loop. An AsyncrlError stops the run in good order, unless `on_lost` handles it as
+        an executor's loss.
+
+        `work` is a function that is called only here, so a task that is cancelled before it begins leaves no
+        unawaited coroutine.
+        """
+        try:
+            await work()
+        except (AsyncrlError, ExceptionGroup) as error:
+            found = first_error(error, AsyncrlError)
+            if found is None:
+                raise
+            if on_lost is not None and isinstance(found, ExecutorLost):
+                on_lost(found)
+            else:
+                self.stop(found)
 
 
 class RunState:

@@ -136,7 +136,7 @@ class Training:
             self._learning = self._tasks.create_task(self._critic.learn(batch), name=name)
         with executors.calling_trainer(State.BUSY):
             report, executor_report = await executors.trainer.train(batch)
-        progress.step_trained()
+        progress.step += 1
         executors.reports.add(executor_report, run.now_s())
         run.groups.trained()
         for part, seconds in {"train": report.train_s, **report.column_s}.items():
@@ -215,7 +215,7 @@ class Training:
         if is_last:  # its line has the final eval; its checkpoint does not wait for that
             await self._checkpoint(record())
             await self._publishing.finish()
-        spans, stays = executors.reports.take_spans(), executors.reports.take_stays()
+        spans, stays = executors.reports.take_spans(), executors.reports.take_slot_intervals()
         ended = replace(record(), timing_s=self._times.close(), spans=spans, stays=stays)
         run.evaluator.ended.clear()
         run.groups.filter.rewards.clear()

@@ -59,10 +59,6 @@ class WeightSync:
         self.newest = published
         self._costs[published.version] = gather_s, published.num_bytes or None
 
-    def offered(self, version: int) -> Published | None:
-        """That version, if it is the newest one."""
-        return self.newest if self.newest is not None and self.newest.version == version else None
-
     def wanted(self, worker: WorkerSlots) -> Published | None:
         """The version that the worker should begin now, if any. After a restart it loads the newest version
         again (its handle is kept here), or waits for the one that is about to be offered (`reserve`)."""
