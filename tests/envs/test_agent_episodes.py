@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from asyncrl_cli.base.user_code import UserCode
 from asyncrl_cli.contracts.reward_spec import RewardSpec
-from asyncrl_cli.contracts.user_code import UserCode
 from asyncrl_cli.envs.episode import Episode, Means
 from asyncrl_cli.envs.gateway.server import AgentEnvironment
 from asyncrl_cli.envs.slots import Slots

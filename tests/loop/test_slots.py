@@ -78,7 +78,6 @@ def test_where_responses_start_is_what_a_search_through_all_workers_finds(change
                 assert placement.version == min(
                     worker.version for worker in workers if worker.name in placement.responses
                 )
-        assert fleet.is_awake() == (not all(worker.loading for worker in workers))
         assert fleet.is_whole() == (not any(worker.down for worker in workers))
         for version in range(3):
             holds_it = [worker.version == version and not worker.loading for worker in workers]

@@ -24,7 +24,7 @@ from __future__ import annotations
 from typing import Any
 
 from asyncrl_cli.base.paths import find_plugin
-from asyncrl_cli.contracts.user_code import is_user_code
+from asyncrl_cli.base.user_code import is_user_code
 
 ENVIRONMENTS = {
     "one-turn": "asyncrl_cli.contracts.environment:OneTurn",

@@ -37,7 +37,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from enum import StrEnum
 
-from asyncrl_cli.contracts.prompt_group import AttemptKey, PartKey, PartResult
+from asyncrl_cli.contracts.prompt_group import AttemptKey, PartKey
 from asyncrl_cli.loop.attempts import Attempt, Part, Stage
 from asyncrl_cli.loop.fleet import Fleet, Placement, WorkerSlots
 from asyncrl_cli.loop.ledger import Ledger
@@ -165,10 +165,6 @@ class Admission:
             num_responses = len(self.ledger.running[key.attempt].parts[key.number].indices)
             slots.set_unfinished(key, num_responses - counts.get(key, 0))
 
-    def end_part(self, part: Part, result: PartResult) -> None:
-        part.result = result
-        self.workers[part.worker].release(part.key)
-
     def lose(self, worker: str) -> None:
         """The worker's process is gone: the responses that ran there have to be placed again."""
         slots = self.workers[worker]
@@ -271,7 +267,7 @@ class Admission:
             return None, Closed.LOADING
         placement = self._with_room(lost)
         if placement is None:
-            return None, Closed.SLOTS if self.fleet.is_awake() else Closed.LOADING
+            return None, Closed.LOADING if all(one.loading for one in self.workers.values()) else Closed.SLOTS
         if lost is not None:
             placement = self.fleet.placement(len(lost.unplaced), lost.deadline - self._max_staleness)
         elif not self._may_start(placement):

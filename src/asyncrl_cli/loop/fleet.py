@@ -204,10 +204,6 @@ class Fleet:
             self._ranks.setdefault(rank, set()).add(place)
         worker.rank = rank
 
-    def is_awake(self) -> bool:
-        """Whether at least one worker is not loading."""
-        return not all(worker.loading for worker in self.by_name.values())
-
     def is_whole(self) -> bool:
         """Whether every worker that is not away has a process."""
         return not any(worker.down for worker in self.present())

@@ -98,7 +98,8 @@ class Groups:
             if attempt is None or part is None:  # the group was given up, or the part was lost, meanwhile
                 self.tokens_discarded += result.response_tokens
             else:
-                self.admission.end_part(part, result)
+                part.result = result
+                self.admission.workers[part.worker].release(part.key)
                 attempts[attempt] = None
         whole = [attempt for attempt in attempts if not (attempt.unplaced or attempt.running_parts())]
         for attempt in whole:

@@ -10,7 +10,6 @@ from functools import partial
 from asyncrl_cli.base.errors import AsyncrlError, StallError
 from asyncrl_cli.loop import causes
 from asyncrl_cli.loop.changes import Change
-from asyncrl_cli.loop.fleet import WorkerSlots
 from asyncrl_cli.loop.rollouts import Rollouts
 from asyncrl_cli.loop.run_state import RunState
 from asyncrl_cli.measure.states import State, StepTimes
@@ -35,9 +34,28 @@ class Publishing:
 
     async def end_window(self) -> None:
         """Gather the weights and raise the version. Workers receive it during the next step."""
-        run = self._run
+        run, who = self._run, "trainer (gather)"
+
+        def older_loads() -> str:
+            begun = [worker for worker in run.admission.workers.values() if worker.begun is not None]
+            return f"workers to finish older loads: {', '.join(causes.lags(run, begun))}"
+
+        # Keep at most two published versions: the last publish has to end, and loads while workers have begun
+        # two.
         with self._times.spending("gather"):
-            await self._room_to_publish()
+            if self._publishing is not None:
+                with run.changes.waiting(who, f"version {run.version} to be published"):
+                    await self._publishing
+            try:
+                await run.changes.until(
+                    lambda: run.sync.room or run.failure.stopping,
+                    who,
+                    older_loads,
+                    (Change.LOADED,),
+                    run.settings.sync_timeout_s,
+                )
+            except StallError as error:
+                run.failure.stop(error)
         run.sync.reserve()
         gather_s = await self._gather(run.version + 1)
         self._times.add("gather", gather_s)
@@ -94,28 +112,6 @@ class Publishing:
             gather_s, report = await executors.trainer.gather(version)
         executors.reports.add(report, self._run.now_s())
         return gather_s
-
-    async def _room_to_publish(self) -> None:
-        """Keep at most two published versions: wait for the last publish to end, and for loads while workers
-        have begun two."""
-        run, who = self._run, "trainer (gather)"
-
-        def begun() -> list[WorkerSlots]:
-            return [worker for worker in run.admission.workers.values() if worker.begun is not None]
-
-        if self._publishing is not None:
-            with run.changes.waiting(who, f"version {run.version} to be published"):
-                await self._publishing
-        try:
-            await run.changes.until(
-                lambda: run.sync.room or run.failure.stopping,
-                who,
-                lambda: f"workers to finish older loads: {', '.join(causes.lags(run, begun()))}",
-                (Change.LOADED,),
-                run.settings.sync_timeout_s,
-            )
-        except StallError as error:
-            run.failure.stop(error)
 
     def _all_hold_newest(self) -> bool:
         return self._run.admission.fleet.are_current(self._run.version)

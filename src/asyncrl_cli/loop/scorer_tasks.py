@@ -31,7 +31,6 @@ from dataclasses import replace
 from asyncrl_cli.base.errors import ExecutorLost
 from asyncrl_cli.contracts.ports import Scorer
 from asyncrl_cli.contracts.train_step import TrainBatch, TrainReport
-from asyncrl_cli.contracts.weight_version import Published
 from asyncrl_cli.loop.attempts import Attempt
 from asyncrl_cli.loop.changes import Change
 from asyncrl_cli.loop.executor_tasks import ExecutorTasks
@@ -83,17 +82,16 @@ class ScorerTasks(ExecutorTasks):
             """Whether there are groups to score. The critic scores none while it learns."""
             return bool(groups.unscored(name)) and not (name == CRITIC and groups.is_learning)
 
-        def offered() -> Published | None:
-            newest = run.sync.newest
-            return newest if newest is not None and newest.version == run.version else None
-
         while True:
             await run.changes.until(may_score, name, "finished groups", (Change.GROUPS,))
             if name == PROX and self._version != run.version:
                 # The weights that the window begins with. They may not be published yet, and when they are
                 # loaded it may be another window.
                 newest = await run.changes.until(
-                    offered, name, lambda: f"version {run.version} to be published", (Change.PUBLISHED,)
+                    lambda: one if (one := run.sync.newest) and one.version == run.version else None,
+                    name,
+                    lambda: f"version {run.version} to be published",
+                    (Change.PUBLISHED,),
                 )
                 with run.changes.waiting(name, f"version {newest.version} to be loaded"):
                     await self.scorer.load(newest)

@@ -9,7 +9,6 @@ and rewards, then blocks from below; trainer and rollout stay.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import chain
 from textwrap import wrap
 
 from rich.table import Table
@@ -186,24 +185,22 @@ def _utilization(status: Status, width: int) -> list[Text]:
         **{scorer.name: [scorer] for scorer in by_role["scorer"]},
         "trainer": by_role["trainer"],
     }
-    return [first, *chain.from_iterable(_side(status, *side, width) for side in sides.items())]
-
-
-def _side(status: Status, name: str, executors: Sequence[ExecutorStatus], width: int) -> list[Text]:
-    """How idle and how fast one side (trainer, scorer or rollout) is, and one of its executors that is not
-    busy, with what that waits for."""
-    figures = status.utilization
-    idle = figures.get(f"{name}_idle_ratio")
-    style = _graded(1 - idle if is_number(idle) else None, 0.85, 0.6)
-    line = label(name).append("idle ", "dim").append(f"{share(idle):>4}", f"bold {style}")
-    line.append(f"  {count(figures.get(f'{name}_tokens_per_s')):>7} ").append("tokens/s  ", "dim")
-    shown = next((one for one in executors if one.state != "busy"), executors[0] if executors else None)
-    if shown is None:
-        return [line]
-    _append_state(line, shown, status)
-    if not shown.waiting_for or shown.state == "busy" or _is_restarting(shown):
-        return [line]
-    return flow(line.append("  "), f"waits for {shown.waiting_for}", width, max_lines=3)
+    lines = [first]
+    for name, executors in sides.items():
+        # How idle and how fast the side is, and one of its executors that is not busy: what that waits for.
+        idle = figures.get(f"{name}_idle_ratio")
+        style = _graded(1 - idle if is_number(idle) else None, 0.85, 0.6)
+        line = label(name).append("idle ", "dim").append(f"{share(idle):>4}", f"bold {style}")
+        line.append(f"  {count(figures.get(f'{name}_tokens_per_s')):>7} ").append("tokens/s  ", "dim")
+        lines.append(line)
+        if not executors:
+            continue
+        shown = next((one for one in executors if one.state != "busy"), executors[0])
+        _append_state(line, shown, status)
+        if shown.waiting_for and shown.state != "busy" and not _is_restarting(shown):
+            waits = f"waits for {shown.waiting_for}"
+            lines[-1:] = flow(line.append("  "), waits, width, max_lines=3)
+    return lines
 
 
 def _graded(value: object, good: float, fair: float) -> str:
@@ -255,7 +252,7 @@ def _executor(executor: ExecutorStatus, status: Status, width: int) -> Text:
         line.append(f"  {running} {_engine(gauges)}", "dim")
     elif "waiting_groups" in gauges and not _is_over(status):
         line.append(f"  {count(gauges['waiting_groups'])} groups wait for it", "dim")
-    elif executor.waiting_for and executor.role == "reward":  # `_side` says it for trainer and rollout
+    elif executor.waiting_for and executor.role == "reward":  # trainer and rollout have it above
         line.append(f"  waits for {executor.waiting_for}", "dim")
     return line
 

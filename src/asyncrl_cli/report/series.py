@@ -19,7 +19,7 @@ from statistics import fmean
 from typing import Any
 
 from asyncrl_cli.observe.recorded import add_span
-from asyncrl_cli.observe.run_lines import Line, RecordedSpan, Spans, TimelineLine
+from asyncrl_cli.observe.run_lines import Line, Spans, TimelineLine
 
 MOST_STEPS = 2000
 """The steps of a longer run are joined to at most `JOINED_POINTS` points."""
@@ -127,7 +127,20 @@ class Timeline:
         ended_s = max(end_s for spans in self.spans.values() for _, _, end_s in spans)
         num_cells = self.most_spans / (max(len(self.spans), 1) * STATES_PER_CELL)
         self.merged_s = max(self.length_s, ended_s, 1e-9) / num_cells
-        self.spans = {name: _merged(spans, self.merged_s) for name, spans in self.spans.items()}
+        for name, spans in self.spans.items():
+            cells: dict[int, dict[str, float]] = {}
+            for state, start_s, end_s in spans:
+                for cell in range(int(start_s / self.merged_s), int(end_s / self.merged_s) + 1):
+                    inside_s = min(end_s, (cell + 1) * self.merged_s) - max(start_s, cell * self.merged_s)
+                    if inside_s > 1e-9:
+                        states = cells.setdefault(cell, {})
+                        states[state] = states.get(state, 0.0) + inside_s
+            self.spans[name] = merged = []
+            for cell, states in cells.items():
+                at_s = cell * self.merged_s
+                for state in sorted(states):
+                    add_span(merged, state, at_s, at_s + states[state])
+                    at_s += states[state]
 
     def to_json(self) -> dict[str, object]:
         """Executor -> state -> start and length of each span, one after the other."""
@@ -143,20 +156,3 @@ class Timeline:
                 times_s = round(start_s, DECIMALS), round(end_s - start_s, DECIMALS)
                 states.setdefault(state, []).extend(times_s)
         return {"merged_s": round(self.merged_s, DECIMALS), "executors": executors}
-
-
-def _merged(spans: Iterable[RecordedSpan], cell_s: float) -> list[RecordedSpan]:
-    cells: dict[int, dict[str, float]] = {}
-    for state, start_s, end_s in spans:
-        for cell in range(int(start_s / cell_s), int(end_s / cell_s) + 1):
-            inside_s = min(end_s, (cell + 1) * cell_s) - max(start_s, cell * cell_s)
-            if inside_s > 1e-9:
-                states = cells.setdefault(cell, {})
-                states[state] = states.get(state, 0.0) + inside_s
-    merged: list[RecordedSpan] = []
-    for cell, states in cells.items():
-        at_s = cell * cell_s
-        for state in sorted(states):
-            add_span(merged, state, at_s, at_s + states[state])
-            at_s += states[state]
-    return merged

@@ -21,9 +21,9 @@ from asyncrl_cli.base.child_process import ChildFailed, ChildTimedOut, call_once
 from asyncrl_cli.base.errors import ConfigError, RefusedError, did_you_mean
 from asyncrl_cli.base.paths import has_module
 from asyncrl_cli.base.safe_files import UnsafeFile, load_json, open_regular, reason
+from asyncrl_cli.base.user_code import UserCode, describe, is_user_code
 from asyncrl_cli.builtin.builtin_tasks import environment_of
 from asyncrl_cli.contracts.reward_spec import RewardPart, RewardSpec
-from asyncrl_cli.contracts.user_code import UserCode, describe, is_user_code
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.tasks.players import load_agent
 from asyncrl_cli.tasks.reward_functions import load_function

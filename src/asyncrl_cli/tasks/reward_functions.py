@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
+from asyncrl_cli.base.user_code import UserCode
 from asyncrl_cli.builtin.number_sorting import WORKED
 from asyncrl_cli.contracts.item import Item, messages_of
 from asyncrl_cli.contracts.reward_spec import (
@@ -28,7 +29,6 @@ from asyncrl_cli.contracts.reward_spec import (
     Reward,
     RewardSpec,
 )
-from asyncrl_cli.contracts.user_code import UserCode
 from asyncrl_cli.tasks.final_answer import after_prompt, final_answer, tagged
 from asyncrl_cli.tasks.players import agent_player, verifiers_player
 from asyncrl_cli.tasks.rows import DEFAULT_ANSWER, GROUND_TRUTHS, find
