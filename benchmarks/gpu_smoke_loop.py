@@ -315,8 +315,8 @@ class LocalWorker(RolloutWorker):
     async def abort(self, key: AttemptKey) -> None:
         await self._runner.abort(key)
 
-    async def so_far(self) -> PartialResult:
-        return self._runner.so_far()[0]
+    async def partial_responses(self) -> PartialResult:
+        return self._runner.partial_responses()[0]
 
     async def pause(self) -> None:
         self._meter.pause(True)

@@ -580,13 +580,13 @@ async def test_a_part_goes_on_in_another_engine_where_a_checkpoint_found_it(
     have been."""
     request = PartRequest(key=PartKey(KEY, 0), item=ITEM, indices=(0, 2), seed=7)
     async with runner_of(model_dir, Rewards(), sampling=LONG) as runner:
-        assert runner.so_far() == (PartialResult(), [])
+        assert runner.partial_responses() == (PartialResult(), [])
         brake = Brake(runner.means.engine, {0: 40})
         playing = asyncio.create_task(runner.run(request, lambda free: None))
         async with brake.stopped():
-            told, (payload,) = runner.so_far()
+            told, (payload,) = runner.partial_responses()
         _, whole = await playing
-    kept = told.kept[request.key]
+    kept = told.responses[request.key]
     kept_tokens = sum(one.tokens for one in kept.values())
     assert list(kept) == [0, 2]
     assert told.rest_tokens == 0
@@ -612,21 +612,21 @@ async def test_only_the_reward_of_a_whole_response_is_computed_again(model_dir: 
         playing = asyncio.create_task(runner.run(request, lambda free: None))
         await until(
             lambda: (
-                [one.is_whole for one in runner.so_far()[0].kept.get(request.key, {}).values()]
+                [one.is_whole for one in runner.partial_responses()[0].responses.get(request.key, {}).values()]
                 == [True, True]
             )
         )
-        told, (payload,) = runner.so_far()
+        told, (payload,) = runner.partial_responses()
         playing.cancel()
     rewards = Rewards()
     async with runner_of(model_dir, rewards) as runner:
         result, _ = await runner.run(
-            replace(request, goes_on=told.kept[request.key]), lambda free: None, payload
+            replace(request, goes_on=told.responses[request.key]), lambda free: None, payload
         )
         assert runner.means.engine.sampled_tokens == 0
     assert [meta.reward for meta in result.trajectories] == [float(len(text)) for text in rewards.texts]
     assert [meta.version_tokens for meta in result.trajectories] == [
-        one.version_tokens for one in told.kept[request.key].values()
+        one.version_tokens for one in told.responses[request.key].values()
     ]
 
 
@@ -637,7 +637,7 @@ async def test_an_episode_with_several_turns_starts_again(model_dir: Path) -> No
             runner.run(PartRequest(key=PartKey(KEY, 0), item=ITEM, indices=(0,), seed=1), lambda free: None)
         )
         async with brake.stopped():
-            told, payloads = runner.so_far()
-            assert (told.kept, payloads) == ({}, [])
+            told, payloads = runner.partial_responses()
+            assert (told.responses, payloads) == ({}, [])
             assert told.rest_tokens == runner.running_tokens == 4
         playing.cancel()

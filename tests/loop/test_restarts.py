@@ -497,7 +497,7 @@ def test_responses_whose_arrays_are_gone_with_a_node_are_made_again(monkeypatch)
 def test_a_resumed_run_goes_on_with_the_tokens_of_running_responses(mode):
     chosen = settings(mode, train_steps=20, eta=Fraction(2))
     first = run_world(chosen, times={"response_tokens": lambda rng: 200})
-    cut, state = max(first.checkpoints.cuts, key=lambda cut: len(cut[0].kept))
+    cut, state = max(first.checkpoints.cuts, key=lambda cut: len(cut[0].partial_groups))
     kept = {tuple(entry["key"]): entry["kept"] for entry in state["groups"]["running"]}
     kept_tokens = sum(
         count for group in kept.values() for versions, _ in group.values() for _, count in versions
@@ -528,7 +528,7 @@ def test_a_resumed_run_goes_on_with_the_tokens_of_running_responses(mode):
 def test_responses_that_the_engine_cannot_continue_start_again_and_their_tokens_are_waste(mode):
     chosen = settings(mode, train_steps=20, eta=Fraction(2))
     first = run_world(chosen, times={"response_tokens": lambda rng: 200})
-    cut, state = max(first.checkpoints.cuts, key=lambda cut: len(cut[0].kept))
+    cut, state = max(first.checkpoints.cuts, key=lambda cut: len(cut[0].partial_groups))
     kept = [one for entry in state["groups"]["running"] for one in entry["kept"].values()]
     whole, others = (
         [sum(count for _, count in one[0]) for one in kept if one[1] is is_whole]

@@ -85,11 +85,11 @@ class Progress:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartialResult:
-    """What the running parts of a worker have generated so far. `kept`: the responses that a resumed run can
+    """What the running parts of a worker have generated so far. `responses`: those that a resumed run can
     continue, by part and index; `handle`: the handle of their tokens. `rest_tokens`: the number of tokens of
     all others, which would start again."""
 
-    kept: Mapping[PartKey, Mapping[int, PartialResponse]] = field(default_factory=dict)
+    responses: Mapping[PartKey, Mapping[int, PartialResponse]] = field(default_factory=dict)
     rest_tokens: int = 0
     handle: Handle = None
 
@@ -104,7 +104,7 @@ class RolloutWorker(Protocol):
         """Start a part and return at once. The part runs through any number of weight loads; `progress`
         returns its result. If the worker has failed, `progress` raises the error."""
 
-    async def so_far(self) -> PartialResult:
+    async def partial_responses(self) -> PartialResult:
         """Return what the running parts have generated, for a checkpoint. Answers within seconds or fails."""
 
     async def abort(self, key: AttemptKey) -> None:
@@ -244,8 +244,8 @@ class Cut:
 
     `loop_state` is JSON, with all that the driver knows of the untrained groups. Handles are pinned until
     written. `payloads`: those of each finished group's parts, then those of each ended part of a running
-    group, in the same order. `kept`: the running groups with responses that a resumed run continues; the
-    tokens of these are among those of `so_far`.
+    group, in the same order. `partial_groups`: the running groups with responses that a resumed run
+    continues; the tokens of these are among `partial_tokens`.
     """
 
     step: int
@@ -253,5 +253,5 @@ class Cut:
     at_window_boundary: bool
     loop_state: Json
     payloads: tuple[tuple[Handle, ...], ...] = ()
-    kept: tuple[AttemptKey, ...] = ()
-    so_far: tuple[Handle, ...] = ()
+    partial_groups: tuple[AttemptKey, ...] = ()
+    partial_tokens: tuple[Handle, ...] = ()

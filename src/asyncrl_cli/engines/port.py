@@ -107,8 +107,8 @@ class EngineCounters:
 class Engine(Protocol):
     """An inference engine on one asyncio loop.
 
-    Engines derive from this class. They need not override `counters`, `take_stays`, `so_far`, `connect`,
-    `load_in_place`, `sleep` and `wake`.
+    Engines derive from this class. They need not override `counters`, `take_slot_intervals`, `so_far`,
+    `connect`, `load_in_place`, `sleep` and `wake`.
     """
 
     slots: int
@@ -127,7 +127,7 @@ class Engine(Protocol):
     def counters(self) -> EngineCounters:
         return EngineCounters()
 
-    def take_stays(self) -> tuple[SlotInterval, ...]:
+    def take_slot_intervals(self) -> tuple[SlotInterval, ...]:
         """The stays of sequences in slots that ended since the last call, if `logging.trace_sequences` is
         set."""
         return ()

@@ -155,7 +155,7 @@ class SlottedEngine(Engine, Generic[AnyTrack]):
     def running(self) -> int:  # type: ignore[override]
         return self.gate.running
 
-    def take_stays(self) -> tuple[SlotInterval, ...]:
+    def take_slot_intervals(self) -> tuple[SlotInterval, ...]:
         return self._stays.take() if self._stays is not None else ()
 
     def tokens_of(self, request_id: str) -> int:

@@ -58,7 +58,7 @@ class GroupRunner:
     def _tokens_of(self, episode: Episode) -> int:
         return self.means.engine.tokens_of(episode.id) + episode.num_sampled
 
-    def so_far(self) -> tuple[PartialResult, list[GroupPayload]]:
+    def partial_responses(self) -> tuple[PartialResult, list[GroupPayload]]:
         """What each running part has kept so far, and the kept tokens: a payload for each part that has
         any."""
         kept, payloads, rest_tokens = dict[PartKey, dict[int, PartialResponse]](), list[GroupPayload](), 0
@@ -83,7 +83,7 @@ class GroupRunner:
             uid, epoch, attempt = request.key.attempt
             payload = GroupPayload(uid=uid, epoch=epoch, attempt=attempt, trajectories=tuple(trajectories))
             payloads.append(payload)
-        return PartialResult(kept=kept, rest_tokens=rest_tokens), payloads
+        return PartialResult(responses=kept, rest_tokens=rest_tokens), payloads
 
     async def run(
         self, request: PartRequest, on_sequence: Callable[[int], None], so_far: GroupPayload | None = None

@@ -342,13 +342,13 @@ class RayTrainer(RayRanks):
 
     async def write(self, directory: Path, cut: Cut) -> None:
         """Write the snapshot of the cut's step beside training: trainer state, the arrays of `cut.payloads`
-        and `cut.kept`, and, within a window, the weights of the last gathered version as they were at the
-        snapshot."""
+        and `cut.partial_groups`, and, within a window, the weights of the last gathered version as they were
+        at the snapshot."""
         call, path = f"the checkpoint of step {cut.step}", str(directory.absolute())
         cut = replace(cut, loop_state={})  # the driver writes that
         writes = [self.checkpointed(call, "write", path, cut)]
         if self._critic is not None:
-            without_groups = replace(cut, payloads=(), kept=(), so_far=())
+            without_groups = replace(cut, payloads=(), partial_groups=(), partial_tokens=())
             writes.append(self._critic.checkpointed(call, "write", path, without_groups))
         await all_of(writes)
 

@@ -149,8 +149,8 @@ class RayRolloutWorker:
         self._parts.post()
         await self._answer(self.actor.abort.remote(key), f"the abort of {key}")
 
-    async def so_far(self) -> PartialResult:
-        head, payloads = self.actor.so_far.remote()
+    async def partial_responses(self) -> PartialResult:
+        head, payloads = self.actor.partial_responses.remote()
         limit, call = Limit(SO_FAR_S), "a report of its responses"
         # not `_answer`: a worker that is too slow for this is not lost, and keeps its connection to rank 0
         so_far: PartialResult = await answer(

@@ -263,8 +263,8 @@ class RankHost:
             self.trainer.write(cut.step, Path(directory), not cut.at_window_boundary)
             if self._rank == 0:
                 whole = [joined(ray.get([*parts]))[0] for parts in cut.payloads]
-                so_far = chain.from_iterable(ray.get([*cut.so_far]))
-                write_payloads(Path(directory), [*whole, *overlaid(cut.kept, so_far)])
+                tokens = chain.from_iterable(ray.get([*cut.partial_tokens]))
+                write_payloads(Path(directory), [*whole, *overlaid(cut.partial_groups, tokens)])
 
     @ray.method(concurrency_group="main")
     def restore(self, directory: str) -> None:

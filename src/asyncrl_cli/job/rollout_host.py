@@ -186,9 +186,9 @@ class RolloutHost:
         return await self._runner.run(request, on_sequence, so_far)
 
     @ray.method(num_returns=2)
-    async def so_far(self) -> tuple[PartialResult, Sequence[GroupPayload]]:
+    async def partial_responses(self) -> tuple[PartialResult, Sequence[GroupPayload]]:
         """What running parts have so far; the tokens are a separate Ray object."""
-        return self._runner.so_far()
+        return self._runner.partial_responses()
 
     async def submit(self, requests: Sequence[PartRequest]) -> None:
         self._desk.begin(requests)
@@ -251,7 +251,7 @@ class RolloutHost:
             running_tokens=self._runner.running_tokens,
             sums=counters.sums,
             gauges=counters.gauges,
-            stays=self._engine.take_stays(),
+            stays=self._engine.take_slot_intervals(),
         )
         finished = {key: number for key, number in self._desk.freed_slots.items() if number}
         reports = (report, self._rewards.report())

@@ -94,7 +94,7 @@ class Checkpointer:
         resume."""
         run = self._run
         try:
-            return await worker.so_far()
+            return await worker.partial_responses()
         except AsyncrlError as error:
             if run.failure.error is None:  # else the run already has its cause, perhaps this very error
                 why = error.cause if isinstance(error, ExecutorFailed) else error
@@ -125,7 +125,9 @@ def freeze(
     assert not ledger.training, "a cut lies between two train steps"
     # `record` has them: its line comes later, and the next run's first line must not have them again.
     evals_ended: list[Any] = [asdict(summary) for summary in run.evaluator.ended] if record is None else []
-    groups = run.groups.state({key: kept for found in partial_results for key, kept in found.kept.items()})
+    groups = run.groups.state(
+        {key: kept for found in partial_results for key, kept in found.responses.items()}
+    )
     earlier = [attempt.so_far for attempt in ledger.running.values() if attempt.partial]
     state: LoopState = {
         "schema_version": SCHEMA_VERSION,
@@ -145,8 +147,8 @@ def freeze(
         at_window_boundary=taken_groups == 0,
         loop_state={**state},
         payloads=run.groups.payloads(),
-        kept=tuple(entry["key"] for entry in groups["running"] if entry.get("kept")),
-        so_far=(*(found.handle for found in partial_results if found.kept), *earlier),
+        partial_groups=tuple(entry["key"] for entry in groups["running"] if entry.get("kept")),
+        partial_tokens=(*(found.handle for found in partial_results if found.responses), *earlier),
     )
 
 

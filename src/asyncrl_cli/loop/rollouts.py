@@ -128,8 +128,8 @@ class WorkerTasks(ExecutorTasks):
                 run.changes.notify(Change.GROUPS if group_ended else Change.SLOTS)
             elif made_tokens:
                 run.changes.progress += 1
-            # It is fine that no token was made if nothing runs, or it waits for rewards or tools, or a load has
-            # frozen it. Each of these has its own time limit.
+            # It is fine that no token was made if nothing runs, or it waits for rewards or tools, or a load
+            # has frozen it. Each of these has its own time limit.
             is_frozen = slots.loading and run.settings.interrupt != "drain"
             has_own_limit = any(
                 report.state is State.WAITING or (report.role == "reward" and report.state is State.BUSY)

@@ -197,8 +197,8 @@ def _code(value: object) -> str:
 
 def samples_html(run: Recorded, title: str = "Samples", max_characters: int = MAX_CHARACTERS) -> str:
     """A section with some trajectories of dumped steps, spread over the run, folded: figures on the fold, the
-    text by version inside. It is empty if there are none. For a dump that cannot be read the error is shown in
-    its place."""
+    text by version inside. It is empty if there are none. For a dump that cannot be read the error is shown
+    in its place."""
 
     def trajectories(step: int) -> Iterator[str]:
         try:

@@ -116,7 +116,7 @@ class SimulatedEngine:
         self._advance()
         return self._sampled_tokens, self._steps, self._cache.sampled_tokens(self._steps) + self._kept_tokens
 
-    def take_stays(self) -> tuple[SlotInterval, ...]:
+    def take_slot_intervals(self) -> tuple[SlotInterval, ...]:
         """The stays of sequences in slots that ended since the last call, if they are recorded."""
         return self._stays.take() if self._stays is not None else ()
 

@@ -82,11 +82,13 @@ class SimulatedWorker:
             goes_on=request.goes_on,
         )
 
-    async def so_far(self) -> PartialResult:
+    async def partial_responses(self) -> PartialResult:
         found = {key: part.so_far() for key, part in self._parts.items()}
         kept = {key: kept for key, (kept, _) in found.items() if kept}
         return PartialResult(
-            kept=kept, rest_tokens=sum(rest_tokens for _, rest_tokens in found.values()), handle=self.name
+            responses=kept,
+            rest_tokens=sum(rest_tokens for _, rest_tokens in found.values()),
+            handle=self.name,
         )
 
     async def abort(self, key: AttemptKey) -> None:
@@ -102,7 +104,7 @@ class SimulatedWorker:
             decode_steps=decode_steps,
             running_tokens=sum([part.ended_tokens for part in self._parts.values()]) + int(running_tokens),
             sums={} if self._times.cache.blocks == NEVER else {"preemptions": self.engine.preemptions},
-            stays=self.engine.take_stays(),
+            stays=self.engine.take_slot_intervals(),
         )
         freed = {key: number for key, part in self._parts.items() if (number := part.num_without_slot)}
         ended, self._ended = tuple(self._ended), []

@@ -215,10 +215,10 @@ async def test_what_a_cut_has_kept_goes_on_after_a_resume_and_stays_as_it_was(
     versions.append(there.newer())
     await there.load(versions[1], "recompute-kv")
     await there.sampled(120)
-    told, saved = runner.so_far()
+    told, saved = runner.partial_responses()
     running.cancel()
     await asyncio.wait([running])
-    kept = told.kept[request.key]
+    kept = told.responses[request.key]
     assert {version for one in kept.values() for version, _ in one.version_tokens} == set(versions)
 
     write_payloads(tmp_path, overlaid([KEY], saved))

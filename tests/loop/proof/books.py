@@ -295,7 +295,7 @@ class Books:
         kept = dict(live.kept)
         for number, part in live.parts.items():
             if live.account == "running" and not part.has_ended:
-                kept |= self.workers[part.worker].so_far.kept.get(PartKey(key, number), {})
+                kept |= self.workers[part.worker].so_far.responses.get(PartKey(key, number), {})
         shown = [[index, one.version_tokens, one.is_whole] for index, one in kept.items()]
         payloads, rewards = list(live.payloads.items()), sorted(live.rewards)
         tokens = [live.account, live.deadline, live.tokens, payloads, live.num_kept, rewards]

@@ -262,8 +262,8 @@ class FaultyWorker(Mortal, KeepingWorker):
             self._broken.add(request.key)
         super().submit(request)
 
-    async def so_far(self) -> PartialResult:
-        return await self._ask(super().so_far(), "a report of its responses", SO_FAR)
+    async def partial_responses(self) -> PartialResult:
+        return await self._ask(super().partial_responses(), "a report of its responses", SO_FAR)
 
     async def abort(self, key: AttemptKey) -> None:
         await self._ask(super().abort(key), f"the abort of {key}", CALL_KEY)

@@ -14,7 +14,7 @@ from asyncrl_cli.loop.run_state import ResumeFrom
 
 def resume_from(cut: Cut, state: Mapping[str, Any]) -> ResumeFrom:
     """What a checkpoint gives back: its arrays, and those of what running groups had."""
-    payloads = [*cut.payloads, *((f"so far of {key}",) for key in cut.kept)]
+    payloads = [*cut.payloads, *((f"so far of {key}",) for key in cut.partial_groups)]
     return ResumeFrom(loop_state=state, payloads=payloads)
 
 

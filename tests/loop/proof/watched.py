@@ -58,14 +58,14 @@ class WatchedWorker:
         self._invariants.ledger.submitted(self.name, request)
         self._worker.submit(request)
 
-    async def so_far(self) -> PartialResult:
+    async def partial_responses(self) -> PartialResult:
         try:
-            found = await self._worker.so_far()
+            found = await self._worker.partial_responses()
         except AsyncrlError:
             self._book.so_far = PartialResult(rest_tokens=self._book.running_tokens)
             raise
         self._book.so_far = found
-        self._invariants.counts["kept responses"] += sum(map(len, found.kept.values()))
+        self._invariants.counts["kept responses"] += sum(map(len, found.responses.values()))
         return found
 
     async def abort(self, key: AttemptKey) -> None:
