@@ -612,7 +612,10 @@ async def test_only_the_reward_of_a_whole_response_is_computed_again(model_dir: 
         playing = asyncio.create_task(runner.run(request, lambda free: None))
         await until(
             lambda: (
-                [one.is_whole for one in runner.partial_responses()[0].responses.get(request.key, {}).values()]
+                [
+                    one.is_whole
+                    for one in runner.partial_responses()[0].responses.get(request.key, {}).values()
+                ]
                 == [True, True]
             )
         )
