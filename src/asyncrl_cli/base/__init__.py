@@ -4,5 +4,6 @@ errors.py           the errors that a user can act on, words for messages, `time
 child_process.py    children for foreign code: command line, environment, one call, how they end
 storage.py          writes files, directories and links atomically; errors of the disk in users' words
 safe_files.py       reads untrusted files: regular ones up to a size, JSON of a declared type
-paths.py            names and paths that users give; implementations by name, and entry points of packages
+paths.py            names and paths that users give
+plugins.py          implementations by name: built-in ones, and entry points of packages
 """

@@ -1,31 +1,21 @@
-"""Names and paths that users give: limits of Linux, valid names for a run, the expansion of `~`, and
-implementations by name: built-in ones in a table, others among the entry points of installed packages."""
+"""Names and paths that users give: limits of Linux, valid names for a run, and the expansion of `~`."""
 
 from __future__ import annotations
 
 import os
 import re
 import shlex
-from collections.abc import Mapping
 from difflib import get_close_matches
-from importlib.metadata import entry_points
 from itertools import islice
 from pathlib import Path
-from pkgutil import resolve_name
-from typing import Any
 
-from asyncrl_cli.base.errors import LONGEST_NAME, ConfigError, first_line, first_names
+from asyncrl_cli.base.errors import LONGEST_NAME, ConfigError, first_names
 
 MAX_NAME_BYTES, MAX_PATH_BYTES = 255, 4095
 """The longest file name and path that Linux accepts."""
 MAX_LISTED = 1000
 """How many names in a directory are compared with that of a missing file."""
 VALID_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
-ENGINES = {
-    "transformers": "asyncrl_cli.engines.transformers:KIND",
-    "vllm": "asyncrl_cli.engines.vllm.vllm_kind:KIND",
-}
-"""The built-in values of `rollout.engine`."""
 RUNS_DIR = Path("runs")
 ADDRESS_VARIABLE = "_ASYNCRL_ADDRESS"
 """Environment variable in a job's processes: the address of the job server that the job was submitted to."""
@@ -89,31 +79,3 @@ def has_module(directory: Path, module: str) -> bool:
     """Whether the directory contains the Python module or package."""
     place = os.path.join(directory, *module.split("."))
     return os.path.isfile(f"{place}.py") or os.path.isfile(os.path.join(place, "__init__.py"))
-
-
-def engine_kind(name: str) -> Any:
-    """The `engines.port.EngineKind` of an engine; see `find_plugin` for what it raises."""
-    return find_plugin("rollout.engine", name, ENGINES, "asyncrl.engines")
-
-
-def find_plugin(key: str, name: str, ours: Mapping[str, str], group: str, *, also: str = "") -> Any:
-    """The object that `key = name` in a profile refers to. `ours`: built-in ones, "module:attribute" by name.
-    `group`: entry point group of the others. `also`: other values of the key, for the hint.
-
-    Raises ConfigError if the name is unknown or its package cannot be imported.
-    """
-    if name in ours:
-        return resolve_name(ours[name])
-    others = {point.name: point for point in entry_points(group=group)}
-    if name not in others:
-        known = ", ".join([*sorted({*ours, *others}), *([also] if also else [])])
-        raise ConfigError(
-            f'{key} = "{name}" is not known',
-            hint=f"known: {known}; packages add theirs as entry points of {group}",
-        )
-    try:
-        return others[name].load()
-    except Exception as error:  # a user's package may raise anything on import
-        raise ConfigError(
-            f'{key} = "{name}" cannot be imported: {first_line(error)}', hint=f"see {others[name].value}"
-        ) from error

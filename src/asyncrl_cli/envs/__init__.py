@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from asyncrl_cli.base.paths import find_plugin
+from asyncrl_cli.base.plugins import find_plugin
 from asyncrl_cli.base.user_code import is_user_code
 
 ENVIRONMENTS = {

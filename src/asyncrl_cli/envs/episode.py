@@ -220,8 +220,10 @@ class Episode:
         completion = self.earlier if self.has_one_turn else None
         if completion is None or completion.finish_reason == "abort":  # then it is not a whole answer
             first_version = self.conversation.first_version
+            # An engine that cannot continue a response need not know the parameter.
+            earlier = {} if completion is None else {"so_far": completion}
             completion = await self.means.engine.generate(
-                self.id, prompt, sampling, seed, first_version=first_version, so_far=completion
+                self.id, prompt, sampling, seed, first_version=first_version, **earlier
             )
         answer, self.finish_reason = self.conversation.take(completion), completion.finish_reason
         self._check_stopped()
