@@ -112,15 +112,20 @@ class Evaluator:
         every_versions = self._profile.eval.every_versions
         return version == 0 or is_last or 0 < every_versions <= version - (self.last_version or 0)
 
-    def is_left_to(self, slots: WorkerSlots) -> bool:
-        """Whether the worker holds the version of an eval that was left by its last worker."""
-        left = self._left if self.running is None else None
-        return left is not None and left.version == slots.version and not slots.loading
+    def is_left_to(self, slots: WorkerSlots, *, is_last: bool) -> bool:
+        """Whether an eval of the version that the worker holds waits for a worker: its last one was lost, or
+        it is the run's last and the one that was to begin it was lost before it had loaded that version."""
+        if self.running is not None or slots.loading:
+            return False
+        left = self._left is not None and self._left.version == slots.version
+        return left or (is_last and self.due(slots.version, is_last))
 
     async def work(self, worker: RolloutWorker, slots: WorkerSlots, *, is_last: bool) -> None:
         """Start, join or take over the eval of `slots.version`, if it is due. A worker's sync loop calls this
         after each load, and when `is_left_to` says so."""
-        if self.running is None and (self.is_left_to(slots) or self.due(slots.version, is_last)):
+        if self.running is None and (
+            self.is_left_to(slots, is_last=is_last) or self.due(slots.version, is_last)
+        ):
             self._begin(slots.version)
         current = self.running
         if current is None or current.version != slots.version:

@@ -154,7 +154,8 @@ class WorkerTasks(ExecutorTasks):
         run, slots, who = self._run, self.slots, f"{self.worker.name} (weights)"
 
         def takes_over() -> bool:
-            return not run.failure.stopping and run.evaluator.is_left_to(slots)
+            is_last = run.admission.is_last(slots.version)
+            return not run.failure.stopping and run.evaluator.is_left_to(slots, is_last=is_last)
 
         while True:
             await run.changes.until(
