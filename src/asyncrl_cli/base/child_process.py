@@ -19,6 +19,7 @@ import pickle
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -187,6 +188,25 @@ def main() -> None:
     os.dup2(2, 1)
     role, arguments = pickle.load(requests)
     role(requests, results, *arguments)
+
+
+def end_with_parent() -> None:
+    """Kill this process when its parent ends for any reason. Works only for children of `multiprocessing`.
+
+    A thread waits for the parent *process*. The kernel's own signal (PR_SET_PDEATHSIG) comes when the
+    parent's *thread* that started this process ends, and vLLM is started from a pool's thread.
+    """
+    import multiprocessing  # other children do without it
+
+    parent = multiprocessing.parent_process()
+
+    def end_after_parent() -> None:
+        assert parent is not None
+        parent.join()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    if parent is not None:
+        threading.Thread(target=end_after_parent, name="end-with-parent", daemon=True).start()
 
 
 if __name__ == "__main__":

@@ -21,12 +21,12 @@ from multiprocessing.queues import SimpleQueue
 from pathlib import Path
 from typing import ClassVar, ParamSpec, TypeVar
 
+from asyncrl_cli.base.child_process import end_with_parent
 from asyncrl_cli.base.errors import Interrupted
 from asyncrl_cli.bench.figures import stretches
 from asyncrl_cli.bench.results import FinishedRun
 from asyncrl_cli.checkpoint.run_directory import RunDirectory
 from asyncrl_cli.contracts.events import Observer, StepRecord
-from asyncrl_cli.engines.vllm.plugin import end_with_parent
 from asyncrl_cli.job.driver_process import StopRequests, blocked, collect_garbage_seldom
 from asyncrl_cli.observe.live_status import facts_of
 from asyncrl_cli.observe.observers import Observers

@@ -37,7 +37,6 @@ from asyncrl_cli.contracts.environment import Answer, End, Environment, Message,
 from asyncrl_cli.contracts.item import Item, make_item, messages_of, take_new
 from asyncrl_cli.contracts.reward_spec import Adapter
 from asyncrl_cli.profile.fields import Section
-from asyncrl_cli.profile.schema import TaskSection
 
 MAX_TRIES_PER_PROMPT = 50
 Step = tuple[str, int]
@@ -252,15 +251,6 @@ flawed demonstration of each. `environment`: the one that plays its episodes. `w
 builtin:tiny gets a token each. `ceiling(items)`: the mean reward of the best play."""
 BUILTIN: Mapping[str, type[Builtin]] = {"calculator": Arithmetic, "guess": Guessing}
 """By the name in `task.source = "builtin:<name>"`."""
-
-
-def environment_of(task: TaskSection) -> str:
-    """The name of the profile's environment. `auto` means a builtin task's own environment, or else
-    one-turn."""
-    if task.environment != "auto":
-        return task.environment
-    kind, _, name = task.source.partition(":")
-    return BUILTIN[name].environment if kind == "builtin" and name in BUILTIN else "one-turn"
 
 
 def builtin_task(name: str, params: Mapping[str, object]) -> Builtin:

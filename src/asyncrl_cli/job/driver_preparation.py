@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from asyncrl_cli.base.errors import ConfigError, Interrupted, PreflightError, first_line
-from asyncrl_cli.builtin.builtin_tasks import environment_of
 from asyncrl_cli.builtin.tiny import UNTAUGHT, demonstrations_of
 from asyncrl_cli.contracts.item import Item, messages_of
 from asyncrl_cli.engines.port import check_engine
@@ -34,7 +33,7 @@ from asyncrl_cli.plan.cluster import local_cluster
 from asyncrl_cli.plan.compiler import compile_job, device_of
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.sandbox.rehearsal import rehearse
-from asyncrl_cli.tasks.code_choice import has_tool_class
+from asyncrl_cli.tasks.code_choice import environment_of, has_tool_class
 from asyncrl_cli.tasks.task import Task, load_task
 from asyncrl_cli.train.losses import check_loss
 

@@ -29,7 +29,6 @@ import ray
 from ray.actor import ActorHandle
 
 from asyncrl_cli.base.errors import ExecutorFailed
-from asyncrl_cli.builtin.builtin_tasks import environment_of
 from asyncrl_cli.contracts.environment import Environment
 from asyncrl_cli.contracts.ports import EvalRequest, EvalResult, PartialResult, Progress
 from asyncrl_cli.contracts.prompt_group import AttemptKey, PartKey, PartRequest, PartResult
@@ -47,7 +46,7 @@ from asyncrl_cli.measure.meters import LongPoll, MeteredRewards, RolloutMeter
 from asyncrl_cli.profile.schema import Interrupt, ProcessPlace, Profile
 from asyncrl_cli.sandbox.parent_processes import ProcessEnded, Processes, environment_processes
 from asyncrl_cli.sandbox.parent_rewards import RewardPool, default_workers
-from asyncrl_cli.tasks.code_choice import import_limit_s
+from asyncrl_cli.tasks.code_choice import environment_of, import_limit_s
 from asyncrl_cli.tasks.tool_class import ToolClass
 from asyncrl_cli.weights.versions import Manifest
 

@@ -21,10 +21,10 @@ from random import Random
 
 from asyncrl_cli.base.errors import ConfigError, timeout
 from asyncrl_cli.base.user_code import describe
-from asyncrl_cli.builtin.builtin_tasks import environment_of
 from asyncrl_cli.contracts.item import Item, messages_of
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.sandbox.parent_rewards import RewardFailed, RewardPool, default_workers
+from asyncrl_cli.tasks.code_choice import environment_of
 from asyncrl_cli.tasks.reward_functions import build_reward
 from asyncrl_cli.tasks.task import Task
 

@@ -22,9 +22,9 @@ from asyncrl_cli.base.errors import ConfigError, RefusedError, did_you_mean
 from asyncrl_cli.base.paths import has_module
 from asyncrl_cli.base.safe_files import UnsafeFile, load_json, open_regular, reason
 from asyncrl_cli.base.user_code import UserCode, describe, is_user_code
-from asyncrl_cli.builtin.builtin_tasks import environment_of
+from asyncrl_cli.builtin.builtin_tasks import BUILTIN
 from asyncrl_cli.contracts.reward_spec import RewardPart, RewardSpec
-from asyncrl_cli.profile.schema import Profile
+from asyncrl_cli.profile.schema import Profile, TaskSection
 from asyncrl_cli.tasks.players import load_agent
 from asyncrl_cli.tasks.reward_functions import load_function
 from asyncrl_cli.tasks.tool_class import ToolClass, check_reward, inspect_class
@@ -39,6 +39,15 @@ EXPECTED = (
 IMPORT_LIMIT_S = 30.0
 """Minimum time allowed for importing a class. It includes the import of transformers, which describes the
 tools."""
+
+
+def environment_of(task: TaskSection) -> str:
+    """The name of the profile's environment. `auto` means a builtin task's own environment, or else
+    one-turn."""
+    if task.environment != "auto":
+        return task.environment
+    kind, _, name = task.source.partition(":")
+    return BUILTIN[name].environment if kind == "builtin" and name in BUILTIN else "one-turn"
 
 
 def resolve_reward(profile: Profile, spec: RewardSpec, run_dir: Path | None) -> tuple[RewardSpec, Notes]:

@@ -13,7 +13,7 @@ PARENT = """
 import multiprocessing, os, threading, time
 
 def child(told):
-    from asyncrl_cli.engines.vllm.plugin import end_with_parent
+    from asyncrl_cli.base.child_process import end_with_parent
     end_with_parent()
     told.send(os.getpid())
     time.sleep(60)

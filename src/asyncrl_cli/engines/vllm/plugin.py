@@ -12,11 +12,10 @@ tensor_parallel_size > 1 also vLLM's workers -> engine process.
 from __future__ import annotations
 
 import logging
-import multiprocessing
 import os
-import signal
-import threading
 from functools import cache
+
+from asyncrl_cli.base.child_process import end_with_parent
 
 BACKEND = "asyncrl-buckets"
 """Name of the weight transfer engine, as `WeightTransferConfig.backend` gives it."""
@@ -44,20 +43,3 @@ def is_worth_a_warning(record: logging.LogRecord) -> bool:
     alone, and is restored."""
     named = record.args[0] if isinstance(record.args, tuple) and record.args else ""
     return not (str(record.msg).endswith("Failed to load weights") and str(named).endswith("RotaryEmbedding"))
-
-
-def end_with_parent() -> None:
-    """Kill this process when its parent ends for any reason. Works only for children of `multiprocessing`.
-
-    A thread waits for the parent *process*. The kernel's own signal (PR_SET_PDEATHSIG) comes when the
-    parent's *thread* that started this process ends, and vLLM is started from a pool's thread.
-    """
-    parent = multiprocessing.parent_process()
-
-    def end_after_parent() -> None:
-        assert parent is not None
-        parent.join()
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    if parent is not None:
-        threading.Thread(target=end_after_parent, name="end-with-parent", daemon=True).start()
