@@ -10,6 +10,7 @@ from fractions import Fraction
 from typing import Any
 
 from asyncrl_cli.contracts.events import Event, Snapshot, StepRecord
+from asyncrl_cli.contracts.ports import Feed
 from asyncrl_cli.contracts.prompt_group import TrajectoryMeta
 from asyncrl_cli.loop.pipeline import Pipeline
 from asyncrl_cli.loop.run_state import ResumeFrom, World
@@ -122,6 +123,7 @@ def run_world(
     trainer_times: dict[str, Any] | None = None,
     faults: Faults | None = None,
     evals: int | dict[str, int] = 0,
+    feed: Feed | None = None,
     resume_from: ResumeFrom | None = None,
     stop_at_s: float | None = None,
     group_score_s: float | None = None,
@@ -156,7 +158,7 @@ def run_world(
             scorers.append(FaultyScorer(scorer, score_times, **mortal))
         sets = {"": evals} if isinstance(evals, int) else evals
         world = World(
-            feed=NumberedFeed(),
+            feed=feed or NumberedFeed(),
             trainer=trainer,
             workers=team,
             scorers=scorers,
