@@ -1,7 +1,8 @@
 """Ray clusters of several nodes on this machine, with logical CPUs and GPUs: for tests of whole runs by
 `--address`.
 
-    with ray_nodes((4, 0), (4, 8), (4, 8)) as cluster:       # (CPUs, GPUs) of each node; the first is the head
+    # (CPUs, GPUs) of each node; the first is the head
+    with ray_nodes((4, 0), (4, 8), (4, 8)) as cluster:
         start(directory, "train", "--address", cluster.address, ...)     # tests/run/commands.py
 
 Each node has an IP address of its own (127.0.0.2, 127.0.0.3, ...), so that a message tells which one is

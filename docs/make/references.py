@@ -1,7 +1,8 @@
 """Writes the references of docs/ that are made of the code: every key, every metric, and what is said about
 mistakes.
 
-    python -m docs.make.references          # after a change of a key, of observe/meanings.toml or of a tested mistake
+    # after a change of a key, of observe/meanings.toml or of a tested mistake
+    python -m docs.make.references
 
 A test fails while a page is not as this would write it.
 """

@@ -1,4 +1,5 @@
-"""The supervised warm start: what it teaches, in which order, and by what. Muon in float32, against torch's own."""
+"""The supervised warm start: what it teaches, in which order, and by what. Muon in float32, against
+torch's own."""
 
 from __future__ import annotations
 

@@ -340,8 +340,8 @@ def test_a_checkpoint_of_two_ranks_is_exported_without_ranks(tmp_path, run_ranks
 
 
 def test_experts_are_written_as_in_the_models_own_files(tmp_path, make_trainer):
-    """transformers joins a layer's experts in memory; files, published versions and vLLM have them one by one.
-    From the trainer's state, from what is published in mid-window, and from a kept version."""
+    """transformers joins a layer's experts in memory; files, published versions and vLLM have them one by
+    one. From the trainer's state, from what is published in mid-window, and from a kept version."""
     sizes = dict(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2)
     heads = dict(num_attention_heads=2, num_key_value_heads=1, head_dim=16)
     experts = dict(moe_intermediate_size=16, num_experts=4, num_experts_per_tok=2)

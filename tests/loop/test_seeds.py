@@ -113,8 +113,8 @@ def test_seeds_that_failed_once_hold(seed):
     resumed at its last step never scored its last version, and waited for that. 8890: a worker was lost while
     the last checkpoint was written, and the checks wanted it back. 51034: without partial rollouts, a resumed
     response waited in a smaller worker's queue with its tokens, and a load overtook it. 71763: a restarted
-    scorer's first report was lost with its spans, so that its start was counted twice. 700001: the worker that
-    was to begin the last eval was lost for good before its load, and the others waited for the eval."""
+    scorer's first report was lost with its spans, so that its start was counted twice. 700001: the worker
+    that was to begin the last eval was lost for good before its load, and the others waited for the eval."""
     assert run(draw(seed)).broken is None
 
 

@@ -42,8 +42,8 @@
                        -                    the previous checkpoint written    checkpoint
     publish            gathered buckets     the trainer's publish              the trainer, weights.timeout_s
     checkpoint         a cut                the writer                         disk, checkpoint.timeout_s
-    tick, reports      -                    one second                         the clock; the trainer's report is
-                                                                               bounded
+    tick, reports      -                    one second                         the clock; the trainer's
+                                                                               report is bounded
 
 Words. W groups are trained between two publishes: a window, numbered like the version that it begins with. A
 train step takes R of them. A group's deadline is the last version in which it may be trained. A group is

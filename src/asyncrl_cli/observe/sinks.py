@@ -1,8 +1,8 @@
 """What a run's figures are written to: its own files, and the table of the sinks that a profile can name.
 
 `Observers` gives every sink the same four things: a line of metrics per train step, events, where the
-executors' time went, and a status per second. A package adds a sink as an entry point of `asyncrl.sinks`, and a
-profile names it in `logging.sinks`.
+executors' time went, and a status per second. A package adds a sink as an entry point of `asyncrl.sinks`, and
+a profile names it in `logging.sinks`.
 """
 
 from __future__ import annotations

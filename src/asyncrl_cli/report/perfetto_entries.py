@@ -4,7 +4,7 @@ instants.
 Source: "Trace Event Format", the document of chrome://tracing. Times are whole microseconds of the run.
 
     process, thread    where a slice stands: a track, with a name (ph M)
-    slice              a stretch of time on a track (ph X). Slices of a track lie side by side or in each other
+    slice              a stretch of time on a track (ph X). Slices of one lie side by side or in each other
     arrow              from slice to slice, by an id (ph s, t, f): each end binds to the slice that is open
                        on its track at that time
     counter            a figure that holds until the next one (ph C)
