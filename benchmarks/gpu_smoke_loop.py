@@ -41,7 +41,7 @@ from asyncrl_cli.envs.chat import load_chat
 from asyncrl_cli.envs.episode import Limits, Means
 from asyncrl_cli.envs.group_runner import GroupRunner
 from asyncrl_cli.envs.slots import Slots
-from asyncrl_cli.job.rollout_host import PartDesk
+from asyncrl_cli.job.rollout_parts import PartDesk
 from asyncrl_cli.loop.pipeline import Pipeline
 from asyncrl_cli.loop.run_state import World
 from asyncrl_cli.measure.meters import CallMeter, LongPoll, RolloutMeter

@@ -68,8 +68,8 @@ def _differentiated(
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Logprobs of the part's tokens, and the gradients of a weighted sum of them."""
     model = trainer.model
-    getattr(model._content, model._content.base_model_prefix).set_attn_implementation(attention)
-    model._scorer = ForwardPass(model._content, 1.0, divide)
+    getattr(model.content, model.content.base_model_prefix).set_attn_implementation(attention)
+    model._forward = ForwardPass(model.content, 1.0, divide)
     model.gathered.before_backward(is_last=True)
     logprobs_N = model.scored(part).logprobs_N
     signs_N = torch.arange(len(logprobs_N), device=logprobs_N.device) % 3 - 1.0

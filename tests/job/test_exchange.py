@@ -20,7 +20,8 @@ from asyncrl_cli.contracts.prompt_group import AttemptKey, Failure, PartKey, Par
 from asyncrl_cli.contracts.trajectories import GroupPayload
 from asyncrl_cli.job.driver_rollout import SETTLE_S, PartExchange, RayRolloutWorker
 from asyncrl_cli.job.ray.calls import Limit, answer
-from asyncrl_cli.job.rollout_host import PARTS_PER_ANSWER, PartDesk, RolloutHost
+from asyncrl_cli.job.rollout_host import RolloutHost
+from asyncrl_cli.job.rollout_parts import PARTS_PER_ANSWER, PartDesk
 from asyncrl_cli.measure.meters import DEBOUNCE_S, POLL_S, LongPoll
 from asyncrl_cli.measure.states import ExecutorReport, State
 from asyncrl_cli.simulate.world import run_virtual

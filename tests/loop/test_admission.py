@@ -39,10 +39,16 @@ def workers_of(attempt):
     return [(part.worker, part.indices) for part in attempt.parts.values()]
 
 
+def end_part(machine, part):
+    """As `Groups` does when a worker's result arrives."""
+    part.result = PartResult(key=part.key, trajectories=(), failures=(), failed_tokens=0)
+    machine.workers[part.worker].release(part.key)
+
+
 def end(machine, attempt):
     """All of its parts end, and so does the group."""
     for part in attempt.running_parts():
-        machine.end_part(part, PartResult(key=part.key, trajectories=(), failures=(), failed_tokens=0))
+        end_part(machine, part)
     machine.leave(attempt, Stage.FINISHED)
 
 
@@ -149,9 +155,7 @@ def test_the_worked_example_of_placing():
     assert workers_of(group) == [("rollout-0", (0, 1)), ("rollout-1", (2,)), ("rollout-2", (3,))]
     assert group.deadline == 4 + 2
     a.change_evals(-1)
-    machine.end_part(
-        group.parts[1], PartResult(key=group.parts[1].key, trajectories=(), failures=(), failed_tokens=0)
-    )
+    end_part(machine, group.parts[1])
     c.set_down(True)
     machine.lose("rollout-2")
     assert group.unplaced == (3,)

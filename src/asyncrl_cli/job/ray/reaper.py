@@ -110,15 +110,25 @@ def watch(driver_pid: int, spared: Iterable[int] = ()) -> tuple[str, Processes, 
     seen: Processes = set()
     memory: set[str] = set()
     daemons: dict[str, psutil.Process] = {}
+    ends = select.poll()  # of the daemons: noticed at once, for Ray may end the driver 50 ms later
+    ends.register(sys.stdin, select.POLLIN)
     gone = ""
     word = None
     while word is None:
         next_look_s = time.monotonic() + LOOK_EVERY_S
-        while (word := heard(DAEMONS_EVERY_S)) is None and time.monotonic() < next_look_s:
+        while (word := heard(0.0)) is None and time.monotonic() < next_look_s:
+            for descriptor, _ in ends.poll(DAEMONS_EVERY_S * 1000):
+                if descriptor != sys.stdin.fileno():
+                    ends.unregister(descriptor)
+                    os.close(descriptor)
             gone = gone or first_gone(daemons, driver_pid)
         started = families([driver_pid]) - families(spared)
         seen = living(seen | {process for process in started if process.pid not in (driver_pid, os.getpid())})
-        daemons |= {name: process for process in seen if (name := name_of(process)) in DAEMONS}
+        for process in seen:
+            if (name := name_of(process)) in DAEMONS and name not in daemons:
+                daemons[name] = process
+                with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
+                    ends.register(os.pidfd_open(process.pid), select.POLLIN)
         memory.update(*map(shared_memory_of, seen))
     why = f"ray's {gone} has ended, and with it this run's process" if gone else KILLED
     return "" if word == GOODBYE else why, seen, memory
