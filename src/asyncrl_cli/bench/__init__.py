@@ -1,2 +1,2 @@
-"""Compares profiles on the same work and tunes settings: measurements, each profile's bound, reports,
-pictures."""
+"""Compares profiles on the same work and tunes settings: runs, figures, bounds, tables and
+recommendations."""

@@ -166,7 +166,7 @@ class Recorded:
         return sorted(int(match[1]) for match in found if match)
 
     def samples(self, step: int) -> Iterator[SampleLine]:
-        """The dumped trajectories of a train step (samples.py); none if they were not dumped."""
+        """The dumped trajectories of a train step (train/sample_dump.py); none if they were not dumped."""
         return lines_of(self.files.samples / f"step-{step:06d}.jsonl", SAMPLE, self.damage)
 
 

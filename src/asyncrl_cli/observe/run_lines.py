@@ -116,8 +116,8 @@ class SampledSpan(TypedDict):
 
 
 class SampleLine(TypedDict, extra_items=Any):  # type: ignore[call-arg]
-    """The keys of a dumped trajectory (samples.py) that are read back. Numbers of a run that diverges may be
-    NaN or infinite."""
+    """The keys of a dumped trajectory (train/sample_dump.py) that are read back. Numbers of a
+    run that diverges may be NaN or infinite."""
 
     step: Count
     window: Count
