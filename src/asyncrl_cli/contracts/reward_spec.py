@@ -28,8 +28,8 @@ class RewardSpec:
     `dataset` and `params`: the dataset whose items are scored, and whose verifier may be used. `adapter`: how
     the answer is found in a response. `answer_key`: the column of the answer. Kinds: `agent`: `function`
     plays items and gives their rewards (tasks/players.py). `verifiers`: the verifiers environment `dataset`
-    does, in the interpreter `python` ("": ours). `episode`: the environment gives the reward, and responses are not
-    scored. `none`: 0, to which a reward model adds its score. `several`: the weighted sum of `parts`.
+    does, in the interpreter `python` ("": ours). `episode`: the environment gives the reward, and responses
+    are not scored. `none`: 0, to which a reward model adds its score. `several`: the weighted sum of `parts`.
     `answer_format`: where `math-verify` looks for the answer.
     """
 
