@@ -5,8 +5,7 @@ import pytest
 from asyncrl_cli.base.errors import ConfigError, RefusedError
 from asyncrl_cli.observe.recorded import Recorded
 from asyncrl_cli.report import write
-from asyncrl_cli.report.perfetto import write_trace
-from asyncrl_cli.report.write import write_report
+from asyncrl_cli.report.write import write_report, write_trace
 from tests.report.recorded_run import make_run
 
 

@@ -10,8 +10,7 @@ import pytest
 from asyncrl_cli.base.errors import RefusedError
 from asyncrl_cli.observe.recorded import Recorded
 from asyncrl_cli.report.page import beside_each_other, page_of
-from asyncrl_cli.report.run_data import run_data
-from asyncrl_cli.report.series import JOINED_POINTS, MOST_STEPS, Timeline, columns_of
+from asyncrl_cli.report.run_data import JOINED_POINTS, MOST_STEPS, Timeline, columns_of, run_data
 from asyncrl_cli.report.side_by_side import compared
 from tests.report.recorded_run import line, make_run
 

@@ -16,7 +16,7 @@ from asyncrl_cli.base.errors import ConfigError
 from asyncrl_cli.bench.simulated_runs import recorded
 from asyncrl_cli.cli.records import parse_steps
 from asyncrl_cli.observe.recorded import Recorded
-from asyncrl_cli.report.perfetto import write_trace
+from asyncrl_cli.report.write import write_trace
 from asyncrl_cli.simulate.workload import Workload
 from asyncrl_cli.simulate.workload_files import profile_for
 from asyncrl_cli.simulate.world import simulate

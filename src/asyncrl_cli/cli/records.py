@@ -198,7 +198,7 @@ def trace(
     """Write a trace for Perfetto or chrome://tracing: who did what when, and how each group became a
     version."""
     from asyncrl_cli.observe.recorded import Recorded
-    from asyncrl_cli.report.perfetto import write_trace
+    from asyncrl_cli.report.write import write_trace
 
     first, last = parse_steps(steps)
     recorded = Recorded.find(run, runs_dir)

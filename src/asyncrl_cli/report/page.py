@@ -66,11 +66,7 @@ def plotly() -> str:
 def page_of(runs: Sequence[RunData], *, library: str, title: str, before: str = "", after: str = "") -> str:
     """The page. `library` is `plotly()`; `before` and `after`: further HTML, above the words about runs and
     below their charts."""
-    words = [
-        before,
-        _beside("Verdict", runs, _findings),
-        _beside("What ran", runs, _facts),
-    ]
+    words = [before, _beside("Verdict", runs, _findings), _beside("What ran", runs, _facts)]
     program = [
         f'<script type="application/json" id="report-data">{_embedded(runs)}</script>',
         f'<script type="text/plain" id="plotly">{library}</script>',
@@ -109,7 +105,7 @@ def _embedded(runs: Sequence[RunData]) -> str:
     """The data as JSON that cannot end its script element."""
     sections = tomllib.loads(_file("charts.toml")).items()
     charts = ((name, title, chart) for name, section in sections for title, chart in section.items())
-    metrics = sorted({key for run in runs for key in run.charts["columns"]})
+    metrics = sorted({key for run in runs for key in run.columns.values})
     data = {
         "charts": [{**CHART, "section": name, "title": title, **chart} for name, title, chart in charts],
         "meanings": {key: meaning_of(key) for key in metrics},
@@ -119,7 +115,7 @@ def _embedded(runs: Sequence[RunData]) -> str:
 
 
 def _made(runs: Sequence[RunData]) -> str:
-    steps = {run.name: run.charts["steps_per_point"] for run in runs}
+    steps = {run.name: run.columns.steps_per_point for run in runs}
     joined = [f"{name}: {number} train steps per point" for name, number in steps.items() if number > 1]
     return " · ".join([f"made by asyncrl {__version__}", *joined])
 

@@ -9,29 +9,31 @@ version. docs/trace.md explains how to read it.
     group             generation ─> waits to be taken ─> training       (slices in lanes: groups overlap)
     arrow             generation ─> waits to be taken ─> step N ─> version V
     version V         from its publication to the next one ─> load on each worker
+
+Entries are in Chrome's JSON format, which Perfetto reads (source: "Trace Event Format", the document of
+chrome://tracing). Times are whole microseconds of the run.
+
+    process, thread   where a slice stands: a track, with a name (ph M)
+    slice             a stretch of time on a track (ph X). Slices of one lie side by side or in each other
+    arrow             from slice to slice, by an id (ph s, t, f): each end binds to the slice that is open
+                      on its track at that time
+    counter           a figure that holds until the next one (ph C)
+    instant           something that has no length (ph i)
 """
 
 from __future__ import annotations
 
-import gzip
-import json
 from bisect import bisect_right
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from pathlib import Path
-from typing import IO, Any, cast
 
-from asyncrl_cli.base.errors import ConfigError
-from asyncrl_cli.base.storage import appearing_file
 from asyncrl_cli.observe.recorded import Recorded, add_span
 from asyncrl_cli.observe.run_lines import EventLine, RecordedSpan, Spans, TimelineLine
-from asyncrl_cli.report.out_file import check_out
-from asyncrl_cli.report.perfetto_entries import Entry, Track, Tracks, arrow, counter, micros, slice_on
 
-GENERATOR = "asyncrl trace"
-"""In each trace's head. A file that has it may be overwritten."""
+Entry = dict[str, object]
+Track = Mapping[str, int]
+"""The keys `pid` and `tid`, which put an entry on a track."""
 SAMPLED_S = 1.0
 """What executors wait for is recorded once a second, so at least once during a stay this long."""
 COUNTERS = {
@@ -53,30 +55,6 @@ PHASES = ("generation", "waits to be taken", "training")
 """What a group does from one stage to the next."""
 LOSSES = ("dropped", "requeued")
 LOAD_FIGURES = ("version", "load_s", "pause_s", "send_s", "logprob_abs_diff", "verdict")
-
-
-def write_trace(run: Recorded, path: Path, first: int = 1, last: int | None = None) -> Counter[str]:
-    """Write the train steps from `first` to `last` (None: to the end) to `path`, gzipped if it ends with .gz.
-    Returns how many entries there are of each kind.
-
-    Raises ConfigError for a range without a train step or a malformed file of the run, OSError if `path`
-    cannot be written, and as `check_out`.
-    """
-    check_out(path, GENERATOR, "trace")
-    head = json.dumps({"generator": GENERATOR, "run": run.name})
-    counted: Counter[str] = Counter()
-    opened = cast("Callable[..., IO[str]]", gzip.open if path.suffix == ".gz" else open)
-    with appearing_file(path) as temporary, opened(temporary, "wt", encoding="utf-8") as file:
-        file.write(f'{{"displayTimeUnit": "ms", "otherData": {head}, "traceEvents": [\n')
-        for index, entry in enumerate(trace_entries(run, first, last)):
-            counted[entry["cat"] if entry["ph"] in "Xi" else entry["ph"]] += 1
-            file.write((",\n" if index else "") + json.dumps(entry, separators=(",", ":")))
-        file.write("\n]}\n")
-        if (first > 1 or last is not None) and not counted["step"]:
-            asked = f"--steps {first}:{'' if last is None else last}"
-            hint = f"'asyncrl status {run.name}' says how far it has come"
-            raise ConfigError(f"run '{run.name}' has trained no step of {asked}", hint=hint)
-    return counted
 
 
 def trace_entries(run: Recorded, first: int = 1, last: int | None = None) -> Iterator[Entry]:
@@ -113,17 +91,15 @@ def trace_entries(run: Recorded, first: int = 1, last: int | None = None) -> Ite
 @dataclass(slots=True)
 class Group:
     """`times`: when it reached each of its stages, in order, and when it was lost, if it was. `facts`: what
-    is shown about it."""
+    is shown about it. `step`, `window`: those that trained it."""
 
     key: str
+    facts: dict[str, object]
     times: list[int] = field(default_factory=list)
-    facts: dict[str, Any] = field(default_factory=dict)
+    step: int | None = None
+    window: int = 0
     has_ended: bool = False
     track: Track | None = None
-
-    @property
-    def step(self) -> int | None:
-        return self.facts.get("step")
 
 
 @dataclass(slots=True)
@@ -153,7 +129,7 @@ class Story:
             name, time = event["event"], micros(event.get("time_s", 0.0))
             self.last_event = max(self.last_event, time)
             if name in (*STAGES, *LOSSES):
-                self._move(event, time)
+                self._move(name, event.get("group", ""), event, time)
             elif name == "published":
                 self.versions.append(Version(event.get("version", 0), time, event.get("step", 0)))
             elif name == "loaded" and self.versions:
@@ -167,19 +143,17 @@ class Story:
         if last is not None and (publish := self.version_after(self.end, 0)) is not None:
             self.end = publish.published
 
-    def _move(self, event: EventLine, time: int) -> None:
-        name, key = event["event"], event.get("group", "")
+    def _move(self, name: str, key: str, event: EventLine, time: int) -> None:
         if name == "running":
             workers = " ".join(event.get("workers", {}))
-            facts = {"group": key, "version": event.get("version"), "workers": workers}
-            self._open[key] = Group(key, facts=facts)
+            self._open[key] = Group(key, {"group": key, "version": event.get("version"), "workers": workers})
             self.groups.append(self._open[key])
         if (group := self._open.get(key)) is None:
             return
         group.times.append(time)
         if name == "trained":
-            group.facts |= {"step": event.get("step", 0), "window": event.get("version", 0)}
-            group.facts["tokens"] = event.get("tokens")
+            group.step, group.window = event.get("step", 0), event.get("version", 0)
+            group.facts |= {"step": group.step, "window": group.window, "tokens": event.get("tokens")}
         if name == "trained" or name in LOSSES:
             group.facts["became"] = f"{name} ({event['reason']})" if event.get("reason") else name
             group.has_ended = True
@@ -216,7 +190,7 @@ def group_entries(story: Story, tracks: Tracks, waits_s: Mapping[int, float]) ->
         taken_until[lane : lane + 1] = [times[-1]]
         track = group.track = tracks.track(GROUPS, f"lane {lane:02d}")
         yield slice_on(track, group.key, "group", times[0], times[-1], group.facts)
-        short = {key: group.facts.get(key) for key in ("group", "step")}
+        short = {"group": group.key, "step": group.step}
         for phase, start, end in zip(PHASES, times, times[1:], strict=False):
             yield slice_on(track, phase, "phase", start, end, short)
         if group.step is not None:
@@ -226,10 +200,9 @@ def group_entries(story: Story, tracks: Tracks, waits_s: Mapping[int, float]) ->
         start = max(min(group.times[2] for group in groups), done)
         done = max(start + 1, max(group.times[3] for group in groups))
         latest = max(groups, key=lambda group: group.times[1])
-        window = latest.facts["window"]
-        args = {"step": step, "window": window, "groups": len(groups), "waited_s": waits_s.get(step)}
+        args = {"step": step, "window": latest.window, "groups": len(groups), "waited_s": waits_s.get(step)}
         yield slice_on(step_track, f"step {step}", "step", start, done, {**args, "last_group": latest.key})
-        version = story.version_after(done, window + 1)
+        version = story.version_after(done, latest.window + 1)
         stops = [(version_track, version.published)] if version is not None else []
         for group in groups:
             assert group.track is not None
@@ -302,3 +275,54 @@ def _states(
         was_sampled = known >= 0 and (end_s - start_s >= SAMPLED_S or times[known] >= start_s)
         facts = {"executor": name, "waiting_for": waits[known][1] if was_sampled and state != "busy" else ""}
         yield slice_on(track, state, "state", micros(start_s), micros(end_s), facts)
+
+
+def micros(time_s: float) -> int:
+    return round(time_s * 1e6)
+
+
+class Tracks:
+    """Numbers tracks as they are asked for, the topmost first. `entries` are their names."""
+
+    def __init__(self) -> None:
+        self.entries: list[Entry] = []
+        self._processes: dict[str, int] = {}
+        self._threads: dict[tuple[str, str], Track] = {}
+
+    def process(self, name: str) -> int:
+        if name not in self._processes:
+            number = self._processes[name] = len(self._processes) + 1
+            self._name("process", {"pid": number}, name, number)
+        return self._processes[name]
+
+    def track(self, process: str, thread: str) -> Track:
+        if (process, thread) not in self._threads:
+            # A thread's number is unique in the whole trace: Perfetto takes two threads with one number for
+            # the same thread.
+            track = {"pid": self.process(process), "tid": 1000 + len(self._threads)}
+            self._threads[process, thread] = track
+            self._name("thread", track, thread, track["tid"])
+        return self._threads[process, thread]
+
+    def _name(self, what: str, track: Track, name: str, place: int) -> None:
+        for key, args in (("name", {"name": name}), ("sort_index", {"sort_index": place})):
+            self.entries.append({"ph": "M", **track, "name": f"{what}_{key}", "args": args})
+
+
+def slice_on(track: Track, name: str, kind: str, start: int, end: int, args: Mapping[str, object]) -> Entry:
+    """At least a microsecond long, so that it can be seen, and binds arrows."""
+    known = {key: value for key, value in args.items() if value not in (None, "")}
+    times = {"ts": start, "dur": max(end - start, 1)}
+    return {"ph": "X", "name": name, "cat": kind, **track, **times, "args": known}
+
+
+def arrow(name: str, number: int, stops: Sequence[tuple[Track, int]]) -> Iterator[Entry]:
+    """An arrow through slices that are open on these tracks at these times."""
+    for index, (track, time) in enumerate(stops):
+        phase = "s" if index == 0 else "f" if index == len(stops) - 1 else "t"
+        end = {"bp": "e"} if phase == "f" else {}
+        yield {"ph": phase, "name": name, "cat": name, "id": number, **track, "ts": time, **end}
+
+
+def counter(process: int, name: str, time: int, figures: Mapping[str, float]) -> Entry:
+    return {"ph": "C", "name": name, "pid": process, "ts": time, "args": dict(figures)}

@@ -1,4 +1,5 @@
-"""Makes a report's file: finds what is asked for, reads it, and writes the page whole or not at all.
+"""Writes what people take elsewhere: a report's page, whole or not at all, and a trace. Neither overwrites
+anything but an earlier one of its kind.
 
 A bench's directory has its table with the bound, notes and a bar for each profile's speed on the page. The
 first run of each profile has charts.
@@ -6,17 +7,23 @@ first run of each profile has charts.
 
 from __future__ import annotations
 
+import gzip
+import json
 import re
+import zlib
+from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from html import escape
 from pathlib import Path
+from typing import IO, cast
 
-from asyncrl_cli.base.errors import ConfigError
-from asyncrl_cli.base.storage import replace_text
+from asyncrl_cli.base.errors import ConfigError, RefusedError
+from asyncrl_cli.base.safe_files import UnsafeFile, open_regular, reason
+from asyncrl_cli.base.storage import appearing_file, replace_text
 from asyncrl_cli.bench.output import heading_of, long_notes, rows_of
 from asyncrl_cli.bench.results import read_results
 from asyncrl_cli.observe.recorded import Recorded
-from asyncrl_cli.report.out_file import check_out
 from asyncrl_cli.report.page import (
     GENERATOR,
     MAX_CHARACTERS,
@@ -27,10 +34,15 @@ from asyncrl_cli.report.page import (
     samples_html,
     table,
 )
+from asyncrl_cli.report.perfetto import trace_entries
 from asyncrl_cli.report.run_data import run_data
 from asyncrl_cli.report.side_by_side import compared
 
 NAME = "report.html"
+TRACE_GENERATOR = "asyncrl trace"
+"""In each trace's head. A file that has it may be overwritten."""
+HEAD_BYTES = 4096
+GZIP_WINDOW_BITS = 31
 RESULTS = "results.json"
 LATER_RUN = re.compile(r".*-r[1-9][0-9]*")
 """Real runs are named by profile and repeat; of simulated ones only the first of each profile is recorded."""
@@ -136,3 +148,51 @@ def bench_html(directory: Path) -> str:
         f'<h3>{title}</h3><div class="bars">{bars}</div>',
     ]
     return card("SIMULATED comparison" if comparison.simulated else "Comparison", "".join(parts))
+
+
+def write_trace(run: Recorded, path: Path, first: int = 1, last: int | None = None) -> Counter[str]:
+    """Write the train steps from `first` to `last` (None: to the end) to `path`, gzipped if it ends with .gz.
+    Returns how many entries there are of each kind.
+
+    Raises ConfigError for a range without a train step or a malformed file of the run, OSError if `path`
+    cannot be written, and as `check_out`.
+    """
+    check_out(path, TRACE_GENERATOR, "trace")
+    head = json.dumps({"generator": TRACE_GENERATOR, "run": run.name})
+    counted: Counter[str] = Counter()
+    opened = cast("Callable[..., IO[str]]", gzip.open if path.suffix == ".gz" else open)
+    with appearing_file(path) as temporary, opened(temporary, "wt", encoding="utf-8") as file:
+        file.write(f'{{"displayTimeUnit": "ms", "otherData": {head}, "traceEvents": [\n')
+        for index, entry in enumerate(trace_entries(run, first, last)):
+            counted[str(entry["cat"] if entry["ph"] in ("X", "i") else entry["ph"])] += 1
+            file.write((",\n" if index else "") + json.dumps(entry, separators=(",", ":")))
+        file.write("\n]}\n")
+        if (first > 1 or last is not None) and not counted["step"]:
+            asked = f"--steps {first}:{'' if last is None else last}"
+            hint = f"'asyncrl status {run.name}' says how far it has come"
+            raise ConfigError(f"run '{run.name}' has trained no step of {asked}", hint=hint)
+    return counted
+
+
+def check_out(path: Path, mark: str, kind: str) -> None:
+    """Check, before any work, that a file can be written at `path`.
+
+    Raises ConfigError if its directory does not exist, RefusedError if the file exists and is not an earlier
+    `kind` (`report`, `trace`): each of those has `mark` in its head.
+    """
+    if not path.parent.is_dir():
+        why = f"{path} cannot be written: {path.parent} is not a directory"
+        raise ConfigError(why, hint="create it, or give another --out")
+    try:
+        with open_regular(path) as file:
+            head = file.read(HEAD_BYTES)
+    except FileNotFoundError:
+        return
+    except (OSError, UnsafeFile) as error:
+        why = f"{path} cannot be written: {reason(error)}"
+        raise RefusedError(why, hint="give --out the name of a file") from None
+    with suppress(zlib.error):  # it is not gzipped
+        head = zlib.decompressobj(GZIP_WINDOW_BITS).decompress(head, HEAD_BYTES)
+    if mark.encode() not in head:
+        why = f"{path} exists and is not a {kind}: it is not overwritten"
+        raise RefusedError(why, hint="give another --out")
