@@ -1,5 +1,6 @@
 """What is compared: profiles that do the same work on the same resources, over how many groups. Refuses
-profiles that differ in more, and names the difference."""
+profiles that differ in more, and names the difference. The baseline of a user's own profile is derived from
+it: the same model, task, W and resources, taken in turns."""
 
 from __future__ import annotations
 
@@ -8,23 +9,23 @@ import shlex
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from decimal import Decimal
 from functools import cache
 from pathlib import Path
 
 from asyncrl_cli.base.errors import ConfigError
 from asyncrl_cli.base.storage import replace_text
-from asyncrl_cli.bench.baseline import BENCH_KEYS, baseline_toml
 from asyncrl_cli.bench.results import Contestant
 from asyncrl_cli.checkpoint.run_directory import stem_of
 from asyncrl_cli.job.ray.session import connected
 from asyncrl_cli.plan.cluster import ClusterResources, local_cluster
 from asyncrl_cli.plan.compiler import compile_job
 from asyncrl_cli.plan.defaults import for_device
-from asyncrl_cli.plan.job_plan import JobPlan
-from asyncrl_cli.profile.arithmetic import Schedule
+from asyncrl_cli.plan.job_plan import ROLLOUT, JobPlan
+from asyncrl_cli.profile.arithmetic import Schedule, mode_of
 from asyncrl_cli.profile.keys import values_of
-from asyncrl_cli.profile.loaded import Loaded, load
-from asyncrl_cli.profile.schema import Profile
+from asyncrl_cli.profile.loaded import DEFAULT, Loaded, load, to_toml
+from asyncrl_cli.profile.schema import DIRECT_TRANSPORTS, Profile
 from asyncrl_cli.profile.toml_files import is_file_reference, toml_value
 from asyncrl_cli.simulate.workload import Workload
 from asyncrl_cli.simulate.workload_files import profile_for
@@ -39,6 +40,35 @@ SAME_KEYS = (
     *("rollout.top_k", "rollout.stop", "eval.prompts", "eval.temperature"),
 )
 """Keys (and sections) that must be equal in all profiles, because they define the work."""
+NO_SWITCH = "the bench scores the first and the last version, and writes no checkpoints"
+BENCH_KEYS = {
+    "run.seed": "use --seed",
+    "run.total_rollout_steps": "use --groups",
+    "run.train_steps": "use --groups",
+    "run.name": "use --out",
+    "eval.every_versions": NO_SWITCH,
+    "checkpoint.every_steps": NO_SWITCH,
+}
+"""Keys that the bench sets itself, and the hint for a user who sets one."""
+IN_TURNS: dict[str, dict[str, object]] = {
+    "async_training": {
+        "staleness_threshold": Decimal(0),
+        "partial_rollout": False,
+        "max_staleness": None,
+        "on_stale": "wait",
+    },
+    "placement": {
+        "colocate": True,
+        "ratio": "1:1",
+        "tasks": None,
+        "ratios": None,
+        "rollout_strategy": "pack",
+        "rollout_labels": {},
+        "disjoint_nodes": False,
+    },
+    "rollout": {"interrupt": None, "min_workers": None, "nnodes": None, "n_gpus_per_node": None},
+}
+"""What has no meaning where both sides take turns on everything."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,33 +131,25 @@ def contest_of(
     about a default.
 
     Without a `baseline` that of the first profile that is a file is derived and written to `directory`
-    (`keep_k`: baseline.py); if all are shipped profiles it is `colocate`. Raises ConfigError if the profiles
-    cannot be compared.
+    (`keep_k`: `baseline_toml`); if all are shipped profiles it is `colocate`. Raises ConfigError if the
+    profiles cannot be compared.
     """
     for key in (text.partition("=")[0].strip() for text in sets):
         if key in BENCH_KEYS:
             raise ConfigError(f"--set {key}: the bench sets this for every profile", hint=BENCH_KEYS[key])
     file = next(filter(is_file_reference, profiles), None) if baseline is None else None
     if keep_k and file is None:
-        raise ConfigError(
-            "--keep-k is for the baseline that is derived from a profile's file",
-            hint="--profile my.toml, without --compare",
-        )
+        why = "--keep-k is for the baseline that is derived from a profile's file"
+        raise ConfigError(why, hint="--profile my.toml, without --compare")
     if groups is not None and windows is not None:
-        raise ConfigError(
-            "--groups and --windows both set the length of the runs", hint="give one of the two"
-        )
+        why = "--groups and --windows both set the length of the runs"
+        raise ConfigError(why, hint="give one of the two")
 
     def loaded(reference: str, sets: Sequence[str]) -> Loaded:
         if workload is not None:
             return profile_for(workload, reference, sets, groups=1)
-        flags = {
-            "run.seed": seeds[0],
-            "run.train_steps": 1,
-            "eval.every_versions": 0,
-            "checkpoint.every_steps": 0,
-        }
-        return load(reference, sets, flags)
+        flags = {"run.seed": seeds[0], "run.train_steps": 1}
+        return load(reference, sets, flags | {"eval.every_versions": 0, "checkpoint.every_steps": 0})
 
     def cluster(profile: Profile) -> ClusterResources:
         if workload is not None:
@@ -155,6 +177,43 @@ def contest_of(
     return Contest(entries=entries, seeds=seeds, groups=groups, workload=workload, address=address)
 
 
+def baseline_toml(base: Loaded, plan: JobPlan, *, keep_k: bool) -> str:
+    """The profile file of the baseline of `base`. `plan`: that of `base`, whose resources the baseline gets.
+    `keep_k`: with K = 1, as in the profile `colocate`, instead of the K of `base`.
+
+    Raises ConfigError for a profile that cannot take turns, or already does.
+    """
+    profile = base.profile
+    if mode_of(profile) == "colocate":
+        why = f"'{profile.name}' is colocated, like its baseline would be"
+        raise ConfigError(why, hint="--compare NAME, another profile")
+    if profile.reward_model.path is not None:
+        why = f"'{profile.name}' has a reward model, which needs its own resources"
+        hint = "--compare NAME, another profile with this reward model"
+        raise ConfigError(f"{why}: it has no colocated baseline", hint=hint)
+    changed = {section: dict(values) for section, values in IN_TURNS.items()}
+    if plan.gpus:
+        changed["placement"] |= {"gpus": plan.gpus, "trainer_workers": None, "gpus_per_rollout_worker": 1}
+        changed["rollout"] |= {"workers": None, "tensor_parallel_size": None}
+        changed["trainer"] = {"nnodes": None, "n_gpus_per_node": None}
+    else:
+        # On CPUs each rank and each worker has a place of its own; scorers' places become ranks'.
+        places = plan.cpus // plan.cpus_per_worker
+        changed["placement"] |= {"trainer_workers": places - plan.role(ROLLOUT).workers}
+    if profile.weights.transport in DIRECT_TRANSPORTS:
+        changed["weights"] = {"transport": "ipc" if plan.gpus == 1 else "object-store"}
+    if keep_k:
+        changed["async_training"]["trigger_parameter_sync_step"] = 1
+    update: dict[str, object] = {
+        section: getattr(profile, section).model_copy(update=values) for section, values in changed.items()
+    }
+    purpose = f"The baseline of {profile.name}: trainer and rollout workers take turns on all resources."
+    update |= {"name": f"{profile.name}-colocate", "purpose": purpose}
+    ours = {f"{section}.{name}": "bench" for section, values in changed.items() for name in values}
+    origins = {**base.origins, **ours, **dict.fromkeys(BENCH_KEYS, DEFAULT)}
+    return to_toml(profile.model_copy(update=update), origins)
+
+
 @cache
 def _cluster_at(address: str) -> ClusterResources:
     with connected(address) as cluster:
@@ -175,9 +234,8 @@ def entries_of(
         loaded = for_device(loaded, plan.device)
         name, schedule = loaded.profile.name, Schedule.of(loaded.profile)
         if any(name == other.name for other in entries):
-            raise ConfigError(
-                f"two of the profiles are named '{name}'", hint="give one of them another `name`"
-            )
+            what = f"two of the profiles are named '{name}'"
+            raise ConfigError(what, hint="give one of them another `name`")
         entries.append(
             Entry(
                 name=name,
@@ -191,9 +249,8 @@ def entries_of(
             )
         )
     if len(entries) < 2:
-        raise ConfigError(
-            f"'{entries[0].reference}' cannot be compared with itself", hint="--profile partial-rollout"
-        )
+        what = f"'{entries[0].reference}' cannot be compared with itself"
+        raise ConfigError(what, hint="--profile partial-rollout")
     baseline, *others = entries
     for entry in others:
         theirs = values_of(entry.profile)
@@ -202,12 +259,10 @@ def entries_of(
             if is_work and value != theirs[key]:
                 given = theirs[key] if value is None else value
                 # `--set` takes a string without quotes
-                setting = f"{key}={given if isinstance(given, str) else toml_value(given)}"
-                raise ConfigError(
-                    f"'{baseline.name}' and '{entry.name}' do different work: {key} is {value!r} and "
-                    f"{theirs[key]!r}",
-                    hint=f"--set {shlex.quote(setting)} sets it for all of them",
-                )
+                setting = shlex.quote(f"{key}={given if isinstance(given, str) else toml_value(given)}")
+                values = f"{key} is {value!r} and {theirs[key]!r}"
+                what = f"'{baseline.name}' and '{entry.name}' do different work: {values}"
+                raise ConfigError(what, hint=f"--set {setting} sets it for all of them")
         _check_same_resources(baseline, entry)
     return entries
 
@@ -226,11 +281,9 @@ def _check_groups(entries: Sequence[Entry], groups: int) -> None:
         if groups % entry.step_groups:
             wrong = f"no multiple of R = {entry.step_groups} groups per train step of '{entry.name}'"
         elif groups < LEAST_WINDOWS * entry.window_groups:
-            wrong = (
-                f"not {LEAST_WINDOWS} windows of '{entry.name}', which has W = {entry.window_groups}: the "
-                "first one is warm-up, in the last one nothing is generated ahead, and what is measured "
-                "lies between"
-            )
+            windows = f"{LEAST_WINDOWS} windows of '{entry.name}', which has W = {entry.window_groups}"
+            wrong = f"not {windows}: the first one is warm-up, in the last one nothing is generated ahead, "
+            wrong += "and what is measured lies between"
         else:
             continue
         raise ConfigError(f"{groups} groups are {wrong}", hint=f"--groups {groups_for_all(entries, groups)}")
@@ -239,26 +292,18 @@ def _check_groups(entries: Sequence[Entry], groups: int) -> None:
 def _check_same_resources(baseline: Entry, entry: Entry) -> None:
     left, right = baseline.plan, entry.plan
     if left.device != right.device:
-        raise ConfigError(
-            f"'{baseline.name}' runs on {left.device} and '{entry.name}' on {right.device}",
-            hint="--set placement.device=cpu",
-        )
-    is_gpu = left.device == "cuda"
-    ours, theirs = (left.gpus, right.gpus) if is_gpu else (left.cpus, right.cpus)
-    if ours == theirs:
-        return
+        what = f"'{baseline.name}' runs on {left.device} and '{entry.name}' on {right.device}"
+        raise ConfigError(what, hint="--set placement.device=cpu")
+    ours, theirs, unit = left.gpus, right.gpus, "GPUs"
     hint = f"--set placement.gpus={left.gpus}"
-    if not is_gpu:
+    if left.device != "cuda":
+        ours, theirs, unit = left.cpus, right.cpus, "CPU cores"
         ranks, workers = left.trainer_workers, left.rollout_workers
         if left.colocate:
             # half of a colocated plan's processes become rollout workers
             ranks, workers = max(ranks // 2, 1), max(ranks - ranks // 2, 1)
-        hint = (
-            f"--set placement.trainer_workers={ranks} --set rollout.workers={workers} "
-            f"--set placement.cpus_per_worker={left.cpus_per_worker}"
-        )
-    raise ConfigError(
-        f"'{baseline.name}' uses {ours} {'GPUs' if is_gpu else 'CPU cores'} and '{entry.name}' {theirs}: a "
-        "comparison needs the same resources",
-        hint=hint,
-    )
+        hint = f"--set placement.trainer_workers={ranks} --set rollout.workers={workers} "
+        hint += f"--set placement.cpus_per_worker={left.cpus_per_worker}"
+    if ours != theirs:
+        what = f"'{baseline.name}' uses {ours} {unit} and '{entry.name}' {theirs}"
+        raise ConfigError(f"{what}: a comparison needs the same resources", hint=hint)

@@ -1,24 +1,25 @@
-"""The output of `asyncrl plan`: schedule, placement, an estimate of each process's memory, and whether it
-fits the devices."""
+"""The output of `asyncrl plan`: schedule, placement, an estimate of what each process holds, and whether its
+devices, its node and its object store have room for it."""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from itertools import groupby
 
 from rich.table import Column
+from rich.text import Text
 
 from asyncrl_cli.base.errors import AsyncrlError, PreflightError
 from asyncrl_cli.cli.console import print_json, print_prose, print_table, print_text, warn
-from asyncrl_cli.cli.plan_memory import memory_document, print_memory
 from asyncrl_cli.job.ray.session import check_shared_memory
 from asyncrl_cli.models.model_directory import tokenizer_here
 from asyncrl_cli.plan import cluster, memory_fit
 from asyncrl_cli.plan.compiler import compile_job, device_of
 from asyncrl_cli.plan.defaults import for_device, for_job
 from asyncrl_cli.plan.job_plan import COLOCATED, TRAINER, JobPlan
-from asyncrl_cli.plan.machine import engine_refusal
+from asyncrl_cli.plan.machine import SHARED_MEMORY, engine_refusal, free_shared_memory
 from asyncrl_cli.plan.memory import MemoryEstimate
 from asyncrl_cli.plan.node_fit import Unplaced, assigned, fitting_hint
 from asyncrl_cli.plan.remedies import with_hint
@@ -31,7 +32,10 @@ from asyncrl_cli.tasks.splits import KINDS
 from asyncrl_cli.tasks.task import load_task
 from asyncrl_cli.train.losses import check_loss
 
-GIB = 2**30
+MIB, GIB = 2**20, 2**30
+NOT_COUNTED = "not counted: Python, torch and a GPU's context (about 1 GiB per process), and fragmentation"
+NEED = ("device", "roles", "num_bytes", "available_bytes", "fits")
+"""What JSON says of a `DeviceNeed`."""
 
 
 def print_plan(
@@ -52,11 +56,10 @@ def print_plan(
     """
     check_loss(loaded.profile.algorithm.loss_mode)
     is_here = gpus is None and address is None
-    there = (
-        _Cluster.at(address)
-        if address is not None
-        else _Cluster.planned(loaded.profile, gpus, nodes, node_memory_gib)
-    )
+    if address is not None:
+        there = _Cluster.at(address)
+    else:
+        there = _Cluster.planned(loaded.profile, gpus, nodes, node_memory_gib)
     loaded = for_device(loaded, device_of(loaded.profile, there.all))
     profile = loaded.profile
     schedule, job = Schedule.of(profile), compile_job(profile, there.all)
@@ -96,16 +99,26 @@ def print_plan(
         warnings += [f"a run on this machine would be refused: {rehearsal.message}{hint}"] if is_here else []
         rehearsal = Rehearsal(name=f'"{profile.task.reward}"', reason=rehearsal.message)
     warn(*warnings, *rehearsal.warnings())
+    # the defaults that follow from device and model, with their origins
+    origins, values = loaded.origins.items(), values_of(loaded.profile)
+    derived = {key: (values[key], why) for key, why in origins if why != DEFAULT and is_default(why)}
     if as_json:
-        document = _document(profile, schedule, job, memory_document(memory, needs))
-        document |= {"defaults": _derived(loaded), "rehearsal": rehearsal.document()}
+        placement = {name: getattr(job, name) for name in ("device", "engine", "colocate", "gpus", "cpus")}
+        document = {
+            "profile": profile.name,
+            "schedule": asdict(schedule),
+            "placement": {**placement, "roles": plan_rows(job)},
+            "memory": _memory_document(memory, needs),
+            "defaults": derived,
+            "rehearsal": rehearsal.document(),
+        }
         print_json(document | ({"cluster": there.rows(job)} if shows_nodes else {}))
     else:
         _print_schedule_and_placement(profile, schedule, job)
         if shows_nodes:
             there.print(job)
-        print_memory(memory, job, needs, is_here=is_here)
-        for key, (value, why) in _derived(loaded).items():
+        _print_memory(memory, job, needs, is_here=is_here)
+        for key, (value, why) in derived.items():
             print_prose(f"{key} = {f'{value:,.0f} s' if isinstance(value, float) else value} ({why})")
         print_text("\n" + "\n".join(rehearsal.lines()))
     if refusal is not None and isinstance(memory, MemoryEstimate):
@@ -126,7 +139,7 @@ def _rehearsed(profile: Profile) -> Rehearsal | AsyncrlError:
     # without a rehearsal one item tells whether the task can be loaded
     items = max(1, profile.task.rehearsal_items)
     train_prompts = min(items, profile.task.train_prompts or items)
-    update: dict[str, Any] = {"task": profile.task.model_copy(update={"train_prompts": train_prompts})}
+    update: dict[str, object] = {"task": profile.task.model_copy(update={"train_prompts": train_prompts})}
     if profile.task.source.partition(":")[0] not in KINDS:  # eval prompts that are generated take time
         update["eval"] = profile.eval.model_copy(update={"prompts": 0, "sets": {}})
     few = profile.model_copy(update=update)
@@ -203,23 +216,6 @@ class _Cluster:
             print_prose(f"{waits}; this would fit at once: {fitting}")
 
 
-def _derived(loaded: Loaded) -> dict[str, tuple[Any, str]]:
-    """The defaults that follow from device and model, with their origins, by key."""
-    values = values_of(loaded.profile)
-    derived = {key: why for key, why in loaded.origins.items() if why != DEFAULT and is_default(why)}
-    return {key: (values[key], why) for key, why in derived.items()}
-
-
-def _document(profile: Profile, schedule: Schedule, job: JobPlan, memory: dict[str, Any]) -> dict[str, Any]:
-    placement = {name: getattr(job, name) for name in ("device", "engine", "colocate", "gpus", "cpus")}
-    return {
-        "profile": profile.name,
-        "schedule": asdict(schedule),
-        "placement": {**placement, "roles": plan_rows(job)},
-        "memory": memory,
-    }
-
-
 def plan_rows(plan: JobPlan) -> list[dict[str, str | int | float]]:
     """One row per role, for `asyncrl plan`: plain values, ready for a table or for JSON. Numbers of bundles
     are ascending, with ranges of consecutive ones: `0-3 8`."""
@@ -260,3 +256,66 @@ def _print_schedule_and_placement(profile: Profile, schedule: Schedule, job: Job
     rows = plan_rows(job)
     headers = [header.replace("_", " ") for header in rows[0]]
     print_table(headers, (map(str, row.values()) for row in rows), f"\nplacement: {job}")
+
+
+def _memory_document(
+    memory: MemoryEstimate | str, needs: Sequence[memory_fit.DeviceNeed]
+) -> dict[str, object]:
+    if isinstance(memory, str):
+        return {"unknown": memory}
+    return {
+        "estimate": True,
+        "parameters": memory.shape.parameters,
+        "kv_values_per_token": memory.shape.kv_values_per_token,
+        "items": [
+            {"place" if name == "kind" else name: value for name, value in asdict(item).items()}
+            for item in memory.items
+        ],
+        "devices": [{name: getattr(need, name) for name in NEED} for need in needs],
+        "object_store_bytes": memory.store_bytes,
+        "remarks": [*memory.shape.remarks, NOT_COUNTED],
+    }
+
+
+def _print_memory(
+    memory: MemoryEstimate | str, plan: JobPlan, needs: Sequence[memory_fit.DeviceNeed], *, is_here: bool
+) -> None:
+    """A table of what each process holds and when; then what its device, its node and its store have."""
+    if isinstance(memory, str):
+        print_prose(f"\nmemory: no estimate: {memory}")
+        return
+    is_apart = plan.device != "cpu"  # the GPU's memory is not the host's
+    model = f"{memory.shape.model_type}, {memory.shape.parameters:,} parameters"
+    title = f"\nmemory per {'GPU and process' if is_apart else 'process'}, an estimate ({model})"
+    rows: list[list[str | Text]] = []
+    for role, grouped in groupby(memory.items, key=lambda item: item.role):
+        items = list(grouped)
+        rows.append([Text(f"{role} x {max(item.processes for item in items)}", "bold")])
+        for item in items:
+            where = ["GPU" if item.kind == "device" else "host"] if is_apart else []
+            rows.append([item.what, item.phase, size(item.num_bytes), *where, item.how])
+    sizes, places = Column("size", justify="right", no_wrap=True), ["where"] if is_apart else []
+    print_table(["what", "when", sizes, *places, "meaning"], rows, title)
+    for need in needs:
+        one = "one node's host" if need.device == memory_fit.NODE else f"one {need.device}"
+        line = f"{' and '.join(need.roles)} on {one}: about {size(need.num_bytes)} at the peak"
+        if need.available_bytes is None:
+            flag = "--node-memory" if need.device == memory_fit.NODE else "--gpu-memory"
+            print_prose(f"{line} (the memory of a {need.device} is not known here: {flag} GIB)")
+        else:
+            fits = "fits" if need.fits else "does not fit"
+            print_prose(f"{line} of {size(need.available_bytes)}: {fits}, by this estimate")
+    needed, free = memory.store_bytes, free_shared_memory()
+    room = f" ({SHARED_MEMORY})"
+    if is_here and free is not None:
+        enough = "enough" if needed <= free else "not enough"
+        room = f", {SHARED_MEMORY} has {size(free)} free: {enough}"
+    print_prose(f"object store of a local session: {size(needed)} of shared memory{room}")
+    for line in (*memory.shape.remarks, NOT_COUNTED):
+        print_prose(line)
+
+
+def size(num_bytes: int) -> str:
+    """The size in MiB below one GiB, otherwise in GiB."""
+    mib = num_bytes / MIB
+    return f"{mib / 1024:.1f} GiB" if mib >= 1024 else f"{mib:.1f} MiB"
