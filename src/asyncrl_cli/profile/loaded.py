@@ -53,7 +53,7 @@ SCHEMA_VERSION = 1
 """The format version of `config.resolved.json`."""
 MODELS = ("model.path", "ref.path", "critic.path", "reward_model.path")
 """Each is a directory, or a name on the hub."""
-IMPORT_PATH, CODE_KEYS = "task.import_path", ("task.reward", "task.environment", "task.agent")
+IMPORT_PATH, CODE_KEYS = "task.import_path", ("task.reward", "task.environment", "task.agent", "task.fields")
 ALIAS, ALIASED = "async_training.use_rollout_log_probs", "algorithm.old_logprobs"
 
 CLEARS = {

@@ -18,7 +18,7 @@ from asyncrl_cli.profile.loaded import Layer, Loaded, merge, set_layer
 from asyncrl_cli.profile.validation import validate
 
 MAY_CHANGE = frozenset({
-    "placement", "weights", "checkpoint", "logging",
+    "placement", "data_plane", "weights", "checkpoint", "logging",
     "run.train_steps", "run.total_rollout_steps", "run.stop_grace_s", "run.stall_timeout_s", "run.ship",
     "trainer.lr", "critic.lr",
     "trainer.max_tokens_per_microbatch", "trainer.activation_checkpointing", "trainer.max_skipped_steps",

@@ -1,5 +1,6 @@
-"""The keys of `[rollout]`, `[env]`, `[async_training]` and `[weights]`: how responses are generated, within
-which limits, how far ahead of the trainer, and how new weights reach the rollout workers."""
+"""The keys of `[rollout]`, `[env]`, `[async_training]`, `[data_plane]` and `[weights]`: how responses are
+generated, within which limits, how far ahead of the trainer, where their arrays are until then, and how new
+weights reach the rollout workers."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ from pydantic import Field
 
 from asyncrl_cli.profile.fields import (
     Eta,
+    NonNegativeFloat,
     NonNegativeInt,
     Params,
     PositiveFloat,
@@ -129,6 +131,20 @@ class AsyncTrainingSection(Section):
     """What happens to a prompt whose group is too stale again after `max_requeues` requeues."""
     use_rollout_log_probs: bool | None = None
     """verl's name for algorithm.old_logprobs: true means "rollout", false means "recompute"."""
+
+
+class DataPlaneSection(Section):
+    """Where the arrays of groups are between rollout workers, scorers and the trainer."""
+
+    backend: Literal["ray", "transferqueue"] = "ray"
+    """`ray`: Ray's object store. `transferqueue`: storage units of the package TransferQueue, which
+    `pip install 'asyncrl-cli[transferqueue]'` brings (docs/data.md)."""
+    storage_units: Processes = 2
+    """`transferqueue`: number of storage processes, spread over the nodes."""
+    storage_cpus_per_unit: NonNegativeFloat = 1.0
+    """`transferqueue`: CPUs that Ray reserves for a storage unit, and for the controller."""
+    timeout_s: PositiveFloat = 60.0
+    """Limit of every call to the store, in seconds."""
 
 
 class WeightsSection(Section):

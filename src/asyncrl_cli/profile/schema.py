@@ -37,6 +37,7 @@ from asyncrl_cli.profile.fields import (
 )
 from asyncrl_cli.profile.rollout_sections import (
     AsyncTrainingSection,
+    DataPlaneSection,
     EnvSection,
     RolloutSection,
     WeightsSection,
@@ -148,6 +149,10 @@ class TaskSection(Section):
     verl's `compute_score`; with an environment that is your own class, TRL's. Several rewards are a list,
     `["math-verify", "my_rewards:brief"]`, or a table with weights, `{math-verify = 1.0, "my_rewards:brief" =
     0.2}`: their weighted sum is the reward, and each has its mean in the metrics."""
+    fields: str | None = None
+    """`module:FIELDS`: fields of your own that travel with every trajectory (docs/data.md), a sequence of
+    `asyncrl_cli.data.sample_fields.Field`. Packages add theirs through the entry point group
+    `asyncrl.fields`."""
     answer_format: Literal["final", "anywhere"] = "final"
     """Where `math-verify` looks for a response's answer. `final`: in the last `<answer>` or `\\boxed{}`,
     after `####` on the last line, or after "answer is" or "answer:" at the end, and it must be worked out:
@@ -164,10 +169,10 @@ class TaskSection(Section):
     """Processes per rollout worker that compute rewards. Default: half of the machine's cores, at most 4.
     With an async reward function, each process awaits up to 128 rewards at once."""
     import_path: PathText | None = None
-    """Directory of the modules of `reward`, `environment` and `agent`. Modules that are not there are
-    imported from the working directory or from installed packages. Default: the directory of the profile file
-    that names the module; for a module named by `--set` or the environment, the working directory. Modules in
-    two different directories are refused."""
+    """Directory of the modules of `reward`, `environment`, `agent` and `fields`. Modules that are not there
+    are imported from the working directory or from installed packages. Default: the directory of the profile
+    file that names the module; for a module named by `--set` or the environment, the working directory.
+    Modules in two different directories are refused."""
     max_failed_ratio: Ratio = 0.1
     """The run fails if a larger share of trajectories fails (the reward raised or hung, or the prompt was too
     long)."""
@@ -396,6 +401,7 @@ class Profile(Section):
     rollout: RolloutSection = RolloutSection()
     async_training: AsyncTrainingSection = AsyncTrainingSection()
     placement: PlacementSection = PlacementSection()
+    data_plane: DataPlaneSection = DataPlaneSection()
     weights: WeightsSection = WeightsSection()
     checkpoint: CheckpointSection = CheckpointSection()
     eval: EvalSection = EvalSection()

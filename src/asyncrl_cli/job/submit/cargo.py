@@ -67,7 +67,8 @@ def cargo_of(loaded: Loaded, root: Path) -> Cargo:
             why = f'run.ship names "{pattern}", but no file in {root} matches'
             raise ConfigError(why, hint='ship = ["data/*.parquet", "helpers.py"]')
         files |= found
-    names = (*profile.task.rewards, profile.task.environment, profile.task.agent or "")
+    task = profile.task
+    names = (*task.rewards, task.environment, task.agent or "", task.fields or "")
     modules = {name.partition(":")[0].partition(".")[0] for name in names if is_user_code(name)}
     for module in sorted(modules):
         found = set()

@@ -1,0 +1,183 @@
+"""The schema of a sample: every field that travels with a trajectory, declared once. Joining, batching,
+checkpoints, dumps, pages and stores work from these declarations; no room names a field that it does not use.
+
+    ENTROPY = Field(name="entropy", per="sampled", by="trainer", in_samples=True, shown="colour",
+                    doc="entropy of the distribution that the token was sampled from, in nats")
+
+A field of one's own takes two places: its declaration (`task.fields = "module:FIELDS"`, or an entry point of
+the group `asyncrl.fields`, both a sequence of fields), and its producer:
+
+    engine        `Completion.fields`: a value for every token of the completion
+    environment   `Turn.fields` and `End.fields`: a value for every token of the answer that it was given; in
+                  `End` also a value of the trajectory
+    scorer        a column, called as the scorer is
+    trainer       `LossBatch.keep(name, values_N)`, called by a loss
+
+A field that nobody writes takes no room. Readers of an absent value see `fill`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from importlib.metadata import entry_points
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from asyncrl_cli.base.errors import ConfigError, first_line
+from asyncrl_cli.base.user_code import UserCode, describe
+from asyncrl_cli.profile.arithmetic import CRITIC, PROX, REF
+from asyncrl_cli.profile.schema import Profile
+
+Per = Literal["token", "sampled", "segment", "trajectory", "group"]
+Writer = Literal["engine", "environment", "reward", "scorer", "trainer"]
+GROUP = "asyncrl.fields"
+NOT_SAMPLED = -1
+"""Version of a token that no policy sampled (prompt, tool output)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Field:
+    """One declared column.
+
+    `per`: what has a value. Those per token or per sampled token are arrays, all segments of a trajectory end
+    to end: (tokens, *shape) or (sampled tokens, *shape). Others are values that JSON can hold: one of a
+    trajectory or of its group, or a list with one for each segment.
+    `dtype`: numpy's name of an array's type; unused for others.
+    `fill`: the value of a token that nobody gave one.
+    `in_losses`: losses find it in `LossBatch.columns`, as float32 or int64 per sampled token.
+    `in_samples`: dumps of samples have it. `shown`: how the page of samples shows it: as a scale of colours
+    on the tokens, as a number of the trajectory, or not at all.
+    """
+
+    name: str
+    per: Per
+    by: Writer
+    doc: str = ""
+    dtype: str = "float32"
+    shape: tuple[int, ...] = ()
+    fill: float = 0
+    in_checkpoints: bool = True
+    in_samples: bool = False
+    in_losses: bool = False
+    shown: Literal["colour", "number", ""] = ""
+
+    def __post_init__(self) -> None:
+        if not self.name.isidentifier():
+            raise ValueError(f"field {self.name!r}: its name is not an identifier")
+        if self.is_array:
+            try:
+                is_number = np.dtype(self.dtype).kind in "biuf"
+            except TypeError:
+                is_number = False
+            if not is_number:
+                raise ValueError(f"field {self.name}: dtype {self.dtype!r} is no number of numpy's")
+        elif self.in_losses or self.shape or self.shown == "colour":
+            raise ValueError(f"field {self.name}: only a field per token has a shape, a colour or a loss")
+        if self.in_losses and self.shape:
+            raise ValueError(f"field {self.name}: losses take one number per token")
+
+    @property
+    def is_array(self) -> bool:
+        return self.per in ("token", "sampled")
+
+    def filled(self, count: int) -> NDArray[Any]:
+        return np.full((count, *self.shape), self.fill, dtype=self.dtype)
+
+
+class Schema(Mapping[str, Field]):
+    """All fields of a run, by name."""
+
+    def __init__(self, fields: Iterable[Field]) -> None:
+        self._fields: dict[str, Field] = {}
+        for field in fields:
+            if self._fields.setdefault(field.name, field) != field:
+                raise ValueError(f"field {field.name} is declared twice")
+
+    def __getitem__(self, name: str) -> Field:
+        return self._fields[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._fields)
+
+    def __len__(self) -> int:
+        return len(self._fields)
+
+    @cached_property
+    def arrays(self) -> tuple[Field, ...]:
+        return tuple(field for field in self.values() if field.is_array)
+
+    @cached_property
+    def in_losses(self) -> tuple[Field, ...]:
+        return tuple(field for field in self.values() if field.in_losses)
+
+
+TOKENS, LOGPROBS, VERSIONS, MASK = "tokens", "logprobs", "versions", "mask"
+REWARD, FINISH_REASON, TURN_REWARDS, FACTS = "reward", "finish_reason", "turn_rewards", "facts"
+
+FIELDS = (
+    Field(name=TOKENS, per="token", by="engine", dtype="int32", in_samples=True, doc="token ids"),
+    Field(
+        name=LOGPROBS,
+        per="token",
+        by="engine",
+        in_samples=True,
+        shown="colour",
+        doc="of the temperature-scaled, untruncated distribution; 0 where mask is 0",
+    ),
+    Field(
+        name=VERSIONS,
+        per="token",
+        by="engine",
+        dtype="int32",
+        fill=NOT_SAMPLED,
+        in_samples=True,
+        shown="colour",
+        doc="the version of the weights that sampled the token; -1 where mask is 0",
+    ),
+    Field(name=MASK, per="token", by="engine", dtype="bool", in_samples=True, doc="whether it was sampled"),
+    Field(name=REWARD, per="trajectory", by="reward", in_samples=True, shown="number"),
+    Field(name=FINISH_REASON, per="trajectory", by="engine", in_samples=True),
+    Field(
+        name=TURN_REWARDS,
+        per="trajectory",
+        by="environment",
+        in_samples=True,
+        doc="the parts of the reward, if the environment gives them",
+    ),
+    Field(name=FACTS, per="trajectory", by="environment", doc="the environment's own figures, by name"),
+    *(
+        Field(name=name, per="sampled", by="scorer", in_checkpoints=False, doc=doc)
+        for name, doc in (
+            (PROX, "logprob under the weights at the window's start"),
+            (REF, "logprob under the reference"),
+            (CRITIC, "the critic's value of the state in which the token was sampled"),
+        )
+    ),
+)
+"""The built-in fields."""
+
+BUILT_IN = Schema(FIELDS)
+
+
+def schema_of(profile: Profile) -> Schema:
+    """The built-in fields, those of installed packages, and those that `task.fields` names. Raises
+    ConfigError."""
+    named = [(f"the entry point {point.name} of {GROUP}", point.load) for point in entry_points(group=GROUP)]
+    if profile.task.fields:
+        code = UserCode(name=profile.task.fields, import_path=profile.task.import_path or "")
+        named.append((f'task.fields = "{code.name}"', code.load))
+    fields = list(FIELDS)
+    for where, load in named:
+        try:
+            found = [replace(field) for field in load()]  # a copy: each is a Field, or this raises
+            fields += found
+            Schema(fields)
+        except Exception as error:  # a user's module may raise anything
+            why = describe(error) if not isinstance(error, ValueError) else first_line(error)
+            hint = 'a sequence of asyncrl_cli.data.sample_fields.Field, for example "my_fields:FIELDS"'
+            raise ConfigError(f"{where}: {why}", hint=hint) from error
+    return Schema(fields)

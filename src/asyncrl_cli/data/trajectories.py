@@ -1,0 +1,133 @@
+"""The data of trajectories, by field.
+
+    Trajectory(
+        counts=(Counts(tokens=4, sampled=2),),
+        per_token={"tokens": [5, 9, 7, 2], "logprobs": [0, 0, -0.1, -0.7], "versions": [-1, -1, 3, 4],
+                   "mask": [0, 0, 1, 1]},
+        per_sampled={"ref": [-0.2, -0.6]},
+        values={"reward": 1.0, "finish_reason": "stop"})
+
+is one segment: a prompt of two tokens, and a response of two that versions 3 and 4 sampled. Arrays are
+numpy's, end to end, never padded before the microbatch, and views where a store lends its memory.
+
+Legend: T = all tokens of a segment, prompt and response together; N = its sampled tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from asyncrl_cli.data.sample_fields import LOGPROBS, MASK, NOT_SAMPLED, TOKENS, VERSIONS, Schema
+
+Arrays = Mapping[str, NDArray[Any]]
+HEADS = "heads"
+
+
+class Counts(NamedTuple):
+    """Of a segment."""
+
+    tokens: int
+    sampled: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trajectory:
+    """One or more segments that share a reward; several if the context was rewritten. `counts`: of each
+    segment. `per_token`, `per_sampled`: the arrays of fields, all segments end to end. `values`: the other
+    fields."""
+
+    counts: tuple[Counts, ...] = ()
+    per_token: Arrays = field(default_factory=dict)
+    per_sampled: Arrays = field(default_factory=dict)
+    values: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(count.tokens for count in self.counts)
+
+    @property
+    def num_sampled(self) -> int:
+        return sum(count.sampled for count in self.counts)
+
+    def segments(self) -> Iterator[Arrays]:
+        """Each segment's views of all arrays, (T) and (N)."""
+        t = n = 0
+        for tokens, sampled in self.counts:
+            yield {
+                **{name: array[t : t + tokens] for name, array in self.per_token.items()},
+                **{name: array[n : n + sampled] for name, array in self.per_sampled.items()},
+            }
+            t, n = t + tokens, n + sampled
+
+
+def segment_of(tokens: Sequence[int], logprobs: Sequence[float], versions: Sequence[int]) -> Arrays:
+    """A segment from lists. A token was sampled if it has a version."""
+    versions_T = np.array(versions, dtype=np.int32)
+    return {
+        TOKENS: np.array(tokens, dtype=np.int32),
+        LOGPROBS: np.array(logprobs, dtype=np.float32),
+        VERSIONS: versions_T,
+        MASK: versions_T != NOT_SAMPLED,
+    }
+
+
+def trajectory_of(segments: Sequence[Arrays], schema: Schema, **values: Any) -> Trajectory:
+    """Join segments. A field that only some of them have is filled in the others. Raises ValueError if an
+    array's length is not that of its segment."""
+    counts = tuple(Counts(len(one[TOKENS]), int(one[MASK].sum())) for one in segments)
+    arrays: dict[str, dict[str, NDArray[Any]]] = {"token": {}, "sampled": {}}
+    for name in dict.fromkeys(chain.from_iterable(segments)):
+        declared = schema[name]
+        parts = []
+        for segment, count in zip(segments, counts, strict=True):
+            length = count.tokens if declared.per == "token" else count.sampled
+            part = segment[name] if name in segment else declared.filled(length)
+            if len(part) != length:
+                raise ValueError(f"field {name} has {len(part)} values for {length} {declared.per} tokens")
+            parts.append(part)
+        arrays[declared.per][name] = parts[0] if len(parts) == 1 else np.concatenate(parts)
+    return Trajectory(counts=counts, per_token=arrays["token"], per_sampled=arrays["sampled"], values=values)
+
+
+def packed(trajectories: Sequence[Trajectory], schema: Schema) -> dict[str, Any]:
+    """Several trajectories as one array per field, end to end, by "token/<name>" and "sampled/<name>"; and
+    under HEADS the counts and values of each. A field that only some have is filled in the others."""
+    columns: dict[str, Any] = {HEADS: tuple((one.counts, dict(one.values)) for one in trajectories)}
+    for kind in ("token", "sampled"):
+        owners = [one.per_token if kind == "token" else one.per_sampled for one in trajectories]
+        counts = [one.num_tokens if kind == "token" else one.num_sampled for one in trajectories]
+        for name in dict.fromkeys(chain.from_iterable(owners)):
+            parts = [
+                own[name] if name in own else schema[name].filled(count)
+                for own, count in zip(owners, counts, strict=True)
+            ]
+            columns[f"{kind}/{name}"] = np.concatenate(parts)
+    return columns
+
+
+def unpacked(columns: Mapping[str, Any]) -> list[Trajectory]:
+    """The trajectories, as views of `columns`, which may lack fields."""
+    t = n = 0
+    found = []
+    kinds = {
+        kind: {key.partition("/")[2]: array for key, array in columns.items() if key.startswith(f"{kind}/")}
+        for kind in ("token", "sampled")
+    }
+    for counts, values in columns[HEADS]:
+        tokens, sampled = (sum(column) for column in zip(*counts, strict=True)) if counts else (0, 0)
+        found.append(
+            Trajectory(
+                counts=tuple(Counts(*count) for count in counts),
+                per_token={name: array[t : t + tokens] for name, array in kinds["token"].items()},
+                per_sampled={name: array[n : n + sampled] for name, array in kinds["sampled"].items()},
+                values=values,
+            )
+        )
+        t, n = t + tokens, n + sampled
+    return found
