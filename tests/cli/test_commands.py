@@ -35,13 +35,13 @@ def test_the_help_of_every_command_has_examples(command, capsys):
 
 @pytest.mark.parametrize("command", ["plan", "bench", "profiles", "profiles show"])
 def test_examples_are_not_folded_on_80_columns(command, capsys, monkeypatch):
-    from asyncrl_cli.cli import bench, plan, profiles
+    from asyncrl_cli.cli import bench, plan, shipped
 
     examples = {
-        "plan": plan.EXAMPLES,
+        "plan": plan.PLAN_EXAMPLES,
         "bench": bench.EXAMPLES,
-        "profiles": profiles.PROFILES_EXAMPLES,
-        "profiles show": profiles.SHOW_EXAMPLES,
+        "profiles": shipped.PROFILES_EXAMPLES,
+        "profiles show": shipped.SHOW_EXAMPLES,
     }
     monkeypatch.setenv("COLUMNS", "80")
     assert run([*command.split(), "--help"]) == 0

@@ -18,7 +18,7 @@ from typer.exceptions import TyperException
 from asyncrl_cli import __version__
 from asyncrl_cli.base.errors import AsyncrlError, ConfigError, PreflightError
 from asyncrl_cli.base.paths import MAX_NAME_BYTES, MAX_PATH_BYTES, is_path
-from asyncrl_cli.cli import bench, plan, profiles, records, runs, setup, submit, tune, watch
+from asyncrl_cli.cli import bench, plan, records, runs, shipped, submit, tune, watch
 from asyncrl_cli.cli.console import STDOUT, begin, epilog, in_our_words, open_streams, print_text, tell
 
 app = typer.Typer(
@@ -46,14 +46,14 @@ for command, examples in (
     (records.export, records.EXPORT_EXAMPLES),
     (records.report, records.REPORT_EXAMPLES),
     (bench.bench, bench.EXAMPLES),
-    (plan.plan, plan.EXAMPLES),
+    (plan.plan, plan.PLAN_EXAMPLES),
     (tune.tune, tune.EXAMPLES),
-    (setup.doctor, setup.DOCTOR_EXAMPLES),
-    (setup.init, setup.INIT_EXAMPLES),
-    (profiles.schema, profiles.SCHEMA_EXAMPLES),
+    (plan.doctor, plan.DOCTOR_EXAMPLES),
+    (shipped.init, shipped.INIT_EXAMPLES),
+    (shipped.schema, shipped.SCHEMA_EXAMPLES),
 ):
     app.command(epilog=epilog(examples))(command)
-app.add_typer(profiles.profiles, name="profiles")
+app.add_typer(shipped.profiles, name="profiles")
 
 
 def _print_version(asked: bool) -> None:

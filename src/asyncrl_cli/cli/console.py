@@ -11,7 +11,7 @@ import sys
 import traceback
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext, suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import typer
 from rich.console import Console, RenderableType
@@ -22,6 +22,8 @@ from asyncrl_cli.base.errors import AsyncrlError, ConfigError, Interrupted, Pref
 from asyncrl_cli.observe.terminal import SafeConsole, neutral
 
 if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer
+
     from asyncrl_cli.job.driver_run import Run
     from asyncrl_cli.profile.loaded import Loaded
 
@@ -33,12 +35,12 @@ class _Stream(io.FileIO):
     errors of other files. Write errors of stderr (a closed terminal, a full disk behind `2> file`) are
     ignored: they could not be shown anywhere."""
 
-    def write(self, data: Any, /) -> int:
+    def write(self, data: ReadableBuffer, /) -> int:
         try:
             return super().write(data)
         except OSError as error:
             if self.fileno() == 2:
-                return len(data)
+                return memoryview(data).nbytes
             error.filename = STDOUT
             raise
 
@@ -80,14 +82,14 @@ def begin() -> None:
     _has_document = False
 
 
-def print_json(value: Any) -> None:
+def print_json(value: object) -> None:
     """Print one JSON document on stdout, without colours or line wrapping."""
     global _has_document
     _has_document = True
     sys.stdout.write(json_text(value))
 
 
-def json_text(value: Any) -> str:
+def json_text(value: object) -> str:
     import json
 
     return json.dumps(value, indent=2, default=str) + "\n"

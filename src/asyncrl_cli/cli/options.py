@@ -7,7 +7,7 @@ suggestions that do not begin with the incomplete word.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import typer
 
@@ -50,20 +50,25 @@ def workload_names() -> list[str]:
     return list(shipped_workloads())
 
 
-def profile_option(help: str) -> Any:
+def profile_option(help: str) -> object:
     return typer.Option("--profile", "-p", metavar="NAME|FILE", help=help, autocompletion=profile_names)
 
 
-def set_option(help: str) -> Any:
+def set_option(help: str) -> object:
     return typer.Option("--set", metavar="SECTION.KEY=VALUE", help=help, autocompletion=settings)
 
 
 def number_option(
     name: str, help: str, *, least: float = 1, most: float = MOST, metavar: str = "N", also: str = ""
-) -> Any:
+) -> object:
     """An option with a number, which is finite. `also`: its short form."""
     names = [name, also] if also else [name]
     return typer.Option(*names, metavar=metavar, min=least, max=most, help=help, callback=_finite)
+
+
+def memory_option(name: str, help: str) -> object:
+    """An option in GiB."""
+    return number_option(name, help, least=0.1, most=10**6, metavar="GIB")
 
 
 def _finite(number: float | None) -> float | None:
@@ -73,7 +78,7 @@ def _finite(number: float | None) -> float | None:
     return number
 
 
-def run_argument(metavar: str, help: str) -> Any:
+def run_argument(metavar: str, help: str) -> object:
     return typer.Argument(metavar=metavar, help=help, autocompletion=run_names)
 
 

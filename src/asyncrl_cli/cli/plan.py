@@ -1,21 +1,43 @@
-"""`asyncrl plan`: shows what a profile means before anything starts."""
+"""The commands that look before anything starts: `asyncrl plan` shows what a profile means, and whether it
+fits; `asyncrl doctor` checks a machine or a cluster."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from dataclasses import asdict
 from typing import Annotated
 
 import typer
+from rich.text import Text
 
-from asyncrl_cli.base.errors import ConfigError
-from asyncrl_cli.cli.console import load_profile, say
-from asyncrl_cli.cli.options import MOST_DEVICES, JsonOption, SetOption, number_option, profile_option
+from asyncrl_cli import __version__
+from asyncrl_cli.base.errors import ConfigError, PreflightError
+from asyncrl_cli.cli.console import load_profile, print_json, print_table, say, stderr
+from asyncrl_cli.cli.options import (
+    MOST_DEVICES,
+    RUNS_DIR,
+    JsonOption,
+    RunsDirOption,
+    SetOption,
+    memory_option,
+    number_option,
+    profile_option,
+)
 
-EXAMPLES = """
+PLAN_EXAMPLES = """
   asyncrl plan --profile stale-samples
   asyncrl plan --profile partial-rollout --gpus 8 --gpu-memory 80
   asyncrl plan --profile my.toml --nodes 2 --gpus 8
   asyncrl plan --profile my.toml --address 10.0.0.1:6379
   asyncrl plan --set model.path=Qwen/Qwen3-0.6B --ask-hub"""
+DOCTOR_EXAMPLES = """
+  asyncrl doctor
+  asyncrl doctor --json || echo something needed is missing
+  asyncrl doctor --fix
+  asyncrl doctor --address 10.0.0.1:6379 --runs-dir /shared/runs"""
+CLUSTER_MARKS = {True: Text("ok", "green"), False: Text("refused", "red"), None: Text("warning", "yellow")}
+MARKS = {True: Text("ok", "green"), False: Text("missing", "red"), None: Text()}
 
 
 def plan(
@@ -46,23 +68,11 @@ def plan(
     ] = None,
     gpu_memory: Annotated[
         float | None,
-        number_option(
-            "--gpu-memory",
-            "Memory of one GPU. Default: this machine's.",
-            least=0.1,
-            most=10**6,
-            metavar="GIB",
-        ),
+        memory_option("--gpu-memory", "Memory of one GPU. Default: this machine's."),
     ] = None,
     node_memory: Annotated[
         float | None,
-        number_option(
-            "--node-memory",
-            "Host memory of one machine. Default: this one's.",
-            least=0.1,
-            most=10**6,
-            metavar="GIB",
-        ),
+        memory_option("--node-memory", "Host memory of one machine. Default: this one's."),
     ] = None,
     ask_hub: Annotated[
         bool, typer.Option("--ask-hub", help="Download a hub model's config.json, to estimate its memory.")
@@ -106,3 +116,57 @@ def plan(
         address=address,
         as_json=as_json,
     )
+
+
+def doctor(
+    as_json: JsonOption = False,
+    fix: Annotated[
+        bool,
+        typer.Option(
+            "--fix", help="Uninstall packages that came with vLLM but cannot be loaded with this torch."
+        ),
+    ] = False,
+    address: Annotated[
+        str | None,
+        typer.Option(
+            "--address", metavar="RAY", help="Check the nodes of this Ray cluster (HOST:PORT) instead."
+        ),
+    ] = None,
+    runs_dir: RunsDirOption = RUNS_DIR,
+) -> None:
+    """Check this machine: versions, cores, GPUs, Ray, engines. Exits with 3 if a requirement is missing.
+
+    With --address: check that the nodes of a cluster have the same versions, see the runs directory, and
+    reach each other."""
+    from asyncrl_cli.engines.vllm import vllm_kind
+    from asyncrl_cli.observe.startup import ProgressLine
+    from asyncrl_cli.plan import machine
+
+    if fix and (broken := vllm_kind.broken_packages()):
+        listed = ", ".join(broken)
+        say(f"uninstalling {listed}: not usable with this torch, and not needed by vLLM")
+        pip = [sys.executable, "-m", "pip", "uninstall", "--yes", "--quiet"]
+        if subprocess.run([*pip, *broken], check=False).returncode:
+            hint = f"remove them by hand: pip uninstall {' '.join(broken)}"
+            raise PreflightError(f"pip could not uninstall {listed}", hint=hint)
+        # A failed import leaves traces in this process, so check again in a fresh one.
+        again = [sys.executable, "-m", "asyncrl_cli", "doctor", *(["--json"] if as_json else [])]
+        raise typer.Exit(subprocess.run(again, check=False).returncode)
+    with ProgressLine("auto", stderr()) as checking:
+        if address is not None:
+            from asyncrl_cli.job.driver_preflight import cluster_findings
+
+            findings = cluster_findings(address, runs_dir, checking)
+        else:
+            findings = [machine.Finding("asyncrl", __version__), *machine.examine(checking)]
+    if as_json:
+        print_json([asdict(finding) for finding in findings])
+    else:
+        marks = MARKS if address is None else CLUSTER_MARKS
+        rows = []
+        for one in findings:
+            hint = f"  hint: {one.hint}" if one.hint and not one.ok else ""
+            rows.append((one.what, marks[one.ok], one.found + hint))
+        print_table((), rows)
+    if any(finding.ok is False for finding in findings):
+        raise typer.Exit(3)

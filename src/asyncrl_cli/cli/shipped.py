@@ -1,16 +1,34 @@
-"""The commands about files: `asyncrl profiles` lists, explains and shows profiles, `asyncrl schema` prints
-their JSON Schema."""
+"""The commands about the files that come with asyncrl: `asyncrl profiles` lists, explains and shows profiles,
+`asyncrl schema` prints their JSON Schema, `asyncrl init` copies a template."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
 from rich.table import Column
 from typer.core import TyperGroup
 
-from asyncrl_cli.cli.console import epilog, load_profile, print_json, print_table, print_text, warn
-from asyncrl_cli.cli.options import JsonOption, SetOption, profile_names
+from asyncrl_cli.base.errors import ConfigError, RefusedError
+from asyncrl_cli.cli.console import (
+    epilog,
+    json_text,
+    load_profile,
+    print_json,
+    print_table,
+    print_text,
+    say,
+    warn,
+)
+from asyncrl_cli.cli.options import (
+    MOST_DEVICES,
+    JsonOption,
+    SetOption,
+    number_option,
+    profile_names,
+    profile_option,
+)
 
 PROFILES_EXAMPLES = """
   asyncrl profiles
@@ -27,6 +45,14 @@ SCHEMA_EXAMPLES = """
 
 If its first line is [bold]#:schema ./profile.schema.json[/], editors with taplo support
 (Even Better TOML) complete and check a profile."""
+INIT_EXAMPLES = """
+  asyncrl init jsonl my-task          prompts in a file, your own reward function, a profile
+  asyncrl init parquet-verl my-task   verl's data, and a reward in verl's signature
+  asyncrl init agent my-agent         your own agent, with an OpenAI client and a tool
+  asyncrl init gsm8k-8gpu gsm8k       Qwen2.5-1.5B on eight GPUs, and a rehearsal on two cores
+  asyncrl init grafana dashboard      for logging.prometheus_port
+  asyncrl init slurm launch --profile my.toml --shared /shared/my-task
+  cd my-task && asyncrl train --profile profile.toml"""
 
 
 class _Profiles(TyperGroup):
@@ -60,7 +86,7 @@ def list_profiles(context: typer.Context, as_json: JsonOption = False) -> None:
     from asyncrl_cli.profile.toml_files import shipped_profiles, toml_value
 
     loaded = ((name, load(name, environ={}).profile) for name in shipped_profiles())
-    rows: list[dict[str, Any]] = [
+    rows: list[dict[str, object]] = [
         {
             "name": name,
             "mode": mode_of(profile),
@@ -75,11 +101,9 @@ def list_profiles(context: typer.Context, as_json: JsonOption = False) -> None:
         print_json(rows)
         return
     columns = [Column(header, no_wrap=True) for header in ("name", "K", "eta", "partial")]
-    shown = (
-        (row["name"], str(row["K"]), row["eta"], toml_value(row["partial_rollout"]), row["purpose"])
-        for row in rows
-    )
-    print_table([*columns, "purpose"], shown)
+    shown = ({**row, "partial_rollout": toml_value(row["partial_rollout"])} for row in rows)
+    cells = ([str(value) for key, value in row.items() if key != "mode"] for row in shown)
+    print_table([*columns, "purpose"], cells)
 
 
 @profiles.command("keys")
@@ -154,3 +178,92 @@ def schema(
         from asyncrl_cli.simulate.workload import workload_schema
 
         print_json(workload_schema())
+
+
+def template_names() -> list[str]:
+    from asyncrl_cli.profile.toml_files import shipped_templates
+
+    return list(shipped_templates())
+
+
+def init(
+    template: Annotated[
+        str,
+        typer.Argument(
+            metavar="TEMPLATE",
+            help="Name of the template: agent, grafana, gsm8k-8gpu, jsonl or parquet-verl; for a cluster: "
+            "kuberay, ray-cluster, skypilot or slurm.",
+            autocompletion=template_names,
+        ),
+    ],
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Directory to write, new or empty.")],
+    profile: Annotated[
+        str | None, profile_option("For a cluster: the profile to train, as for `asyncrl train`.")
+    ] = None,
+    sets: SetOption = None,
+    name: Annotated[
+        str | None,
+        typer.Option("--name", metavar="N", help="For a cluster: name of the run. Default: the profile's."),
+    ] = None,
+    shared: Annotated[
+        Path | None,
+        typer.Option(
+            "--shared",
+            metavar="DIR",
+            help="For a cluster: directory shared by all nodes, for the runs. Default: the current one.",
+        ),
+    ] = None,
+    nodes: Annotated[
+        int | None,
+        number_option(
+            "--nodes", "For a cluster: number of nodes. Default: as few as possible.", most=MOST_DEVICES
+        ),
+    ] = None,
+    gpus_per_node: Annotated[
+        int | None,
+        number_option("--gpus-per-node", "For a cluster: GPUs per node. Default: 8.", most=MOST_DEVICES),
+    ] = None,
+    image: Annotated[
+        str | None,
+        typer.Option(
+            "--image", metavar="IMAGE", help="For kuberay and skypilot: container image with asyncrl."
+        ),
+    ] = None,
+) -> None:
+    """Copy a template: for your own task, ready to train; for a dashboard; or for a job on a cluster."""
+    import shutil
+
+    from asyncrl_cli.cli.launchers import Launch, rendered
+    from asyncrl_cli.plan.cluster import local_cluster
+    from asyncrl_cli.plan.compiler import asked_gpus
+    from asyncrl_cli.profile.loaded import load
+    from asyncrl_cli.profile.toml_files import shipped_templates
+    from asyncrl_cli.profile.validation import profile_schema
+
+    templates = shipped_templates()
+    if template not in templates:
+        raise ConfigError(f"there is no template '{template}'", hint=f"templates: {', '.join(templates)}")
+    source = templates[template]
+    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+        hint = "name a new directory: nothing is overwritten"
+        raise RefusedError(f"{directory} exists and is not empty", hint=hint)
+    size = {"nodes": nodes, "gpus_per_node": gpus_per_node}
+    launch = Launch(profile=profile, image=image, set=sets, name=name, shared=shared, **size)
+    files = rendered(source, launch)
+    warn(*launch.loaded.warnings if files else ())
+    shutil.copytree(source, directory, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__"))
+    for file, text in files.items():
+        (directory / file).write_text(text, encoding="utf-8")
+    is_task = (directory / "profile.toml").exists()
+    if is_task:
+        (directory / "profile.schema.json").write_text(json_text(profile_schema()), encoding="utf-8")
+    for path in sorted(directory.rglob("*")):
+        if path.is_file():
+            print_text(str(path))
+    following = str(directory / "README.md")
+    if is_task:
+        following = f"cd {directory} && asyncrl plan --profile profile.toml"
+        settings = load(str(directory / "profile.toml"), environ={}).profile
+        if settings.placement.device == "cuda" and not local_cluster().gpus:
+            following += f" --gpus {asked_gpus(settings) or 8}"  # `plan` would look for them here
+    say(f"next: {following}")
