@@ -61,10 +61,8 @@ def remarks_of(workload: Workload, fit: Sequence[Residual]) -> tuple[str, ...]:
     rows: dict[str, list[str]] = {}
     for one in fit:
         row = f"{one.profile} ({'calibrated on' if one.calibrated else 'predicted'}), seconds per window"
-        rows.setdefault(row, []).append(
-            f"{one.part} {one.measured_s:.4g} {one.evidence}, {one.predicted_s:.4g} simulated "
-            f"({one.ratio - 1:+.1%})"
-        )
+        simulated = f"{one.predicted_s:.4g} simulated ({one.ratio - 1:+.1%})"
+        rows.setdefault(row, []).append(f"{one.part} {one.measured_s:.4g} {one.evidence}, {simulated}")
     notes = workload.notes.strip()
     return (*(f"{row}: {'; '.join(parts)}" for row, parts in rows.items()), *([notes] if notes else ()))
 
@@ -111,20 +109,15 @@ def comparison_of(
     if measured < ENOUGH_WINDOWS * longest:
         # besides warm-up and run-out
         enough = groups_for_all(contest.entries, (ENOUGH_WINDOWS + 2) * longest)
-        doubts.append(
-            f"Short: {measured} groups are measured, and the longest window has {longest}. A speedup over "
-            f"so few groups means little. Use --groups {enough} to measure {ENOUGH_WINDOWS} windows."
-        )
+        short = f"Short: {measured} groups are measured, and the longest window has {longest}. "
+        short += "A speedup over so few groups means little. "
+        doubts.append(f"{short}Use --groups {enough} to measure {ENOUGH_WINDOWS} windows.")
     if (uneven := unevenness(results)) > UNEVEN_WORK:
-        doubts.append(
-            f"The measured groups have up to {uneven:.0%} more tokens in one profile than in another. Look "
-            "at the speedup per token as well, or make the runs longer (--groups)."
-        )
+        more = f"The measured groups have up to {uneven:.0%} more tokens in one profile than in another. "
+        doubts.append(f"{more}Look at the speedup per token as well, or make the runs longer (--groups).")
     if any(all(spent_s(line, "eval") > 0 for line in stretch.lines) for stretch in found):
-        doubts.append(
-            "No idle figures where an eval ran beside every measured step. Use more --groups or fewer "
-            "eval.prompts."
-        )
+        unknown = "No idle figures where an eval ran beside every measured step."
+        doubts.append(f"{unknown} Use more --groups or fewer eval.prompts.")
     on_gpus = baseline.plan.device == "cuda"
     return Comparison(
         results=results,
@@ -175,13 +168,8 @@ class RealRun:
         return self.runs_dir / f"{self.name}.log"
 
     def command(self) -> list[str]:
-        sets = [
-            *self.entry.sets,
-            f"run.seed={self.seed}",
-            f"run.total_rollout_steps={self.groups}",
-            "eval.every_versions=0",
-            "checkpoint.every_steps=0",
-        ]
+        sets = [*self.entry.sets, f"run.seed={self.seed}", f"run.total_rollout_steps={self.groups}"]
+        sets += ["eval.every_versions=0", "checkpoint.every_steps=0"]
         words = [word for text in sets for word in ("--set", text)]
         words += ["--runs-dir", str(self.runs_dir), "--name", self.name, "--ui", "none", "--json"]
         words += ["--address", self.address or "local"]

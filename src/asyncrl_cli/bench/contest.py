@@ -263,7 +263,23 @@ def entries_of(
                 values = f"{key} is {value!r} and {theirs[key]!r}"
                 what = f"'{baseline.name}' and '{entry.name}' do different work: {values}"
                 raise ConfigError(what, hint=f"--set {setting} sets it for all of them")
-        _check_same_resources(baseline, entry)
+        left, right = baseline.plan, entry.plan
+        if left.device != right.device:
+            what = f"'{baseline.name}' runs on {left.device} and '{entry.name}' on {right.device}"
+            raise ConfigError(what, hint="--set placement.device=cpu")
+        here, there, unit = left.gpus, right.gpus, "GPUs"
+        hint = f"--set placement.gpus={left.gpus}"
+        if left.device != "cuda":
+            here, there, unit = left.cpus, right.cpus, "CPU cores"
+            ranks, workers = left.trainer_workers, left.rollout_workers
+            if left.colocate:
+                # half of a colocated plan's processes become rollout workers
+                ranks, workers = max(ranks // 2, 1), max(ranks - ranks // 2, 1)
+            hint = f"--set placement.trainer_workers={ranks} --set rollout.workers={workers} "
+            hint += f"--set placement.cpus_per_worker={left.cpus_per_worker}"
+        if here != there:
+            what = f"'{baseline.name}' uses {here} {unit} and '{entry.name}' {there}"
+            raise ConfigError(f"{what}: a comparison needs the same resources", hint=hint)
     return entries
 
 
@@ -287,23 +303,3 @@ def _check_groups(entries: Sequence[Entry], groups: int) -> None:
         else:
             continue
         raise ConfigError(f"{groups} groups are {wrong}", hint=f"--groups {groups_for_all(entries, groups)}")
-
-
-def _check_same_resources(baseline: Entry, entry: Entry) -> None:
-    left, right = baseline.plan, entry.plan
-    if left.device != right.device:
-        what = f"'{baseline.name}' runs on {left.device} and '{entry.name}' on {right.device}"
-        raise ConfigError(what, hint="--set placement.device=cpu")
-    ours, theirs, unit = left.gpus, right.gpus, "GPUs"
-    hint = f"--set placement.gpus={left.gpus}"
-    if left.device != "cuda":
-        ours, theirs, unit = left.cpus, right.cpus, "CPU cores"
-        ranks, workers = left.trainer_workers, left.rollout_workers
-        if left.colocate:
-            # half of a colocated plan's processes become rollout workers
-            ranks, workers = max(ranks // 2, 1), max(ranks - ranks // 2, 1)
-        hint = f"--set placement.trainer_workers={ranks} --set rollout.workers={workers} "
-        hint += f"--set placement.cpus_per_worker={left.cpus_per_worker}"
-    if ours != theirs:
-        what = f"'{baseline.name}' uses {ours} {unit} and '{entry.name}' {theirs}"
-        raise ConfigError(f"{what}: a comparison needs the same resources", hint=hint)

@@ -223,16 +223,14 @@ def output_directory(out: Path | None) -> Iterator[Path]:
     fails before writing anything leaves no directory behind."""
     directory = out or Path("bench") / datetime.now().astimezone().strftime("%Y%m%d-%H%M%S")
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
-        raise RefusedError(
-            f"{directory} is not empty", hint="give --out another directory: results are never overwritten"
-        )
+        hint = "give --out another directory: results are never overwritten"
+        raise RefusedError(f"{directory} is not empty", hint=hint)
     new = [path for path in (directory, *directory.parents) if not path.exists()]
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise RefusedError(
-            f"{directory} cannot be created: {error.strerror}", hint="give --out another directory"
-        ) from None
+        why = f"{directory} cannot be created: {error.strerror}"
+        raise RefusedError(why, hint="give --out another directory") from None
     try:
         yield directory
     except BaseException:
@@ -277,21 +275,15 @@ def short_notes(comparison: Comparison) -> Iterator[str]:
     """Notes of one line each, shown below the table."""
     window, baseline = comparison.window_groups, comparison.baseline
     yield f"s per {window} groups: {window} is W of {baseline}; a group is all responses to one prompt"
-    yield (
-        "wall time, maxima, tokens discarded and reward cover the whole run; the rest excludes warm-up "
-        "and run-out"
-    )
+    whole = "wall time, maxima, tokens discarded and reward cover the whole run"
+    yield f"{whole}; the rest excludes warm-up and run-out"
     if any(differences(comparison.results[0], result) for result in comparison.results[1:]):
-        yield (
-            f"not equal to {baseline}: part of the speedup is fewer syncs (K, W) or fewer tokens (length), "
-            "not asynchrony"
-        )
+        fewer = "part of the speedup is fewer syncs (K, W) or fewer tokens (length)"
+        yield f"not equal to {baseline}: {fewer}, not asynchrony"
     yield "wait_data: the trainer waits for groups; gather: it collects new weights"
     if comparison.has_bound:
-        yield (
-            "limited by: the phase that would take longer without any waits; that is the bound, and its time "
-            "is the ideal"
-        )
+        longer = "the phase that would take longer without any waits"
+        yield f"limited by: {longer}; that is the bound, and its time is the ideal"
 
 
 def long_notes(comparison: Comparison) -> Iterator[str]:

@@ -237,24 +237,18 @@ def starting_point(
     """
     profile = profile_for(workload, reference, sets).profile
     if profile.placement.colocate:
-        raise ConfigError(
-            f"{reference} is colocated: trainer and rollout share all GPUs, so there is no split to tune",
-            hint=f"--profile {DEFAULT_PROFILE}",
-        )
+        what = f"{reference} is colocated: trainer and rollout share all GPUs, so there is no split to tune"
+        raise ConfigError(what, hint=f"--profile {DEFAULT_PROFILE}")
     if (on_stale := profile.async_training.on_stale) != "wait":
-        raise ConfigError(
-            f'async_training.on_stale = "{on_stale}" bounds no staleness, and a search needs a bound',
-            hint="--set async_training.on_stale=wait",
-        )
+        what = f'async_training.on_stale = "{on_stale}" bounds no staleness, and a search needs a bound'
+        raise ConfigError(what, hint="--set async_training.on_stale=wait")
     if gpus is not None:
         sets = scaled_sets(workload.name, profile, sets, gpus)
         profile = profile_for(workload, reference, sets).profile
     plan = compile_job(profile, virtual_cluster(profile))
     if gpus not in (None, plan.gpus):
-        raise ConfigError(
-            f"--gpus {gpus}, but {RANKS_KEY} and {WORKERS_KEY} come to {plan.gpus}",
-            hint=f"--gpus {plan.gpus}, or leave the counts to the search",
-        )
+        what = f"--gpus {gpus}, but {RANKS_KEY} and {WORKERS_KEY} come to {plan.gpus}"
+        raise ConfigError(what, hint=f"--gpus {plan.gpus}, or leave the counts to the search")
     return sets, profile, plan
 
 
@@ -266,11 +260,8 @@ def scaled_sets(workload_name: str, profile: Profile, sets: Sequence[str], gpus:
     """
     placement, scorers = profile.placement, tasks_apart(profile)
     if placement.device == "cpu":
-        processes = f"--set {RANKS_KEY}=2 --set {WORKERS_KEY}=2 gives it more processes"
-        raise ConfigError(
-            f"{workload_name} runs on CPUs, where --gpus {gpus} means nothing",
-            hint=f"leave --gpus out; {processes}",
-        )
+        hint = f"leave --gpus out; --set {RANKS_KEY}=2 --set {WORKERS_KEY}=2 gives it more processes"
+        raise ConfigError(f"{workload_name} runs on CPUs, where --gpus {gpus} means nothing", hint=hint)
     is_given = set_layer(sets).values.keys() & {RANKS_KEY, WORKERS_KEY}
     if is_given or (scorers and placement.tasks is None):  # the plan refuses scorers without a list of tasks
         return (*sets, f"placement.gpus={gpus}")
@@ -291,12 +282,10 @@ def scaled_sets(workload_name: str, profile: Profile, sets: Sequence[str], gpus:
         fitting = next((fewer for fewer in range(sides - 1, 0, -1) if rank_counts(fewer)), sharing + each)
         beside = "".join(f" beside {task}" for task in scorers)
         default = f"the workload's own {placement.gpus}" if placement.gpus else "what the profile says"
-        raise ConfigError(
-            f"--gpus {gpus}: there is no split of {max(sides, 0)} for trainer and rollout{beside}, as ranks "
-            f"come in multiples of {sharing} (trainer.sequence_parallel_size) and a rollout worker has "
-            f"{each}",
-            hint=f"--gpus {fitting + gpus - sides}, or no --gpus: then it is {default}",
-        )
+        what = f"--gpus {gpus}: there is no split of {max(sides, 0)} for trainer and rollout{beside}"
+        why = f"ranks come in multiples of {sharing} (trainer.sequence_parallel_size)"
+        hint = f"--gpus {fitting + gpus - sides}, or no --gpus: then it is {default}"
+        raise ConfigError(f"{what}, as {why} and a rollout worker has {each}", hint=hint)
     proportional = round(sides * left / (left + right))
     ranks = next((ranks for ranks in possible if ranks >= proportional), possible[-1])
     return (*sets, *split_sets({TRAINER: ranks, **scorer_gpus, ROLLOUT: sides - ranks}, each))

@@ -138,10 +138,8 @@ def _result(
     measured = [name for name in first if all(name in figures for figures in others)]
     values = {name: [figures[name] for figures in by_seed.values()] for name in measured}
     if paired := [seed for seed in by_seed if seed in baseline]:
-        values |= {
-            name: [by_seed[seed][speed] / baseline[seed][speed] for seed in paired]
-            for name, speed in SPEEDS.items()
-        }
+        for name, speed in SPEEDS.items():
+            values[name] = [by_seed[seed][speed] / baseline[seed][speed] for seed in paired]
     figures = {name: Range.of(found) for name, found in values.items()}
     return Result(contestant=contestant, figures=figures, seeds=tuple(by_seed))
 
@@ -231,9 +229,8 @@ def read_results(path: Path) -> Comparison:
             missing=tuple(found["missing"]),
         )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise RefusedError(
-            f"{path} is malformed: {type(error).__name__}: {error}", hint="run the comparison again"
-        ) from None
+        what = f"{path} is malformed: {type(error).__name__}: {error}"
+        raise RefusedError(what, hint="run the comparison again") from None
 
 
 def _read_result(found: Mapping[str, Any]) -> Result:

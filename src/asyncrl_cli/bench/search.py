@@ -94,10 +94,9 @@ class Found:
     @property
     def rows(self) -> list[Row]:
         """Settings within the staleness bound; those with long runs first, each part from the fastest on."""
-        rows = [
-            row for row in self.outcomes.values() if isinstance(row, Row) and self.space.allows(row.setting)
-        ]
-        return sorted(rows, key=lambda row: (not row.is_long, row.rank))
+        rows = (row for row in self.outcomes.values() if isinstance(row, Row))
+        allowed = (row for row in rows if self.space.allows(row.setting))
+        return sorted(allowed, key=lambda row: (not row.is_long, row.rank))
 
     @property
     def failed(self) -> dict[Setting, str]:
@@ -177,11 +176,9 @@ def search(
         settings.append(replace(settings[0], window_steps=steps, require_batches=batches))
     rows = run([*settings, space.current], long_windows)
     if not any(row.is_long for row in rows):
-        raise AsyncrlError(
-            f"no setting with at most {space.bound} versions of staleness could be simulated: "
-            f"{'; '.join(sorted(set(found.failed.values())))}",
-            hint="asyncrl bench --simulate WORKLOAD --compare PROFILE runs the current setting",
-        )
+        what = f"no setting with at most {space.bound} versions of staleness could be simulated"
+        hint = "asyncrl bench --simulate WORKLOAD --compare PROFILE runs the current setting"
+        raise AsyncrlError(f"{what}: {'; '.join(sorted(set(found.failed.values())))}", hint=hint)
     run([replace(found.best.setting, devices=space.current.devices)], long_windows)
     if found.best.setting.eta:
         run([replace(found.best.setting, on_stale="accept")], long_windows)

@@ -160,16 +160,11 @@ def recorded(loaded: Loaded, directory: Path) -> Iterator[Observer]:
     reader of runs works. Raises RefusedError if the directory exists."""
     profile, origins = loaded.profile, loaded.origins
     document, toml = to_document(profile, origins), to_toml(profile, origins)
-    with closing(
-        RunDirectory.create(directory.parent, directory.name, profile_toml=toml, resolved=document)
-    ) as files:
+    run = RunDirectory.create(directory.parent, directory.name, profile_toml=toml, resolved=document)
+    with closing(run) as files:
         facts = replace(facts_of(profile, files.path, 1), profile=f"SIMULATED {profile.name}")
-        sinks = [
-            MetricsFile(files.metrics),
-            EventsFile(files.events),
-            TimelineFile(files.timeline),
-            _LastStatus(files.status),
-        ]
+        sinks: list[Sink] = [MetricsFile(files.metrics), EventsFile(files.events)]
+        sinks += [TimelineFile(files.timeline), _LastStatus(files.status)]
         observers, phase = Observers(facts, sinks, clock=_virtual_s), "failed"
         try:
             yield observers

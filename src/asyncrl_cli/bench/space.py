@@ -131,11 +131,10 @@ class Space:
         some = sorted(eta for eta in {*ETAS, Decimal(bound), current.eta} if eta <= bound)
         etas = tuple(eta for eta in some if eta * shortest_window >= 1 or (eta == 0 and interrupt is None))
         if not etas:
-            raise ConfigError(
-                f'rollout.interrupt = "{interrupt}" with at most {bound} versions of staleness: '
-                "nothing is generated ahead, so no rollout can be interrupted",
-                hint="--max-staleness 1, or a profile without rollout.interrupt",
-            )
+            what = f'rollout.interrupt = "{interrupt}" with at most {bound} versions of staleness'
+            why = "nothing is generated ahead, so no rollout can be interrupted"
+            hint = "--max-staleness 1, or a profile without rollout.interrupt"
+            raise ConfigError(f"{what}: {why}", hint=hint)
         return cls(profile=profile, current=current, bound=bound, etas=etas)
 
     @property

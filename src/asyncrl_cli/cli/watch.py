@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import time
 from collections import deque
@@ -115,10 +116,15 @@ def watch(
             raise no_runs(runs_dir)
         directory = find_run(names[0], runs_dir)
         name, follow, where = directory.name, partial(_follow, directory), where_runs_are(directory.parent)
-    if as_json:
-        follow(_print_line, time.sleep)
-    else:
-        _show(name, follow, where)
+    if not as_json:
+        return _show(name, follow, where)
+
+    def print_line(found: RunStatus | str) -> None:
+        if not isinstance(found, str):
+            sys.stdout.write(json.dumps(found.to_json()) + "\n")
+            sys.stdout.flush()
+
+    follow(print_line, time.sleep)
 
 
 def _follow(directory: Path, take: Take, wait: Wait) -> None:
@@ -141,14 +147,6 @@ def _follow(directory: Path, take: Take, wait: Wait) -> None:
             if found.is_over:
                 return
         wait(LOOK_EVERY_S)
-
-
-def _print_line(found: RunStatus | str) -> None:
-    import json
-
-    if not isinstance(found, str):
-        sys.stdout.write(json.dumps(found.to_json()) + "\n")
-        sys.stdout.flush()
 
 
 def _show(name: str, follow: Callable[[Take, Wait], None], where: str) -> None:

@@ -67,8 +67,18 @@ def page_of(runs: Sequence[RunData], *, library: str, title: str, before: str = 
     """The page. `library` is `plotly()`; `before` and `after`: further HTML, above the words about runs and
     below their charts."""
     words = [before, _beside("Verdict", runs, _findings), _beside("What ran", runs, _facts)]
+    sections = tomllib.loads(_file("charts.toml")).items()
+    charts = ((name, title, chart) for name, section in sections for title, chart in section.items())
+    metrics = sorted({key for run in runs for key in run.columns.values})
+    data = {
+        "charts": [{**CHART, "section": name, "title": title, **chart} for name, title, chart in charts],
+        "meanings": {key: meaning_of(key) for key in metrics},
+        "runs": [run.charts for run in runs],
+    }
+    # as JSON that cannot end its script element
+    embedded = json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
     program = [
-        f'<script type="application/json" id="report-data">{_embedded(runs)}</script>',
+        f'<script type="application/json" id="report-data">{embedded}</script>',
         f'<script type="text/plain" id="plotly">{library}</script>',
         f"<script>{_file('page.js')}</script>",
     ]
@@ -99,19 +109,6 @@ NAVIGATION = """<nav><fieldset><span class="dim">horizontal axis</span>
 
 def _file(name: str) -> str:
     return files("asyncrl_cli.report").joinpath(name).read_text(encoding="utf-8")
-
-
-def _embedded(runs: Sequence[RunData]) -> str:
-    """The data as JSON that cannot end its script element."""
-    sections = tomllib.loads(_file("charts.toml")).items()
-    charts = ((name, title, chart) for name, section in sections for title, chart in section.items())
-    metrics = sorted({key for run in runs for key in run.columns.values})
-    data = {
-        "charts": [{**CHART, "section": name, "title": title, **chart} for name, title, chart in charts],
-        "meanings": {key: meaning_of(key) for key in metrics},
-        "runs": [run.charts for run in runs],
-    }
-    return json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
 
 
 def _made(runs: Sequence[RunData]) -> str:

@@ -149,10 +149,8 @@ def _idle(totals: Totals, mode: str, is_divisible: bool) -> Remark | None:
     if min(trainer, rollout) > IDLE and abs(trainer - rollout) <= APART:
         ahead = f"Allow more to be generated ahead (async_training.staleness_threshold){or_partial}."
         if mode in ("on-policy-pipeline", "stream-off-policy"):
-            ahead = (
-                "Allow staleness (async_training.staleness_threshold = 0.5 or 1), so that both can work at "
-            )
-            ahead += "the same time."
+            ahead = "Allow staleness (async_training.staleness_threshold = 0.5 or 1), so that both can work "
+            ahead += "at the same time."
         return Remark("who idled", "bad", f"Both: {figures} They wait for each other: {waits}", ahead)
     if trainer <= rollout:
         text = f"Mostly the rollout workers: {figures} Training limits the run; "
@@ -179,9 +177,8 @@ def _costs(totals: Totals) -> Iterator[Remark]:
             yield Remark(about, "note", f"{text} {share(spent)} of the time.", change)
     tools = totals.mean("rollouter/tool_idle_ratio") or 0.0
     if tools > DEAR:
-        text = (
-            f"Workers ran nothing {share(tools)} of the time because all their trajectories waited for tools."
-        )
+        text = f"Workers ran nothing {share(tools)} of the time because all their trajectories waited for "
+        text += "tools."
         change = "rollout.hold_slots = false lets other trajectories use their slots."
         yield Remark("tools", "note", text, change)
 

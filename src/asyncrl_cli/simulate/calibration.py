@@ -90,9 +90,8 @@ def calibrate(run_directory: Path) -> Workload:
         return _calibrated(run_directory)
     except (ValueError, ArithmeticError) as error:
         what = first_of(error) if isinstance(error, ValidationError) else str(error)
-        raise ConfigError(
-            f"{run_directory}: its figures cannot be those of a run: {what}", hint="use another run"
-        ) from None
+        why = f"{run_directory}: its figures cannot be those of a run: {what}"
+        raise ConfigError(why, hint="use another run") from None
 
 
 def _calibrated(run_directory: Path) -> Workload:
@@ -158,10 +157,9 @@ def _calibrated(run_directory: Path) -> Workload:
 
 def _enough(found: Sequence[object], run_directory: Path, what: str) -> None:
     if len(found) < LEAST_STEPS:
-        raise ConfigError(
-            f"{run_directory}: {len(found)} {what}; a calibration needs {LEAST_STEPS}",
-            hint="a longer run, with --set eval.every_versions=0 --set checkpoint.every_steps=0",
-        )
+        why = f"{run_directory}: {len(found)} {what}; a calibration needs {LEAST_STEPS}"
+        hint = "a longer run, with --set eval.every_versions=0 --set checkpoint.every_steps=0"
+        raise ConfigError(why, hint=hint)
 
 
 def _notes(

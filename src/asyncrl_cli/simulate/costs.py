@@ -206,12 +206,12 @@ class Costs:
         )
         size = CacheSize(num_bytes // (memory.kv_bytes_per_token * memory.block_tokens), memory.block_tokens)
         if not size.holds(longest):
-            raise ConfigError(
-                f"workload {self.workload.name}: the weights leave {num_bytes / GIB:.3g} GiB of a rollout "
-                f"worker's memory for its KV cache, too little for one sequence of {longest} tokens",
-                hint="memory.gpu_memory_gib, placement.gpus_per_rollout_worker or "
-                "rollout.max_response_tokens",
+            left = (
+                f"the weights leave {num_bytes / GIB:.3g} GiB of a rollout worker's memory for its KV cache"
             )
+            what = f"workload {self.workload.name}: {left}, too little for one sequence of {longest} tokens"
+            keys = "memory.gpu_memory_gib, placement.gpus_per_rollout_worker or rollout.max_response_tokens"
+            raise ConfigError(what, hint=keys)
         return size
 
     def _slowdown(self, side: Decoding | Training, executors: int) -> float:

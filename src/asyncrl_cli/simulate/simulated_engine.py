@@ -225,21 +225,6 @@ class SimulatedEngine:
     def _step_s(self) -> float:
         return self._times.step_s + self._times.step_s_per_sequence * self.running
 
-    def _let_in(self) -> None:
-        """Begin sequences from the head of the queues until one has to wait."""
-        while queue := self._going_on or self._waiting:
-            sequence = queue[0]
-            if not sequence.is_aborted:
-                # a sequence that holds its slot at a tool finds it free when it goes on
-                num_held = self._num_at_tools if self._holds_slots and not sequence.has_begun else 0
-                is_let_through = sequence.has_begun or not self._is_closed
-                if self.running + num_held >= self.slots or not is_let_through:
-                    return
-                if not self._cache.fits(sequence, self._steps):
-                    return
-                self._begin(sequence)
-            queue.popleft()
-
     def _begin(self, sequence: SimulatedSequence) -> None:
         """Begin the sequence, or continue it from its kept tokens."""
         # a new order voids the end that an earlier stay has left in the heap
@@ -278,7 +263,18 @@ class SimulatedEngine:
         running until now."""
         if self.running == 0:
             self._prefill_s = 0.0  # that of sequences that are gone
-        self._let_in()
+        # from the head of the queues, until one has to wait
+        while queue := self._going_on or self._waiting:
+            sequence = queue[0]
+            if not sequence.is_aborted:
+                # a sequence that holds its slot at a tool finds it free when it goes on
+                num_held = self._num_at_tools if self._holds_slots and not sequence.has_begun else 0
+                is_let_through = sequence.has_begun or not self._is_closed
+                has_slot = self.running + num_held < self.slots
+                if not (is_let_through and has_slot and self._cache.fits(sequence, self._steps)):
+                    break
+                self._begin(sequence)
+            queue.popleft()
         if self.running != before:
             self._on_running(self.running)
         self._notice_drained()

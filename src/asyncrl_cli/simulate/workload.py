@@ -6,7 +6,7 @@ code on a virtual clock.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
@@ -20,9 +20,10 @@ from asyncrl_cli.profile.fields import (
     Section,
     Share,
 )
+from asyncrl_cli.profile.toml_files import Table
 from asyncrl_cli.profile.validation import DEFINITIONS, DIALECT, profile_schema, tidied
 
-Tables = Annotated[dict[str, Any], Field(default_factory=dict)]
+Tables = Annotated[Table, Field(default_factory=dict)]
 FromList = BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)
 
 
@@ -231,7 +232,7 @@ class Workload(Section):
     """Measured rows."""
 
 
-def workload_schema() -> dict[str, Any]:
+def workload_schema() -> Table:
     """The JSON Schema of a workload file. The keys of `[profile]` and `[profiles.NAME]` are those of a
     profile."""
     schema, of_profile = tidied(Workload.model_json_schema()), profile_schema()

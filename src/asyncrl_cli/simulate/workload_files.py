@@ -15,9 +15,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
 
 from asyncrl_cli.base.errors import MOST_PROBLEMS, ConfigError, combine, did_you_mean
 from asyncrl_cli.base.paths import expand
@@ -26,6 +27,7 @@ from asyncrl_cli.profile.arithmetic import Schedule, window_groups_of
 from asyncrl_cli.profile.keys import flatten
 from asyncrl_cli.profile.loaded import Layer, Loaded, file_layer, load, set_layer
 from asyncrl_cli.profile.toml_files import (
+    Values,
     chain,
     is_file_reference,
     read,
@@ -72,9 +74,8 @@ def load_workload(reference: str) -> Workload:
         path = path.resolve()
     if path is None:
         hint = did_you_mean(reference, known, f"known workloads: {names}.", "`{}`".format)
-        raise ConfigError(
-            f"there is no workload '{reference}'", hint=f"{hint} A file is given with its path or .toml"
-        )
+        hint += " A file is given with its path or .toml"
+        raise ConfigError(f"there is no workload '{reference}'", hint=hint)
     content = read(path)
     problems = list(islice(_profile_problems(content, path), MOST_PROBLEMS + 1))
     try:
@@ -88,9 +89,8 @@ def load_workload(reference: str) -> Workload:
     needed_keys, example = LENGTH_KEYS[lengths.distribution]
     if any(getattr(lengths, name) in (None, ()) for name in needed_keys):
         needed = " and ".join(f"lengths.{name}" for name in needed_keys)
-        raise ConfigError(
-            f'{path}: lengths.distribution = "{lengths.distribution}" needs {needed}', hint=example
-        )
+        what = f'{path}: lengths.distribution = "{lengths.distribution}"'
+        raise ConfigError(f"{what} needs {needed}", hint=example)
     return workload
 
 
@@ -141,7 +141,7 @@ def layers_of(workload: Workload, profile_name: str) -> list[Layer]:
     ]
 
 
-def _profile_problems(content: Mapping[str, Any], path: Path) -> Iterator[ConfigError]:
+def _profile_problems(content: Values, path: Path) -> Iterator[ConfigError]:
     """Problems with the profile keys, except a value in place of a table, which the workload's own schema
     reports."""
     by_name, known = content.get("profiles", {}), shipped_profiles()
@@ -149,10 +149,8 @@ def _profile_problems(content: Mapping[str, Any], path: Path) -> Iterator[Config
     for name in (name for name in by_name if name not in known):
         hint = did_you_mean(name, known, f"known profiles: {', '.join(known)}")
         yield ConfigError(f"{path}: profiles.{name}: there is no profile '{name}'", hint=hint)
-    tables = {
-        "profile": content.get("profile"),
-        **{f"profiles.{name}": table for name, table in by_name.items()},
-    }
+    tables = {"profile": content.get("profile")}
+    tables |= {f"profiles.{name}": table for name, table in by_name.items()}
     for where, table in tables.items():
         try:
             if isinstance(table, Mapping):
@@ -161,16 +159,15 @@ def _profile_problems(content: Mapping[str, Any], path: Path) -> Iterator[Config
             yield problem
 
 
-def _wrong_value(detail: Any, path: Path) -> ConfigError:
+def _wrong_value(detail: ErrorDetails, path: Path) -> ConfigError:
     key, known = ".".join(part for part in detail["loc"] if isinstance(part, str)), dict(_keys_of(Workload))
     meaning = f"what it is: {known.get(key) or 'see the shipped workloads'}"
     if detail["type"] == "missing":
         return ConfigError(f"{path}: {key} is missing", hint=meaning)
     if detail["type"] == "extra_forbidden":
         sections = ", ".join(name for name in known if "." not in name)
-        return ConfigError(
-            f"{path}: unknown key {shortened(key)}", hint=did_you_mean(key, known, f"keys: {sections}")
-        )
+        hint = did_you_mean(key, known, f"keys: {sections}")
+        return ConfigError(f"{path}: unknown key {shortened(key)}", hint=hint)
     given = shortened(detail["input"])
     shown = f'"{given}"' if isinstance(detail["input"], str) else given
     return ConfigError(f"{path}: {key} = {shown}: {str(detail['msg']).removeprefix('Input ')}", hint=meaning)
@@ -218,30 +215,26 @@ def residuals(workload: Workload, *, windows: int = MEASURED_WINDOWS) -> list[Re
         predicted = window_parts(run)
         for part, measured_s in {WINDOW: reference.window_time_s, **reference.parts_s}.items():
             if part not in predicted:
-                raise ConfigError(
-                    f"workload {workload.name}: references.parts_s has no part {part}",
-                    hint=f"parts: {', '.join(predicted)}",
-                )
-            found.append(
-                Residual(
-                    profile=" ".join([reference.profile, *sets]),
-                    part=part,
-                    measured_s=float(measured_s),
-                    predicted_s=predicted[part],
-                    calibrated=reference.calibrated,
-                    source=reference.source,
-                    evidence=reference.evidence,
-                )
+                what = f"workload {workload.name}: references.parts_s has no part {part}"
+                raise ConfigError(what, hint=f"parts: {', '.join(predicted)}")
+            residual = Residual(
+                profile=" ".join([reference.profile, *sets]),
+                part=part,
+                measured_s=float(measured_s),
+                predicted_s=predicted[part],
+                calibrated=reference.calibrated,
+                source=reference.source,
+                evidence=reference.evidence,
             )
+            found.append(residual)
     return found
 
 
 def reference_sets(reference: Reference) -> list[str]:
     """The row's own keys as arguments of `--set`."""
     values = flatten(reference.set, f"reference {reference.profile}")
-    return [
-        f"{key}={str(value).lower() if isinstance(value, bool) else value}" for key, value in values.items()
-    ]
+    texts = {key: str(value).lower() if isinstance(value, bool) else value for key, value in values.items()}
+    return [f"{key}={text}" for key, text in texts.items()]
 
 
 def window_parts(run: SimulatedRun) -> dict[str, float]:

@@ -23,6 +23,7 @@ from asyncrl_cli.contracts.prompt_group import Prompt
 from asyncrl_cli.loop.pipeline import Pipeline
 from asyncrl_cli.loop.run_state import World
 from asyncrl_cli.observe.metrics import StepMetrics
+from asyncrl_cli.observe.run_lines import Line
 from asyncrl_cli.plan.cluster import ClusterResources, NodeResources
 from asyncrl_cli.plan.compiler import asked_gpus, compile_job
 from asyncrl_cli.profile.arithmetic import LoopSettings, Schedule
@@ -42,7 +43,7 @@ needs one more cancel."""
 class SimulatedRun:
     """`lines` are those of metrics.jsonl. `error`: the error with which the run failed, or None."""
 
-    lines: list[dict[str, Any]]
+    lines: list[Line]
     error: AsyncrlError | None
     costs: Costs
 
@@ -127,10 +128,10 @@ class NumberedFeed:
     def find(self, uid: str, epoch: int) -> Prompt:
         return Prompt(uid=uid, epoch=epoch, item={"prompt": uid[1:]})
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> dict[str, int]:
         return {"given": self._given}
 
-    def restore(self, state: Mapping[str, Any]) -> None:
+    def restore(self, state: Mapping[str, int]) -> None:
         self._given = state["given"]
 
 
@@ -138,7 +139,7 @@ class _Recorder(Observer):
     """Keeps the metrics lines of a run."""
 
     def __init__(self, window_steps: int) -> None:
-        self.lines: list[dict[str, Any]] = []
+        self.lines: list[Line] = []
         self._metrics = StepMetrics(trigger_parameter_sync_step=window_steps, started_s=0.0)
 
     def step(self, record: StepRecord) -> None:
