@@ -11,6 +11,7 @@ import pytest
 from asyncrl_cli.base.errors import ConfigError
 from asyncrl_cli.bench.contest import Contest, contest_of
 from asyncrl_cli.simulate.workload_files import load_workload
+from tests.simulate.small_workload import COSTS
 
 
 def contest(*profiles: str, baseline: str = "colocate", sets: Sequence[str] = (), **length: int) -> Contest:
@@ -89,21 +90,6 @@ def test_what_the_bench_sets_itself_is_no_set() -> None:
     assert refused.value.hint == "use --seed"
 
 
-GPU_WORKLOAD = """
-[lengths]
-median_tokens = 20.0
-sigma = 0.5
-[decoding]
-step_s = 0.01
-step_s_per_sequence = 0.001
-[training]
-s_per_token = 0.001
-[syncing]
-parameter_bytes = 1e6
-gather_bytes_per_s = 1e8
-send_bytes_per_s = 1e8
-load_bytes_per_s = 1e8
-"""
 OWN = """
 extends = "partial-rollout"
 [model]
@@ -149,7 +135,7 @@ def test_on_gpus_the_twin_takes_turns_on_as_many(tmp_path: Path) -> None:
     rollout = "[rollout]\nengine = 'vllm'\n[weights]\ntransport = 'nccl'\n[trainer]\nn_gpus_per_node = 2\n"
     gpus = f"{rollout}[placement]\ndevice = 'cuda'\ngpus = 8\nratio = '1:3'\n"
     (tmp_path / "my.toml").write_text(f'extends = "partial-rollout"\n{gpus}', encoding="utf-8")
-    (tmp_path / "at.toml").write_text(GPU_WORKLOAD, encoding="utf-8")
+    (tmp_path / "at.toml").write_text(COSTS, encoding="utf-8")
     made = contest_of(
         None,
         [str(tmp_path / "my.toml")],

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import time
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from asyncrl_cli.bench.simulated_runs import SimulatedJob, simulate_all
 from asyncrl_cli.simulate.workload import Workload
 from asyncrl_cli.simulate.workload_files import profile_for, residuals
 from tests.bench.quiet import Quiet
+from tests.simulate.small_workload import COSTS
 
 PROFILE = {"placement": {"gpus": 4}, "trainer": {"ppo_mini_batch_size": 4}, "rollout": {"n": 4, "slots": 64}}
 WINDOW_GROUPS = 4
@@ -34,12 +36,7 @@ def workload(*references: dict[str, Any]) -> Workload:
             "name": "small",
             "windows": 5,
             "profile": PROFILE,
-            "lengths": {"median_tokens": 20.0, "sigma": 0.5},
-            "decoding": {"step_s": 0.01, "step_s_per_sequence": 0.001},
-            "training": {"s_per_token": 0.001},
-            "syncing": dict(
-                parameter_bytes=1e6, gather_bytes_per_s=1e8, send_bytes_per_s=1e8, load_bytes_per_s=1e8
-            ),
+            **tomllib.loads(COSTS),
             "references": [
                 {"set": {}, "parts_s": {}, "window_time_s": 1.0, **reference} for reference in references
             ],

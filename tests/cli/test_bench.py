@@ -12,8 +12,9 @@ from asyncrl_cli.bench import comparison as bench_comparison
 from asyncrl_cli.bench.results import Comparison, Contestant, FinishedRun, summarise
 from asyncrl_cli.cli.app import run
 from asyncrl_cli.report import write
+from tests.simulate.small_workload import COSTS
 
-WORKLOAD = """
+PROFILE = """
 notes = "made up"
 windows = 5
 [profile.placement]
@@ -22,26 +23,13 @@ gpus = 4
 ppo_mini_batch_size = 4
 [profile.rollout]
 n = 4
-[lengths]
-median_tokens = 20.0
-sigma = 0.5
-[decoding]
-step_s = 0.01
-step_s_per_sequence = 0.001
-[training]
-s_per_token = 0.001
-[syncing]
-parameter_bytes = 1e6
-gather_bytes_per_s = 1e8
-send_bytes_per_s = 1e8
-load_bytes_per_s = 1e8
 """
 
 
 @pytest.fixture
 def workload(tmp_path: Path) -> Path:
     path = tmp_path / "small.toml"
-    path.write_text(WORKLOAD, encoding="utf-8")
+    path.write_text(PROFILE + COSTS, encoding="utf-8")
     return path
 
 

@@ -13,8 +13,9 @@ from asyncrl_cli.profile.toml_files import shipped_profiles, shipped_workloads
 from asyncrl_cli.simulate.responses import ResponseLengths
 from asyncrl_cli.simulate.workload import Lengths
 from asyncrl_cli.simulate.workload_files import load_workload, profile_for
+from tests.simulate.small_workload import COSTS
 
-SMALL = """
+KEYS = """
 windows = 3
 [profile.trainer]
 ppo_mini_batch_size = 4
@@ -23,20 +24,8 @@ n = 2
 slots = 8
 [profiles.stale-samples.async_training]
 trigger_parameter_sync_step = 4
-[lengths]
-median_tokens = 20.0
-sigma = 0.5
-[decoding]
-step_s = 0.01
-step_s_per_sequence = 0.0
-[training]
-s_per_token = 1e-4
-[syncing]
-parameter_bytes = 1e6
-gather_bytes_per_s = 1e8
-send_bytes_per_s = 1e8
-load_bytes_per_s = 1e9
 """
+SMALL = KEYS + COSTS
 
 
 def small(directory: Path, old: str = "", new: str = "") -> str:
