@@ -18,7 +18,7 @@ from asyncrl_cli.checkpoint.reader import checkpoints_in, load_checkpoint, newes
 from asyncrl_cli.checkpoint.writer import CheckpointStore
 from asyncrl_cli.contracts.ports import Cut
 from asyncrl_cli.observe.recorded import Recorded
-from asyncrl_cli.weights.model_files import kept_versions
+from asyncrl_cli.weights.versions import kept_versions
 
 
 def cut(step, **loop_state):

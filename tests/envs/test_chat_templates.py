@@ -16,8 +16,8 @@ from asyncrl_cli.envs.chat import Chat, load_chat
 from asyncrl_cli.envs.conversation import Conversation
 from asyncrl_cli.job.driver_preparation import check_chat
 from asyncrl_cli.models.model_directory import TOOLS, with_template
+from asyncrl_cli.models.model_files import keep_model_files
 from asyncrl_cli.profile.loaded import load
-from asyncrl_cli.weights.model_files import keep_model_files
 from tests.envs.chat_models import MODELS
 from tests.envs.chat_models import TOOLS as OFFERED
 from tests.envs.test_chat import completion_of

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 from asyncrl_cli.base.errors import RefusedError
 from asyncrl_cli.builtin.tiny import tiny_tokenizer
 from asyncrl_cli.export.exported import export
-from asyncrl_cli.weights.model_files import keep_model_files
+from asyncrl_cli.models.model_files import keep_model_files
 from tests.export.conftest import SEQUENCE, checkpoint, model_with_tokenizer, open_run, profile_of, train
 from tests.trainers import trainer_parts
 

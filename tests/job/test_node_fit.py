@@ -11,10 +11,9 @@ import pytest
 
 from asyncrl_cli.base.errors import ConfigError, PreflightError
 from asyncrl_cli.cli.plan_report import plan_rows
-from asyncrl_cli.plan.cluster import ClusterResources
+from asyncrl_cli.plan.cluster import ClusterResources, Unplaced, assigned, matches
 from asyncrl_cli.plan.compiler import compile_job
 from asyncrl_cli.plan.job_plan import Bundle, JobPlan
-from asyncrl_cli.plan.node_fit import Unplaced, assigned, matches
 from asyncrl_cli.profile.loaded import load
 
 from .crew import nodes

@@ -15,8 +15,8 @@ from transformers.utils import logging
 from asyncrl_cli.base.errors import ConfigError, PreflightError
 from asyncrl_cli.builtin.tiny_models import built_untaught
 from asyncrl_cli.models import model_directory
-from asyncrl_cli.models.inspection import check_model_directory
 from asyncrl_cli.models.model_directory import resolve_model
+from asyncrl_cli.models.model_files import check_model_directory
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.tasks.task import load_task
 from tests.builtin.conftest import tiny_profile

@@ -27,8 +27,7 @@ from asyncrl_cli.profile.algorithm_section import AlgorithmSection, Kl
 from asyncrl_cli.profile.rollout_sections import RolloutSection
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.train.batch import PROX, REF, Microbatch
-from asyncrl_cli.train.credit import gae
-from asyncrl_cli.train.critic import value_loss
+from asyncrl_cli.train.critic import gae, value_loss
 from asyncrl_cli.train.logprobs import Scored
 from asyncrl_cli.train.losses import find_loss
 from asyncrl_cli.train.policy_loss import PolicyLoss, correct, kl_of

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from asyncrl_cli.profile.algorithm_section import AlgorithmSection
 from asyncrl_cli.train.batch import ADVANTAGES, REF, RETURNS, VALUES, step_batches
-from asyncrl_cli.train.credit import credit, gae
+from asyncrl_cli.train.critic import credit, gae
 from asyncrl_cli.train.step_plan import advantages_of
 from tests.train import reference_losses as reference
 from tests.train.train_samples import OneRank, make_step

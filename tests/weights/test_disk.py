@@ -17,10 +17,9 @@ from asyncrl_cli.base.errors import AsyncrlError
 from asyncrl_cli.job.driver_crew import clear
 from asyncrl_cli.job.host_process import arriving
 from asyncrl_cli.weights.buckets import DamagedWeights, unpack
-from asyncrl_cli.weights.model_files import kept_versions
 from asyncrl_cli.weights.receivers import read_version
 from asyncrl_cli.weights.senders import DiskSender, keep_version, write_manifest
-from asyncrl_cli.weights.versions import Manifest, send
+from asyncrl_cli.weights.versions import Manifest, kept_versions, send
 from tests.packed import pack
 from tests.train.train_samples import save_tiny_model
 

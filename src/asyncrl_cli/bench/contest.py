@@ -20,8 +20,7 @@ from asyncrl_cli.checkpoint.run_directory import stem_of
 from asyncrl_cli.job.ray.session import connected
 from asyncrl_cli.plan.cluster import ClusterResources, local_cluster
 from asyncrl_cli.plan.compiler import compile_job
-from asyncrl_cli.plan.defaults import for_device
-from asyncrl_cli.plan.job_plan import ROLLOUT, JobPlan
+from asyncrl_cli.plan.job_plan import ROLLOUT, JobPlan, for_device
 from asyncrl_cli.profile.arithmetic import Schedule, mode_of
 from asyncrl_cli.profile.keys import values_of
 from asyncrl_cli.profile.loaded import DEFAULT, Loaded, load, to_toml

@@ -16,12 +16,11 @@ from asyncrl_cli.cli.console import print_json, print_prose, print_table, print_
 from asyncrl_cli.job.ray.session import check_shared_memory
 from asyncrl_cli.models.model_directory import tokenizer_here
 from asyncrl_cli.plan import cluster, memory_fit
+from asyncrl_cli.plan.cluster import Unplaced, assigned, fitting_hint
 from asyncrl_cli.plan.compiler import compile_job, device_of
-from asyncrl_cli.plan.defaults import for_device, for_job
-from asyncrl_cli.plan.job_plan import COLOCATED, TRAINER, JobPlan
+from asyncrl_cli.plan.job_plan import COLOCATED, TRAINER, JobPlan, for_device, for_job
 from asyncrl_cli.plan.machine import SHARED_MEMORY, engine_refusal, free_shared_memory
 from asyncrl_cli.plan.memory import MemoryEstimate
-from asyncrl_cli.plan.node_fit import Unplaced, assigned, fitting_hint
 from asyncrl_cli.plan.remedies import with_hint
 from asyncrl_cli.profile.arithmetic import Schedule
 from asyncrl_cli.profile.keys import values_of

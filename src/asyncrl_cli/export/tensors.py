@@ -17,9 +17,15 @@ from safetensors import SafetensorError, safe_open
 
 from asyncrl_cli.base.errors import AsyncrlError, RefusedError, first_names
 from asyncrl_cli.base.storage import appearing_directory
-from asyncrl_cli.export.source import Source
-from asyncrl_cli.models.inspection import check_model_directory
+from asyncrl_cli.export.exported import Source
 from asyncrl_cli.models.model_directory import resolve_model
+from asyncrl_cli.models.model_files import (
+    CONFIG,
+    check_model_directory,
+    copy_model_files,
+    write_index,
+    write_weights,
+)
 from asyncrl_cli.models.saved_form import (
     ADAPTER,
     SavedForm,
@@ -32,7 +38,6 @@ from asyncrl_cli.models.saved_form import (
 from asyncrl_cli.tasks.task import load_task
 from asyncrl_cli.train.trainer_state import CRITIC, SavedState
 from asyncrl_cli.weights.buckets import torch_dtype
-from asyncrl_cli.weights.model_files import CONFIG, copy_model_files, write_index, write_weights
 
 MB = 10**6
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"

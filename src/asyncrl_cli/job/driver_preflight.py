@@ -28,8 +28,8 @@ from asyncrl_cli.job.ray.calls import Limit, answer
 from asyncrl_cli.job.ray.placement import ray_cluster
 from asyncrl_cli.job.ray.session import connected
 from asyncrl_cli.models.model_directory import BUILTIN, is_on_hub
+from asyncrl_cli.plan.cluster import node_lines
 from asyncrl_cli.plan.machine import GIB, LEAST_SHARED_MEMORY_BYTES, Finding
-from asyncrl_cli.plan.node_fit import node_lines
 from asyncrl_cli.profile.schema import Profile
 
 ALIKE = "asyncrl", "ray", "torch", "transformers"

@@ -20,7 +20,6 @@ from asyncrl_cli.contracts.item import Item, messages_of
 from asyncrl_cli.engines.port import check_engine
 from asyncrl_cli.envs import check_environment
 from asyncrl_cli.job.ray.session import check_reachable
-from asyncrl_cli.models.inspection import check_model, check_vocabulary
 from asyncrl_cli.models.model_directory import (
     fetched_tokenizer,
     further_models,
@@ -28,6 +27,7 @@ from asyncrl_cli.models.model_directory import (
     model_here,
     resolve_model,
 )
+from asyncrl_cli.models.model_files import check_model, check_vocabulary
 from asyncrl_cli.observe.sinks import check_sinks
 from asyncrl_cli.plan.cluster import local_cluster
 from asyncrl_cli.plan.compiler import compile_job, device_of

@@ -30,6 +30,7 @@ from asyncrl_cli.job.driver_preparation import prepare
 from asyncrl_cli.job.driver_process import END_S, StopRequests, leave, logged_to, tell
 from asyncrl_cli.job.driver_prompts import check_resumable, refuse_other_prompts
 from asyncrl_cli.job.ray.session import ray_session
+from asyncrl_cli.models.model_files import keep_model_files
 from asyncrl_cli.models.shape import ShapeUnknown, shape_of_directory
 from asyncrl_cli.observe.live_status import facts_of
 from asyncrl_cli.observe.observers import Observers
@@ -39,7 +40,7 @@ from asyncrl_cli.observe.startup import ProgressLine, StartStatus
 from asyncrl_cli.observe.terminal import neutral
 from asyncrl_cli.plan.cluster import local_cluster
 from asyncrl_cli.plan.compiler import device_of
-from asyncrl_cli.plan.defaults import DTYPE, for_device, for_job
+from asyncrl_cli.plan.job_plan import DTYPE, for_device, for_job
 from asyncrl_cli.profile.arithmetic import train_steps_of
 from asyncrl_cli.profile.loaded import DEFAULT, Loaded, read_document, to_document, to_toml
 from asyncrl_cli.profile.resumption import changed
@@ -47,7 +48,6 @@ from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.profile.toml_files import Table
 from asyncrl_cli.tasks.code_choice import keep_record, origin
 from asyncrl_cli.tasks.task import Task
-from asyncrl_cli.weights.model_files import keep_model_files
 
 if TYPE_CHECKING:
     from asyncrl_cli.job.driver_crew import Crew  # it needs Ray

@@ -1,7 +1,7 @@
 """From `model.path` to a local Hugging Face directory, which is complete and has the chosen chat template.
 
     builtin:tiny, builtin:untaught   built once, then cached (builtin/tiny_models.py)
-    a directory                      checked (inspection.py)
+    a directory                      checked (model_files.py)
     a name on the hub                a snapshot of it, checked
     model.chat_template              a directory in the cache, with that template and links to the files
 
@@ -31,7 +31,7 @@ from asyncrl_cli.base.safe_files import MIB, load_json, read_text, reason
 from asyncrl_cli.base.storage import appearing_directory
 from asyncrl_cli.builtin.tiny import MAX_POSITIONS, TAUGHT, UNTAUGHT, Course
 from asyncrl_cli.builtin.tiny_models import Progress, built_tiny, built_untaught
-from asyncrl_cli.models.inspection import check_model_directory, check_positions, refused
+from asyncrl_cli.models.model_files import check_model_directory, check_positions, refused
 from asyncrl_cli.profile.schema import Profile
 
 BUILTIN, REWARD_MODEL = "builtin:", "reward_model"

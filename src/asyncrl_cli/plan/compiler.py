@@ -11,9 +11,8 @@ from dataclasses import replace
 from math import gcd
 
 from asyncrl_cli.base.errors import ConfigError, PreflightError, counted
-from asyncrl_cli.plan.cluster import ClusterResources
+from asyncrl_cli.plan.cluster import ClusterResources, check_fit
 from asyncrl_cli.plan.job_plan import ROLLOUT, TRAINER, JobPlan, Spot
-from asyncrl_cli.plan.node_fit import check_fit
 from asyncrl_cli.profile.arithmetic import (
     TRAIN,
     asked_ranks,

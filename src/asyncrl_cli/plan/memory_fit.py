@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 from asyncrl_cli.base.errors import PreflightError
 from asyncrl_cli.models.shape import ShapeUnknown, shape_of
-from asyncrl_cli.plan.cluster import ClusterResources, host_memory_bytes
+from asyncrl_cli.plan.cluster import ClusterResources, Unplaced, assigned, host_memory_bytes
 from asyncrl_cli.plan.job_plan import COLOCATED, ROLLOUT, TRAINER, JobPlan
 from asyncrl_cli.plan.memory import (
     CACHE,
@@ -26,7 +26,6 @@ from asyncrl_cli.plan.memory import (
     kv_cache_bytes,
     peak,
 )
-from asyncrl_cli.plan.node_fit import Unplaced, assigned
 from asyncrl_cli.profile.schema import Profile
 
 GIB = 2**30

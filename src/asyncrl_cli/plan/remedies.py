@@ -12,8 +12,7 @@ from asyncrl_cli.base.errors import ConfigError, PreflightError
 from asyncrl_cli.plan import cluster, memory_fit
 from asyncrl_cli.plan.cluster import ClusterResources, planned_nodes
 from asyncrl_cli.plan.compiler import compile_job, device_of
-from asyncrl_cli.plan.defaults import for_device
-from asyncrl_cli.plan.job_plan import ROLLOUT, TRAINER
+from asyncrl_cli.plan.job_plan import ROLLOUT, TRAINER, for_device
 from asyncrl_cli.plan.memory import (
     CACHE,
     SHARED_CACHE,

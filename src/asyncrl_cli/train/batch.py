@@ -6,9 +6,9 @@ A column has one float per sampled token. These are all that travel with a train
     prox        the token's logprob under the weights at the window's start
     ref         its logprob under the reference
     critic      the critic's value of the state in which it was sampled
-    penalties   the KL penalty that is subtracted from its reward        (credit.py)
-    advantages  its advantage, if that depends on the columns above      (credit.py)
-    returns     what the critic should have answered                     (credit.py)
+    penalties   the KL penalty that is subtracted from its reward        (critic.py)
+    advantages  its advantage, if that depends on the columns above      (critic.py)
+    returns     what the critic should have answered                     (critic.py)
 
 Any process that has the stage's model computes one of the first three for groups (`ShardedModel.column`).
 `PolicyTrainer.train` takes such columns, and computes the missing ones itself, once per token.

@@ -35,7 +35,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from asyncrl_cli.base.errors import ConfigError, first_line
 from asyncrl_cli.models.attention import Attention
-from asyncrl_cli.models.inspection import check_heads
+from asyncrl_cli.models.model_files import check_heads
 from asyncrl_cli.train.batch import Microbatch, scoring_microbatch
 from asyncrl_cli.train.ranks import Ranks
 

@@ -38,17 +38,18 @@ from typing import cast
 
 import torch
 
+from asyncrl_cli.measure.values import Ratio, Value
 from asyncrl_cli.profile.algorithm_section import AlgorithmSection, Kl, bounds
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.train.batch import ADVANTAGES, PROX, REF, Microbatch, StepBatch
 from asyncrl_cli.train.logprobs import Scored
 from asyncrl_cli.train.losses import LossBatch, Metric, find_loss, max_of, mean_of, sum_of
-from asyncrl_cli.train.optimizer import aggregated
+from asyncrl_cli.train.optimizer import aggregated, take_sum
 from asyncrl_cli.train.ranks import Ranks
 from asyncrl_cli.train.step_plan import OptimizerStepPlan
 
 WEIGHTS, WEIGHT_SQUARES = "sum of weights", "sum of squared weights"
-"""The trainer computes `correction/effective_ratio` from these sums; they are not metrics themselves."""
+"""`correction/effective_ratio` is computed from these sums; they are not metrics themselves."""
 STALENESS_NAMES = ("stale_0", "stale_1", "stale_2_up")
 MOST_LOG_RATIO = 20.0
 """Log ratios are clamped to +- this before exponentiation: e^20 is far outside any threshold."""
@@ -80,7 +81,7 @@ class PolicyLoss:
         if REF in microbatch.columns:
             log_ratios_N = microbatch.columns[REF] - batch.logp_theta_N
             corrections["ref/kl"] = mean_of(kl_of("k3", log_ratios_N))
-            if algorithm.use_kl_loss:  # otherwise the KL is in the reward (credit.py)
+            if algorithm.use_kl_loss:  # otherwise the KL is in the reward (critic.py)
                 kl_N = kl_of(algorithm.kl_loss_type, log_ratios_N)
                 loss = loss + algorithm.kl_loss_coef * aggregated(kl_N, microbatch, plan, self._profile)
         metrics |= corrections | signals(batch, microbatch.staleness_N)
@@ -184,6 +185,15 @@ def importance_weights(
         metrics["correction/masked_ratio" if is_band else "correction/truncated_ratio"] = mean_of(outside_N)
     metrics |= {WEIGHTS: sum_of(weights_N), WEIGHT_SQUARES: sum_of(weights_N.square())}
     return weights_N, metrics
+
+
+def effective_ratio(metrics: dict[str, Value], num_tokens: int) -> dict[str, Value]:
+    """The weights' effective sample size as a share of the tokens, (sum w)^2 / sum w^2 / tokens, in place of
+    the two sums in a train step's metrics; nothing without weights."""
+    if WEIGHTS not in metrics:
+        return {}
+    weights, squares = take_sum(metrics, WEIGHTS), take_sum(metrics, WEIGHT_SQUARES)
+    return {"correction/effective_ratio": Ratio(weights * weights / max(num_tokens, 1), squares)}
 
 
 def signals(batch: LossBatch, staleness_N: torch.Tensor) -> dict[str, Metric]:

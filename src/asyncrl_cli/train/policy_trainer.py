@@ -18,63 +18,44 @@ again.
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, replace
 from pathlib import Path
-from typing import NamedTuple, cast
+from typing import cast
 
 import torch
-from safetensors import safe_open
 from torch.distributed.tensor import DTensor
 
 from asyncrl_cli.base.errors import RefusedError
-from asyncrl_cli.base.safe_files import parse_json
 from asyncrl_cli.contracts.train_step import TrainReport
 from asyncrl_cli.contracts.trajectories import GroupPayload
-from asyncrl_cli.measure.values import Ratio, Sum, Value
+from asyncrl_cli.measure.values import Sum, Value
 from asyncrl_cli.profile.arithmetic import MAX_LOGPROB_DIFF, is_apart
 from asyncrl_cli.profile.schema import ProcessPlace, Profile
 from asyncrl_cli.train.batch import PROX, REF, VALUES, Columns, StepBatch, scoring_microbatch, step_batches
-from asyncrl_cli.train.credit import credit
-from asyncrl_cli.train.critic import Critic
+from asyncrl_cli.train.critic import Critic, credit
 from asyncrl_cli.train.losses import Metric
-from asyncrl_cli.train.optimizer import PolicyOptimizer, StepResult, finite, host_like, step_metrics, take_sum
-from asyncrl_cli.train.policy_loss import WEIGHT_SQUARES, WEIGHTS, PolicyLoss
+from asyncrl_cli.train.optimizer import PolicyOptimizer, StepResult, finite, host_like, step_metrics
+from asyncrl_cli.train.policy_loss import PolicyLoss, effective_ratio
 from asyncrl_cli.train.policy_model import PolicyModel, frozen_model
 from asyncrl_cli.train.ranks import Ranks
 from asyncrl_cli.train.step_plan import RankPlan, needs_columns
 from asyncrl_cli.train.trainer_state import (
-    ANOTHER_MODEL,
-    FROZEN,
     Counters,
     HostState,
     SavedState,
     random_state,
     restore,
+    restore_random_state,
     to_host,
     write_state,
 )
 from asyncrl_cli.weights.buckets import BYTES_PER_MB, Bucket, Packing, plan_layout
-from asyncrl_cli.weights.model_files import PUBLISHED_FILE, write_weights
-from asyncrl_cli.weights.senders import BufferPool
+from asyncrl_cli.weights.senders import BufferPool, Publication
 from asyncrl_cli.weights.versions import Manifest, make_probes
 
 FROZEN_PROBES = 4
-
-
-class Publication(NamedTuple):
-    """The newest gathered version, on rank 0. `packing` does not change once it is filled, so any thread may
-    read it.
-
-    `manifest` has no fingerprints yet. Its `previous_logprobs` are not saved, and are empty for a process's
-    first version.
-    """
-
-    manifest: Manifest
-    packing: Packing
 
 
 class PolicyTrainer:
@@ -185,11 +166,7 @@ class PolicyTrainer:
         if results:
             metrics |= step_metrics("train", ranks, seen, results)
             skipped_steps += sum(result.is_skipped for result in results)
-        if WEIGHTS in metrics:
-            # their effective sample size, as a share of the tokens: (sum w)^2 / sum w^2 / tokens
-            weights, squares = take_sum(metrics, WEIGHTS), take_sum(metrics, WEIGHT_SQUARES)
-            num_tokens = sum(batch.plan.num_loss_tokens for batch in trained)
-            metrics["correction/effective_ratio"] = Ratio(weights * weights / max(num_tokens, 1), squares)
+        metrics |= effective_ratio(metrics, sum(batch.plan.num_loss_tokens for batch in trained))
         if num_scored:
             num_tokens = sum(batch.plan.num_loss_tokens for batch in batches[-num_scored:])
             metrics["train/old_logprob_tokens"] = Sum(float(num_tokens))
@@ -293,9 +270,7 @@ class PolicyTrainer:
         if publication is None or publication.manifest.version != version:
             held = "none" if publication is None else publication.manifest.version
             raise ValueError(f"version {version} is not held by rank {self.ranks.rank} (held: {held})")
-        buckets = publication.packing.seal()
-        fingerprints = tuple(bucket.fingerprint for bucket in buckets)
-        return replace(publication.manifest, fingerprints=fingerprints), buckets
+        return publication.sealed()
 
     def snapshot(self, step: int) -> None:
         """Copy this rank's state to the host under the name `step`."""
@@ -325,8 +300,7 @@ class PolicyTrainer:
             if publication is None:
                 raise ValueError(f"snapshot of step {step}: no version was gathered before it")
             directory.mkdir(parents=True, exist_ok=True)
-            manifest = json.dumps(asdict(replace(publication.manifest, previous_logprobs=())))
-            write_weights(publication.packing.tensors(), directory / PUBLISHED_FILE, manifest=manifest)
+            publication.write(directory)
         write_state(self.ranks.rank, state, counters, directory)
 
     def load(self, directory: Path) -> None:
@@ -337,14 +311,7 @@ class PolicyTrainer:
         """
         saved = SavedState(directory)
         counters = saved.counters
-        for name, logprob in self._frozen_logprobs.items():
-            before = cast(Mapping[str, float], counters).get(name, logprob)
-            if abs(logprob - before) > MAX_LOGPROB_DIFF[self.profile.model.dtype]:
-                what, where = FROZEN[name]
-                raise RefusedError(
-                    f"{directory}: was trained with {what} that had other weights",
-                    hint=f"resume with the model that {where} held when the run began",
-                )
+        saved.check_frozen(self._frozen_logprobs, MAX_LOGPROB_DIFF[self.profile.model.dtype])
         if counters["has_window_first"]:
             self._window_first = host_like(self.model.locals())
         elif self._needs_window_first and counters["step"]:
@@ -354,28 +321,12 @@ class PolicyTrainer:
                 hint="resume with the profile that wrote it",
             )
         restore(self._parameters(), self.state_tensors(), saved)
-        for key, rows in random_state(self.ranks).items():
-            if saved.shapes.get(key) == rows.whole_shape:  # absent, if there were fewer ranks
-                saved.read(key, rows.tensor)
-                (torch.cuda if "/cuda/" in key else torch).set_rng_state(rows.tensor)
+        restore_random_state(self.ranks, saved)
         self.optimizer.restore_steps(counters["optimizer_steps"])
         if self.critic is not None:
             self.critic.optimizer.restore_steps(saved.critic_steps)
-        published = directory / PUBLISHED_FILE
         if self.ranks.rank == 0:
-            self.publication = None
-        if self.ranks.rank == 0 and published.exists():
-            # Packed as by `gather`.
-            names = {entry.spec.name for entries in self._layout for entry in entries}
-            with safe_open(published, framework="pt") as file:
-                if set(file.keys()) != names:
-                    why = f"{published}: published weights are of another model"
-                    raise RefusedError(why, hint=ANOTHER_MODEL)
-                packing = Packing(self._layout)
-                for name in names:
-                    packing.put(name, file.get_tensor(name))
-                manifest = parse_json(file.metadata()["manifest"], Manifest)
-            self.publication = Publication(manifest, packing)
+            self.publication = Publication.read(directory, self._layout)
         self._hand_over()
 
     def _hand_over(self) -> None:

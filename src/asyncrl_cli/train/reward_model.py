@@ -19,7 +19,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from asyncrl_cli.base.errors import AsyncrlError, PreflightError, first_names
 from asyncrl_cli.contracts.item import messages_of
 from asyncrl_cli.contracts.trajectories import GroupPayload, Trajectory
-from asyncrl_cli.models.inspection import positions_of
+from asyncrl_cli.models.model_files import positions_of
 from asyncrl_cli.profile.schema import ProcessPlace, Profile
 from asyncrl_cli.train.batch import SPLIT_COST_TOKENS, cut_padded
 from asyncrl_cli.train.ranks import device_of

@@ -27,6 +27,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from asyncrl_cli.contracts.trajectories import GroupPayload
 from asyncrl_cli.models.attention import Attention, choose_attention
+from asyncrl_cli.models.model_files import tensor_files
 from asyncrl_cli.models.saved_form import SavedForm, persistent_buffers, skeleton
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.train import keeps_whole_gradients
@@ -34,7 +35,6 @@ from asyncrl_cli.train.batch import Column, Microbatch, step_batches
 from asyncrl_cli.train.packed_rows import Divide, choose_division, is_packed
 from asyncrl_cli.train.ranks import Ranks
 from asyncrl_cli.train.step_plan import OptimizerStepPlan, PlannedTrajectory
-from asyncrl_cli.weights.model_files import tensor_files
 
 T = TypeVar("T")
 Content = TypeVar("Content", bound=torch.nn.Module)

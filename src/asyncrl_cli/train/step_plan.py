@@ -11,7 +11,7 @@ deviation (n - 1 in its denominator) of its group of n:
     reinforce_plus_plus_baseline  the same, applied to r - m
 
 `gae`, and any of these with a KL penalty in the reward, need values per token, so the ranks compute them
-(credit.py). If all rewards of a group are equal, `grpo`, `rloo` and the `_baseline` give it advantages of 0:
+(critic.py). If all rewards of a group are equal, `grpo`, `rloo` and the `_baseline` give it advantages of 0:
 nothing is learned from it.
 
 Sources: Shao et al. 2024, DeepSeekMath (arXiv:2402.03300), section 4.1, and Liu et al. 2025
@@ -49,7 +49,7 @@ class OptimizerStepPlan:
     """One rank's share of an optimizer step. `num_loss_tokens` (sampled tokens) and `num_trajectories` count
     all ranks' shares.
 
-    `rewards`: those of all trajectories of each group, if the ranks must compute the advantages (credit.py);
+    `rewards`: those of all trajectories of each group, if the ranks must compute the advantages (critic.py);
     else empty.
     """
 
@@ -161,7 +161,7 @@ def _plan_optimizer_step(
 
 
 def needs_columns(algorithm: AlgorithmSection) -> bool:
-    """Whether advantages also depend on the reference or the critic (credit.py)."""
+    """Whether advantages also depend on the reference or the critic (critic.py)."""
     return algorithm.has_critic or algorithm.use_kl_in_reward
 
 

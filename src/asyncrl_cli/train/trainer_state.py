@@ -17,10 +17,10 @@ numbers.)
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NotRequired
+from typing import Any, Literal, NotRequired, cast
 
 import numpy as np
 import torch
@@ -32,10 +32,10 @@ from typing_extensions import TypedDict  # pydantic reads typing's own from Pyth
 from asyncrl_cli.base.errors import RefusedError
 from asyncrl_cli.base.safe_files import Count, Finite, load_json, open_regular, parse_json, reason
 from asyncrl_cli.base.storage import sync_files
+from asyncrl_cli.models.model_files import write_weights
 from asyncrl_cli.train.ranks import Ranks
 from asyncrl_cli.train.sharded_model import first_row
 from asyncrl_cli.weights.buckets import zeros
-from asyncrl_cli.weights.model_files import write_weights
 
 COUNTERS_FILE, CRITIC_FILE = "trainer.json", "critic.json"
 CRITIC = "critic."
@@ -122,6 +122,14 @@ def random_state(ranks: Ranks) -> HostState:
     return {f"rng/{kind}/{ranks.rank}": Rows(values, 0, len(values)) for kind, values in random.items()}
 
 
+def restore_random_state(ranks: Ranks, saved: SavedState) -> None:
+    """Restore this rank's random state, which files of fewer ranks lack."""
+    for key, rows in random_state(ranks).items():
+        if saved.shapes.get(key) == rows.whole_shape:
+            saved.read(key, rows.tensor)
+            (torch.cuda if "/cuda/" in key else torch).set_rng_state(rows.tensor)
+
+
 def rank_file(directory: Path, rank: int, role: str = "rank") -> Path:
     return directory / f"{role}-{rank:05d}.safetensors"
 
@@ -180,6 +188,18 @@ class SavedState:
                     self._parts.setdefault(key, []).append((begin, part))
             except (SafetensorError, OSError, ValueError) as error:
                 raise RefusedError(f"{path} cannot be read: {reason(error)}", hint=ANOTHER) from error
+
+    def check_frozen(self, logprobs: Mapping[str, float], most_diff: float) -> None:
+        """Raises RefusedError if FROZEN weights are not those that the state was trained with: `logprobs` are
+        theirs now, by counter."""
+        for name, logprob in logprobs.items():
+            before = cast(Mapping[str, float], self.counters).get(name, logprob)
+            if abs(logprob - before) > most_diff:
+                what, where = FROZEN[name]
+                raise RefusedError(
+                    f"{self.directory}: was trained with {what} that had other weights",
+                    hint=f"resume with the model that {where} held when the run began",
+                )
 
     def read(self, key: str, into: torch.Tensor, first_row: int = 0) -> None:
         """Fill `into` with a tensor's rows from `first_row` on. Raises RefusedError if the files lack any of

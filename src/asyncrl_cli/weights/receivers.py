@@ -33,6 +33,7 @@ from safetensors.torch import load as load_tensors
 
 from asyncrl_cli.base.errors import AsyncrlError, ConfigError, RefusedError, first_names
 from asyncrl_cli.base.safe_files import Count, load_json, open_regular
+from asyncrl_cli.models.model_files import tensor_files
 from asyncrl_cli.models.saved_form import ADAPTER, SavedForm, adapter_names, merged, scale_of, skeleton
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.weights.buckets import (
@@ -50,8 +51,7 @@ from asyncrl_cli.weights.buckets import (
     unpack,
     view_of,
 )
-from asyncrl_cli.weights.model_files import MANIFEST, SCHEMA_VERSION, file_fingerprint, tensor_files
-from asyncrl_cli.weights.versions import Manifest, UpdateInfo
+from asyncrl_cli.weights.versions import MANIFEST, SCHEMA_VERSION, Manifest, UpdateInfo, file_fingerprint
 
 
 def verified(buckets: Iterable[Bucket], manifest: Manifest) -> Iterator[Bucket]:

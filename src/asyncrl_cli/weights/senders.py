@@ -1,5 +1,5 @@
-"""The trainer's side: rank 0 sends versions by `weights.transport`, and keeps some for audits. The other side
-is receivers.py.
+"""The trainer's side: rank 0 holds the newest version, sends versions by `weights.transport`, and keeps some
+for audits. The other side is receivers.py.
 
     disk        a directory per version, which transformers and vLLM open:
 
@@ -27,29 +27,31 @@ import weakref
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 
-from asyncrl_cli.base.errors import AsyncrlError
+from asyncrl_cli.base.errors import AsyncrlError, RefusedError
+from asyncrl_cli.base.safe_files import parse_json
 from asyncrl_cli.base.storage import remove_tree, sync_files
-from asyncrl_cli.models.inspection import WEIGHTS
-from asyncrl_cli.weights.buckets import Bucket, BucketFile, Layout, torch_dtype, unpack, view_of
-from asyncrl_cli.weights.model_files import (
+from asyncrl_cli.models.model_files import WEIGHTS, copy_model_files, write_index, write_weights
+from asyncrl_cli.weights.buckets import Bucket, BucketFile, Layout, Packing, torch_dtype, unpack, view_of
+from asyncrl_cli.weights.versions import (
     MANIFEST,
+    PUBLISHED_FILE,
     SCHEMA_VERSION,
-    copy_model_files,
+    Manifest,
+    Sender,
     file_fingerprint,
     kept_versions,
+    send,
     version_directory,
-    write_index,
-    write_weights,
 )
-from asyncrl_cli.weights.versions import Manifest, Sender, send
 
 
 class BufferPool:
@@ -88,6 +90,45 @@ class BufferPool:
 def _unlock(addresses: Sequence[int]) -> None:
     for address in addresses:
         torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(address))
+
+
+class Publication(NamedTuple):
+    """The newest gathered version, on rank 0. `packing` does not change once it is filled, so any thread may
+    read it.
+
+    `manifest` has no fingerprints yet. Its `previous_logprobs` are not saved, and are empty for a process's
+    first version.
+    """
+
+    manifest: Manifest
+    packing: Packing
+
+    def sealed(self) -> tuple[Manifest, list[Bucket]]:
+        """Manifest and buckets with their fingerprints. Reads all bytes: call it beside training."""
+        buckets = self.packing.seal()
+        return replace(self.manifest, fingerprints=tuple(bucket.fingerprint for bucket in buckets)), buckets
+
+    def write(self, directory: Path) -> None:
+        """Write the version into a checkpoint that is to hold it."""
+        manifest = json.dumps(asdict(replace(self.manifest, previous_logprobs=())))
+        write_weights(self.packing.tensors(), directory / PUBLISHED_FILE, manifest=manifest)
+
+    @classmethod
+    def read(cls, directory: Path, layout: Sequence[Layout]) -> Publication | None:
+        """The version that a checkpoint holds, packed as by a gather; None if it holds none. Raises
+        RefusedError if it is of another model."""
+        path = directory / PUBLISHED_FILE
+        if not path.exists():
+            return None
+        packing = Packing(layout)
+        names = {entry.spec.name for entries in layout for entry in entries}
+        with safe_open(path, framework="pt") as file:
+            if set(file.keys()) != names:
+                why = f"{path}: published weights are of another model"
+                raise RefusedError(why, hint="resume with the profile and the model that wrote it")
+            for name in names:
+                packing.put(name, file.get_tensor(name))
+            return cls(parse_json(file.metadata()["manifest"], Manifest), packing)
 
 
 class DiskSender(Sender):

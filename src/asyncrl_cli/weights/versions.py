@@ -1,5 +1,5 @@
 """What trainer, driver and workers agree on: the description of a version, the calls that bring it from rank
-0 to a worker, the time limits of the waits for it, and the probes that verify a load.
+0 to a worker, the time limits of the waits for it, its names on disk, and the probes that verify a load.
 
     rank 0   begin(version) -> put(bucket) -> ref ... -> finish(manifest)    a Sender; `keep` ends older ones
     driver   carries (manifest, refs) to every worker
@@ -30,10 +30,12 @@ from __future__ import annotations
 
 import math
 import random
+import re
 import statistics
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import cycle, islice
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import xxhash
@@ -50,6 +52,12 @@ layout."""
 UpdateInfo = dict[str, object]
 """What vLLM's processes are told of a transfer, as plain values."""
 
+VERSIONS = "versions"
+"""Folder in a run's directory with its kept versions."""
+PUBLISHED_FILE = "published.safetensors"
+"""In a checkpoint: the published version's weights, if they are not the trainer's own."""
+MANIFEST, SCHEMA_VERSION = "manifest.json", 1
+"""A version's own description in its directory (senders.py)."""
 TIMEOUT_KEY = "weights.timeout_s"
 AT_ONCE_S = 10.0
 """Timeout of calls that rank 0 answers at once, even while it sends: for an address, and `leave`."""
@@ -192,6 +200,20 @@ class Judgement:
 
     verdict: Literal["loaded", "not loaded", "unclear"]
     share: float | None
+
+
+def file_fingerprint(content: bytes) -> str:
+    return f"{xxhash.xxh3_64_intdigest(content):016x}"
+
+
+def version_directory(root: Path, version: int) -> Path:
+    return root / f"version-{version:06d}"
+
+
+def kept_versions(root: Path) -> list[int]:
+    """Versions on disk, ascending."""
+    names = (entry.name for entry in root.iterdir()) if root.is_dir() else ()
+    return sorted(int(match[1]) for name in names if (match := re.fullmatch(r"version-(\d{6,})", name)))
 
 
 def make_probes(

@@ -8,7 +8,7 @@ from itertools import accumulate
 import pytest
 import torch
 
-from asyncrl_cli.engines.transformers.paged_attention import _make_blocks
+from asyncrl_cli.engines.transformers.batched_model import _make_blocks
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from transformers.generation.continuous_batching import PagedAttentionCache
 
 from asyncrl_cli.base.errors import ExecutorFailed
 from asyncrl_cli.engines.port import Completion, Sampling
-from asyncrl_cli.engines.transformers import paged_attention
+from asyncrl_cli.engines.transformers import batched_model
 from asyncrl_cli.engines.transformers.transformers_engine import TransformersEngine
 from asyncrl_cli.weights.buckets import Bucket
 from tests.engines import tiny
@@ -78,7 +78,7 @@ async def test_logprobs_are_of_the_scaled_untruncated_distribution(
     [
         ("batched_model.PREFILL_TOKENS_PACKED", 16),
         ("batched_model.CACHE_SHARE_OF_MEMORY", 0.0),
-        ("paged_attention.MODEL_TYPES", frozenset()),
+        ("batched_model.PLAIN_MODEL_TYPES", frozenset()),
     ],
     ids=["prompts are prefilled in pieces", "a small cache evicts sequences", "attention is sdpa"],
 )
@@ -105,7 +105,7 @@ async def test_the_prompts_of_a_group_are_prefilled_together(
     """Groups of four, some of one token, that begin while others decode: the attention of many in one call is
     each one's own."""
     counts: list[int] = []
-    attend = paged_attention.attend
+    attend = batched_model.attend
 
     def counted(*packed: torch.Tensor, block: Any, scaling: float | None) -> torch.Tensor:
         if block.mask_B1PL is None:
@@ -113,7 +113,7 @@ async def test_the_prompts_of_a_group_are_prefilled_together(
         return attend(*packed, block, scaling)
 
     monkeypatch.setattr(
-        paged_attention, "attend", lambda *given: counted(*given[:3], block=given[3], scaling=given[4])
+        batched_model, "attend", lambda *given: counted(*given[:3], block=given[3], scaling=given[4])
     )
 
     async with transformers_engine(model_dir, slots=16) as engine:

@@ -22,9 +22,15 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from asyncrl_cli.base.errors import PreflightError, timeout
 from asyncrl_cli.job.ray.lifeline import lost_session
-from asyncrl_cli.plan.cluster import ClusterResources, NodeResources
+from asyncrl_cli.plan.cluster import (
+    ClusterResources,
+    NodeResources,
+    asked,
+    check_fit,
+    fitting_hint,
+    node_lines,
+)
 from asyncrl_cli.plan.job_plan import ROLLOUT, JobPlan
-from asyncrl_cli.plan.node_fit import asked, check_fit, fitting_hint, node_lines
 
 logger = logging.getLogger(__name__)
 

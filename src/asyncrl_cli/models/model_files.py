@@ -1,30 +1,41 @@
-"""Checks, before anything starts, that trainer and engine can open a model: files, class, positions,
-vocabulary, shapes."""
+"""A model's Hugging Face directory: checked before anything starts (can trainer and engine open it: files,
+class, positions, vocabulary, shapes), copied without its weights, and its weight files found and written.
+Imports torch only to check a model."""
 
 from __future__ import annotations
 
+import json
 import math
 import os
+import shutil
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NotRequired, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, NotRequired, TypeVar
 
 from annotated_types import Interval
 from typing_extensions import TypedDict  # pydantic reads typing's own from Python 3.12 on
 
 from asyncrl_cli.base.errors import ConfigError, PreflightError, first_line
 from asyncrl_cli.base.safe_files import load_json
+from asyncrl_cli.base.storage import naming
 from asyncrl_cli.models.shape import tensor_shapes
 from asyncrl_cli.profile.arithmetic import max_context_tokens
 from asyncrl_cli.profile.fields import MOST
 from asyncrl_cli.profile.schema import Profile
 
 if TYPE_CHECKING:
+    import torch
     from transformers import PretrainedConfig
 
 T = TypeVar("T")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
 TOKENIZER_SETTINGS = ("tokenizer_config.json", "special_tokens_map.json", "generation_config.json")
-WEIGHTS = "model.safetensors"
+CONFIG, WEIGHTS = "config.json", "model.safetensors"
+WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".index.json")
+DTYPE_KEYS = ("dtype", "torch_dtype")
+RUN_COPY = "model"
+"""Folder in a run's directory with a copy of its model directory without the weights, so that an export needs
+nothing else."""
 SIZES = (
     "vocab_size",
     "hidden_size",
@@ -85,7 +96,7 @@ def check_model_directory(directory: Path) -> None:
 def check_config(directory: Path) -> None:
     """Raises PreflightError if config.json cannot describe a model, or describes one with too many layers to
     open."""
-    if not _read_json(directory / "config.json", _Config).get("model_type"):
+    if not _read_json(directory / CONFIG, _Config).get("model_type"):
         raise refused(f"{directory}/config.json names no model_type", "save the model with save_pretrained")
 
 
@@ -183,3 +194,64 @@ def positions_of(config: PretrainedConfig) -> int | None:
     has_parts = any(isinstance(entry, dict) for entry in rope.values())
     is_plain = rope.get("rope_type", "default") == "default" and not has_parts
     return int(positions) if positions and is_plain else None
+
+
+def copy_model_files(model_dir: Path, target: Path, dtype: str | None = None) -> None:
+    """Copy everything but weights to an existing directory. `dtype` is that of the weights to be written
+    there. It is set in the copied configuration, because transformers and vLLM open weights with the dtype
+    that it names."""
+    for path in sorted(model_dir.iterdir()):
+        if path.is_file() and not path.name.startswith(".") and not path.name.endswith(WEIGHT_SUFFIXES):
+            shutil.copyfile(path, target / path.name)
+    config = target / CONFIG
+    if dtype is not None and config.exists():
+        content = _with_dtype(json.loads(config.read_text(encoding="utf-8")), dtype)
+        config.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def keep_model_files(model_dir: Path, run_dir: Path) -> None:
+    """Make the run's copy of the model files, unless it exists."""
+    if not (run_dir / RUN_COPY).exists():
+        working = run_dir / f".{RUN_COPY}.tmp"
+        shutil.rmtree(working, ignore_errors=True)
+        working.mkdir()
+        copy_model_files(model_dir, working)
+        working.rename(run_dir / RUN_COPY)
+
+
+def tensor_files(directory: Path) -> dict[str, Path]:
+    """Which weight file holds each tensor. The directory must have been checked before."""
+    index = directory / f"{WEIGHTS}.index.json"
+    if index.exists():
+        return {name: directory / file for name, file in load_json(index, WeightIndex)["weight_map"].items()}
+    return dict.fromkeys(tensor_shapes(directory / WEIGHTS), directory / WEIGHTS)
+
+
+def write_weights(tensors: Mapping[str, torch.Tensor], path: Path, **header: str) -> None:
+    """Write a safetensors file with the permissions of any new file. (By default, safetensors lets only the
+    owner read it.)"""
+    from safetensors.torch import save_file
+
+    with naming(path):
+        path.touch()
+        mode = path.stat().st_mode & 0o777
+        save_file(dict(tensors), path, metadata={"format": "pt", **header})
+        path.chmod(mode)
+
+
+def write_index(directory: Path, file_of: Mapping[str, str], num_bytes: int) -> None:
+    """Write the index, which names the file of each tensor. A single file needs no index."""
+    if len(set(file_of.values())) > 1:
+        content = {"metadata": {"total_size": num_bytes}, "weight_map": dict(file_of)}
+        index = directory / f"{WEIGHTS}.index.json"
+        index.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def _with_dtype(config: dict[str, Any], dtype: str) -> dict[str, Any]:
+    """The configuration with `dtype`, under the key that transformers writes, at the top and in each part
+    that names a dtype."""
+    parts = {key: value for key, value in config.items() if key not in DTYPE_KEYS}
+    for key, value in parts.items():
+        if isinstance(value, dict) and value.keys() & set(DTYPE_KEYS):
+            parts[key] = _with_dtype(value, dtype)
+    return {**parts, "dtype": dtype}
