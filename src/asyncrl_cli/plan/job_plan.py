@@ -28,14 +28,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from asyncrl_cli.base.errors import counted
-from asyncrl_cli.models.shape import ModelShape
 from asyncrl_cli.profile.arithmetic import Schedule, max_context_tokens
 from asyncrl_cli.profile.check import check
 from asyncrl_cli.profile.keys import values_of, with_values
 from asyncrl_cli.profile.loaded import DEFAULT, Loaded, is_default
 from asyncrl_cli.profile.schema import ProcessPlace, Profile
+
+if TYPE_CHECKING:
+    from asyncrl_cli.models.shape import ModelShape
 
 TRAINER, ROLLOUT, COLOCATED = "trainer", "rollout", "colocated"
 
