@@ -16,6 +16,7 @@ from asyncrl_cli.cli.options import (
     profile_names,
     profile_option,
     set_option,
+    text_option,
     workload_names,
 )
 
@@ -37,12 +38,12 @@ workload, and labels its results SIMULATED."""
 def bench(
     baseline: Annotated[
         str | None,
-        typer.Option(
+        text_option(
             "--compare",
-            metavar="BASELINE",
-            help="The profile to compare the others with. Default: a colocated twin of the first --profile "
+            "BASELINE",
+            "The profile to compare the others with. Default: a colocated twin of the first --profile "
             "FILE, or colocate.",
-            autocompletion=profile_names,
+            profile_names,
         ),
     ] = None,
     keep_k: Annotated[
@@ -57,12 +58,12 @@ def bench(
     ] = None,
     simulate: Annotated[
         str | None,
-        typer.Option(
+        text_option(
             "--simulate",
-            metavar="WORKLOAD",
-            help="Train nothing, use a virtual clock. laptop-tiny, verl-7b-math-128, verl-7b-retool-32, or a "
+            "WORKLOAD",
+            "Train nothing, use a virtual clock. laptop-tiny, verl-7b-math-128, verl-7b-retool-32, or a "
             "workload's TOML file.",
-            autocompletion=workload_names,
+            workload_names,
         ),
     ] = None,
     repeat: Annotated[
@@ -84,10 +85,8 @@ def bench(
     seed: Annotated[int, number_option("--seed", "Seed of the first repeat.", least=0)] = 0,
     out: Annotated[
         Path | None,
-        typer.Option(
-            "--out",
-            metavar="DIR",
-            help="Directory for results.json, report.md and report.html. Default: bench/TIME.",
+        text_option(
+            "--out", "DIR", "Directory for results.json, report.md and report.html. Default: bench/TIME."
         ),
     ] = None,
     address: AddressOption = None,

@@ -6,6 +6,7 @@ suggestions that do not begin with the incomplete word.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -15,6 +16,8 @@ from asyncrl_cli.base.paths import RUNS_DIR as RUNS_DIR
 
 MOST, MOST_DEVICES = 10**9, 4096
 """Limits of numbers: of any, and of devices and machines, which are planned one by one."""
+Complete = Callable[..., list[str]]
+"""Returns the suggestions for a value; typer passes what it asks for."""
 Ui = Literal["auto", "live", "plain", "none"]
 
 
@@ -50,12 +53,17 @@ def workload_names() -> list[str]:
     return list(shipped_workloads())
 
 
+def text_option(name: str, metavar: str, help: str, complete: Complete | None = None) -> object:
+    """An option with a text or a path."""
+    return typer.Option(name, metavar=metavar, help=help, autocompletion=complete)
+
+
 def profile_option(help: str) -> object:
     return typer.Option("--profile", "-p", metavar="NAME|FILE", help=help, autocompletion=profile_names)
 
 
 def set_option(help: str) -> object:
-    return typer.Option("--set", metavar="SECTION.KEY=VALUE", help=help, autocompletion=settings)
+    return text_option("--set", "SECTION.KEY=VALUE", help, settings)
 
 
 def number_option(
@@ -90,12 +98,10 @@ SetOption = Annotated[
     list[str] | None, set_option("Override a key. The value is TOML, or else a string. May be repeated.")
 ]
 NameOption = Annotated[
-    str | None, typer.Option("--name", metavar="N", help="Name of the run. Default: from profile and time.")
+    str | None, text_option("--name", "N", "Name of the run. Default: from profile and time.")
 ]
 RunArgument = Annotated[str, run_argument("RUN", "A run's name or directory.")]
-RunsDirOption = Annotated[
-    Path, typer.Option("--runs-dir", metavar="DIR", help="Directory that holds all runs.")
-]
+RunsDirOption = Annotated[Path, text_option("--runs-dir", "DIR", "Directory that holds all runs.")]
 UiOption = Annotated[
     Ui, typer.Option("--ui", help="What to show; auto: live tables on a terminal, plain lines elsewhere.")
 ]
@@ -112,10 +118,8 @@ AddressOption = Annotated[
 ]
 JobAddressOption = Annotated[
     str | None,
-    typer.Option(
-        "--address",
-        metavar="URL",
-        help="Job server of the cluster to which the run was submitted: http://HEAD:8265.",
+    text_option(
+        "--address", "URL", "Job server of the cluster to which the run was submitted: http://HEAD:8265."
     ),
 ]
 DetachOption = Annotated[

@@ -23,6 +23,7 @@ from asyncrl_cli.cli.options import (
     memory_option,
     number_option,
     profile_option,
+    text_option,
 )
 
 PLAN_EXAMPLES = """
@@ -60,10 +61,8 @@ def plan(
     ] = 1,
     address: Annotated[
         str | None,
-        typer.Option(
-            "--address",
-            metavar="RAY",
-            help="Plan for a Ray cluster (HOST:PORT): show its nodes, what fits, and where.",
+        text_option(
+            "--address", "RAY", "Plan for a Ray cluster (HOST:PORT): show its nodes, what fits, and where."
         ),
     ] = None,
     gpu_memory: Annotated[
@@ -128,9 +127,7 @@ def doctor(
     ] = False,
     address: Annotated[
         str | None,
-        typer.Option(
-            "--address", metavar="RAY", help="Check the nodes of this Ray cluster (HOST:PORT) instead."
-        ),
+        text_option("--address", "RAY", "Check the nodes of this Ray cluster (HOST:PORT) instead."),
     ] = None,
     runs_dir: RunsDirOption = RUNS_DIR,
 ) -> None:

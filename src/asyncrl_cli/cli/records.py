@@ -18,6 +18,7 @@ from asyncrl_cli.cli.options import (
     RunsDirOption,
     number_option,
     run_argument,
+    text_option,
 )
 
 REPORT_EXAMPLES = """
@@ -54,10 +55,8 @@ STEPS = re.compile(r"(?P<first>\d{0,15})(?P<colon>:)?(?P<last>\d{0,15})")
 
 ReportOption = Annotated[
     Path | None,
-    typer.Option(
-        "--out",
-        metavar="FILE",
-        help="The file to write. Default: report.html, for one run in the run's directory.",
+    text_option(
+        "--out", "FILE", "The file to write. Default: report.html, for one run in the run's directory."
     ),
 ]
 OpenOption = Annotated[bool, typer.Option("--open", help="Open the report in the browser.")]
@@ -144,7 +143,7 @@ def samples(
         int | None, number_option("--step", "A train step. Default: the newest dumped step.")
     ] = None,
     group: Annotated[
-        str, typer.Option("--group", metavar="G", help="Only groups whose key begins with G, of any step.")
+        str, text_option("--group", "G", "Only groups whose key begins with G, of any step.")
     ] = "",
     sort: Annotated[
         Literal["staleness", "reward", "length", "span"] | None,
@@ -178,18 +177,12 @@ def trace(
     run: RunArgument,
     steps: Annotated[
         str,
-        typer.Option(
-            "--steps",
-            metavar="A:B",
-            help="Only these train steps. A: and :B leave one end open; A is one step.",
-        ),
+        text_option("--steps", "A:B", "Only these train steps. A: and :B leave one end open; A is one step."),
     ] = ":",
     out: Annotated[
         Path | None,
-        typer.Option(
-            "--out",
-            metavar="FILE",
-            help="File to write (.gz: compressed). Default: trace.json in the run's directory.",
+        text_option(
+            "--out", "FILE", "File to write (.gz: compressed). Default: trace.json in the run's directory."
         ),
     ] = None,
     runs_dir: RunsDirOption = RUNS_DIR,
@@ -241,9 +234,7 @@ def export(
     ] = None,
     out: Annotated[
         Path | None,
-        typer.Option(
-            "--out", metavar="DIR", help="Directory to write, new or empty. Default: in the run's directory."
-        ),
+        text_option("--out", "DIR", "Directory to write, new or empty. Default: in the run's directory."),
     ] = None,
     dtype: Annotated[
         Literal["float32", "bfloat16"] | None,
@@ -255,9 +246,7 @@ def export(
     ] = 5.0,
     model: Annotated[
         Path | None,
-        typer.Option(
-            "--model", metavar="DIR", help="Directory with config.json and tokenizer, if the run's is gone."
-        ),
+        text_option("--model", "DIR", "Directory with config.json and tokenizer, if the run's is gone."),
     ] = None,
     adapter: Annotated[
         bool,

@@ -28,6 +28,7 @@ from asyncrl_cli.cli.options import (
     number_option,
     profile_names,
     profile_option,
+    text_option,
 )
 
 PROFILES_EXAMPLES = """
@@ -203,14 +204,14 @@ def init(
     sets: SetOption = None,
     name: Annotated[
         str | None,
-        typer.Option("--name", metavar="N", help="For a cluster: name of the run. Default: the profile's."),
+        text_option("--name", "N", "For a cluster: name of the run. Default: the profile's."),
     ] = None,
     shared: Annotated[
         Path | None,
-        typer.Option(
+        text_option(
             "--shared",
-            metavar="DIR",
-            help="For a cluster: directory shared by all nodes, for the runs. Default: the current one.",
+            "DIR",
+            "For a cluster: directory shared by all nodes, for the runs. Default: the current one.",
         ),
     ] = None,
     nodes: Annotated[
@@ -225,9 +226,7 @@ def init(
     ] = None,
     image: Annotated[
         str | None,
-        typer.Option(
-            "--image", metavar="IMAGE", help="For kuberay and skypilot: container image with asyncrl."
-        ),
+        text_option("--image", "IMAGE", "For kuberay and skypilot: container image with asyncrl."),
     ] = None,
 ) -> None:
     """Copy a template: for your own task, ready to train; for a dashboard; or for a job on a cluster."""

@@ -11,7 +11,7 @@ import typer
 
 from asyncrl_cli.base.errors import AsyncrlError, ConfigError, Interrupted, RefusedError
 from asyncrl_cli.cli.console import load_profile, print_json, print_text, say, stdout, warn
-from asyncrl_cli.cli.options import RUNS_DIR, JsonOption, NameOption, ProfileOption, SetOption
+from asyncrl_cli.cli.options import RUNS_DIR, JsonOption, NameOption, ProfileOption, SetOption, text_option
 
 if TYPE_CHECKING:
     from asyncrl_cli.job.submit.job_server import Job, JobServer
@@ -47,10 +47,8 @@ def submit(
     name: NameOption = None,
     runs_dir: Annotated[
         Path,
-        typer.Option(
-            "--runs-dir",
-            metavar="DIR",
-            help="Directory that holds all runs: a path on the cluster, shared by all nodes.",
+        text_option(
+            "--runs-dir", "DIR", "Directory that holds all runs: a path on the cluster, shared by all nodes."
         ),
     ] = RUNS_DIR,
     wait: Annotated[

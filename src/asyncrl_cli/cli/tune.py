@@ -20,6 +20,7 @@ from asyncrl_cli.cli.options import (
     SetOption,
     number_option,
     profile_option,
+    text_option,
     workload_names,
 )
 
@@ -69,7 +70,7 @@ def tune(
     ] = None,
     out: Annotated[
         Path | None,
-        typer.Option("--out", metavar="FILE", help="Write the recommended settings to a new profile."),
+        text_option("--out", "FILE", "Write the recommended settings to a new profile."),
     ] = None,
     runs_dir: RunsDirOption = RUNS_DIR,
     as_json: JsonOption = False,

@@ -27,6 +27,7 @@ from asyncrl_cli.cli.options import (
     RunsDirOption,
     number_option,
     run_argument,
+    text_option,
 )
 from asyncrl_cli.cli.submit import Take, Wait, followed_there, on_cluster, print_jobs
 from asyncrl_cli.observe.terminal import uncoloured
@@ -184,9 +185,7 @@ def logs(
     ] = False,
     role: Annotated[
         str | None,
-        typer.Option(
-            "--role", metavar="R", help="Only these logs: driver, trainer, rollout-1, ... Default: all."
-        ),
+        text_option("--role", "R", "Only these logs: driver, trainer, rollout-1, ... Default: all."),
     ] = None,
     attempt: Annotated[
         int | None, number_option("--attempt", "Logs of the Nth attempt; each resume is a new attempt.")
