@@ -95,42 +95,39 @@ def compared(runs: Sequence[Recorded], target: float | None = None) -> Compariso
     steps = [_steps(run) for run in runs]
     samples = min(ended[-1][0] for ended in steps) if all(steps) else None
     curves = [_curve(ended, SMOOTHING * (samples or 0)) for ended in steps]
-    names, different = [run.name for run in runs], differences(runs)
     statuses = [run.status for run in runs]
     ends = [(one.samples[-1], one.time_s[-1]) if one.samples else (None, None) for one in curves]
     speeds = [trained / spent_s if trained and spent_s else None for trained, spent_s in ends]
+    phases = [status and status.phase for status in statuses]
     figures = [
-        _figure(
-            "state", [status and status.phase for status in statuses], lambda phase: str(phase or NOTHING)
-        ),
+        _figure("state", phases, lambda phase: str(phase or NOTHING)),
         _figure("mode", [mode_of(run.loaded.profile) for run in runs], str),
         _figure("train steps", [status and status.progress.step for status in statuses], count),
         _figure("samples", [trained for trained, _ in ends], count),
         _figure("time", [spent_s for _, spent_s in ends], clock),
         _figure("samples/s", speeds, number),
     ]
-    if samples is None:
-        return Comparison(names=names, differences=different, figures=[*figures, *_totals(runs)])
-    time_s = min(curve.time_s[-1] for curve in curves)
-    if target is None:
-        target = min(max(curve.reward) for curve in curves)
-    at_samples = [curve.reward_at(curve.samples, samples) for curve in curves]
-    at_time = [curve.reward_at(curve.time_s, time_s) for curve in curves]
-    reached_s = [curve.reached_at(target, curve.time_s) for curve in curves]
-    reached_samples = [curve.reached_at(target, curve.samples) for curve in curves]
-    figures += [
-        _figure(f"reward at {count(samples)} samples", at_samples, partial(number, digits=3)),
-        _figure(f"reward at {clock(time_s)}", at_time, partial(number, digits=3)),
-        _figure(f"time to reward {number(target, 3)}", reached_s, clock),
-        _figure("samples to it", reached_samples, count),
-    ]
+    time_s = reward = None
+    if samples is not None:
+        time_s = min(curve.time_s[-1] for curve in curves)
+        reward = min(max(curve.reward) for curve in curves) if target is None else target
+        at_samples = [curve.reward_at(curve.samples, samples) for curve in curves]
+        at_time = [curve.reward_at(curve.time_s, time_s) for curve in curves]
+        reached_s = [curve.reached_at(reward, curve.time_s) for curve in curves]
+        reached_samples = [curve.reached_at(reward, curve.samples) for curve in curves]
+        figures += [
+            _figure(f"reward at {count(samples)} samples", at_samples, partial(number, digits=3)),
+            _figure(f"reward at {clock(time_s)}", at_time, partial(number, digits=3)),
+            _figure(f"time to reward {number(reward, 3)}", reached_s, clock),
+            _figure("samples to it", reached_samples, count),
+        ]
     return Comparison(
-        names=names,
-        differences=different,
+        names=[run.name for run in runs],
+        differences=differences(runs),
         figures=[*figures, *_totals(runs)],
         samples=samples,
         time_s=time_s,
-        reward=target,
+        reward=reward,
     )
 
 
