@@ -36,7 +36,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from asyncrl_cli.contracts.events import Observer, Snapshot, StepRecord
+from asyncrl_cli.contracts.events import Observer, Overview, StepRecord
 from asyncrl_cli.job.driver_process import collect_garbage_seldom
 from asyncrl_cli.loop.pipeline import Pipeline
 from asyncrl_cli.loop.run_state import World
@@ -57,7 +57,7 @@ TRAIN_S = 3.0
 COUNTED_WINDOWS = 5
 MOST_GROWTH = 1.1
 EXECUTORS = ("asyncrl_cli.simulate.", "asyncrl_cli.measure.meters")
-PORT_CALLS = ("abort", "progress", "prefetch", "load", "train", "gather", "publish", "report")
+PORT_CALLS = ("abort", "next_update", "prefetch", "load", "train", "gather", "publish", "report")
 
 
 class Stopwatch:
@@ -139,8 +139,8 @@ class Watcher(Observer):
     def step(self, record: StepRecord) -> None:
         self._metrics.update(record)
 
-    def tick(self, snapshot: Snapshot) -> None:
-        running = sum(int(report.gauges.get("running_sequences", 0)) for report in snapshot.reports.values())
+    def tick(self, overview: Overview) -> None:
+        running = sum(int(report.gauges.get("running_sequences", 0)) for report in overview.reports.values())
         self.most_running = max(self.most_running, running)
 
 

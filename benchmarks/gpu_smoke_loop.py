@@ -30,7 +30,7 @@ from asyncrl_cli.base.errors import Interrupted
 from asyncrl_cli.contracts.environment import Answer, End, Environment, Turn
 from asyncrl_cli.contracts.events import Observer, StepRecord
 from asyncrl_cli.contracts.item import Item
-from asyncrl_cli.contracts.ports import PartialResult, Progress, RolloutWorker
+from asyncrl_cli.contracts.ports import PartialResult, RolloutWorker, WorkerUpdate
 from asyncrl_cli.contracts.prompt_group import AttemptKey, PartRequest, Prompt
 from asyncrl_cli.contracts.train_step import TrainBatch, TrainReport
 from asyncrl_cli.contracts.trajectories import joined
@@ -274,7 +274,7 @@ class LocalWorker(RolloutWorker):
     def submit(self, request: PartRequest) -> None:
         self._desk.begin([request])
 
-    async def progress(self, seen: int) -> Progress:
+    async def next_update(self, seen: int) -> WorkerUpdate:
         seen = await self._changes.after(seen)
         ended = tuple(replace(result, payload=payload) for result, payload in self._desk.take())
         counters = self._engine.counters()
@@ -287,7 +287,7 @@ class LocalWorker(RolloutWorker):
             gauges=counters.gauges,
         )
         freed = {key: number for key, number in self._desk.freed_slots.items() if number}
-        return Progress(seen=seen, ended=ended, freed_slots=freed, reports=(report,))
+        return WorkerUpdate(seen=seen, ended=ended, freed_slots=freed, reports=(report,))
 
     async def prefetch(self, published: Published) -> float:
         began_s = time.monotonic()

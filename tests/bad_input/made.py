@@ -102,12 +102,12 @@ def make_place(root: Path) -> Place:
     (place.run / "logs" / "attempt-1" / "driver.log").write_text("started\n")
     (place.run / "logs" / "latest").symlink_to("attempt-1")
     shutil.copytree(place.model, place.run / "model")
-    cuts = _train(place, loaded)
+    snapshots = _train(place, loaded)
     write_trainer = partial(_write_trainer, model=place.model)
     store = CheckpointStore(place.run, keep=9, profile=loaded.profile.name, write_trainer=write_trainer)
-    for cut, _ in cuts:
-        if cut.step <= STEP:
-            asyncio.run(store.write(cut))
+    for snapshot, _ in snapshots:
+        if snapshot.step <= STEP:
+            asyncio.run(store.write(snapshot))
     return place
 
 
@@ -135,12 +135,12 @@ def _train(place: Place, loaded: Loaded) -> list[Any]:
         )
         await Pipeline(LoopSettings.of(profile), world).run()
         observers.close("stopped")
-        return checkpoints.cuts
+        return checkpoints.snapshots
 
     return run_virtual(main())
 
 
-async def _write_trainer(directory: Path, cut: Any, model: Path) -> None:
+async def _write_trainer(directory: Path, snapshot: Any, model: Path) -> None:
     from safetensors.torch import load_file, save_file
 
     weights = {f"weight/{name}": tensor for name, tensor in load_file(model / "model.safetensors").items()}
@@ -149,12 +149,12 @@ async def _write_trainer(directory: Path, cut: Any, model: Path) -> None:
     counters = {
         "schema_version": 2,
         "ranks": 1,
-        "step": cut.step,
-        "optimizer_steps": cut.step,
+        "step": snapshot.step,
+        "optimizer_steps": snapshot.step,
         "has_window_first": 0,
     }
     (directory / "trainer.json").write_text(json.dumps(counters))
-    groups = cut.loop_state["groups"]
+    groups = snapshot.loop_state["groups"]
     finished = [_payload(entry["result"]) for entry in groups["finished"]]
     ended = [
         _payload({**part["result"], "key": entry["key"]})

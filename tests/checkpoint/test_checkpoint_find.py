@@ -12,10 +12,10 @@ from asyncrl_cli.base.errors import ConfigError, RefusedError
 from asyncrl_cli.checkpoint.lookup import find_run, refuse_ended, resolve
 from asyncrl_cli.checkpoint.reader import load_checkpoint, newest_intact
 from asyncrl_cli.checkpoint.writer import CheckpointStore
-from asyncrl_cli.contracts.ports import Cut
+from asyncrl_cli.contracts.ports import LoopSnapshot
 
 
-async def write_trainer(directory, cut):
+async def write_trainer(directory, snapshot):
     (directory / "rank-0.bin").write_bytes(b"weights" * 1000)
 
 
@@ -28,7 +28,9 @@ def run_dir(tmp_path):
     store = CheckpointStore(run_dir, keep=3, profile="p", write_trainer=write_trainer)
     for step in (20, 40):
         asyncio.run(
-            store.write(Cut(step=step, version=step, at_window_boundary=True, loop_state={"step": step}))
+            store.write(
+                LoopSnapshot(step=step, version=step, at_window_boundary=True, loop_state={"step": step})
+            )
         )
     return run_dir
 

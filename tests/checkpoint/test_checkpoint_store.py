@@ -16,16 +16,16 @@ import pytest
 from asyncrl_cli.base.storage import sync_files
 from asyncrl_cli.checkpoint.reader import checkpoints_in, load_checkpoint, newest_intact
 from asyncrl_cli.checkpoint.writer import CheckpointStore
-from asyncrl_cli.contracts.ports import Cut
+from asyncrl_cli.contracts.ports import LoopSnapshot
 from asyncrl_cli.observe.recorded import Recorded
 from asyncrl_cli.weights.versions import kept_versions
 
 
-def cut(step, **loop_state):
-    return Cut(step=step, version=step, at_window_boundary=True, loop_state=loop_state)
+def snapshot(step, **loop_state):
+    return LoopSnapshot(step=step, version=step, at_window_boundary=True, loop_state=loop_state)
 
 
-async def write_trainer(directory: Path, cut: Cut) -> None:
+async def write_trainer(directory: Path, snapshot: LoopSnapshot) -> None:
     (directory / "trainer").mkdir()
     (directory / "trainer" / "rank-0.bin").write_bytes(bytes(range(256)) * 64)
 
@@ -38,7 +38,7 @@ def store_in(run_dir, keep=3, writer=write_trainer):
 
 
 def write(store, step, **loop_state):
-    return asyncio.run(store.write(cut(step, **loop_state)))
+    return asyncio.run(store.write(snapshot(step, **loop_state)))
 
 
 def test_a_checkpoint_holds_everything_and_is_linked_as_latest(tmp_path):
@@ -84,8 +84,8 @@ def test_a_failed_write_leaves_the_older_checkpoints_as_they_were(tmp_path):
     store = store_in(tmp_path / "otter")
     older = write(store, 20)
 
-    async def fails(directory, cut):
-        await write_trainer(directory, cut)
+    async def fails(directory, snapshot):
+        await write_trainer(directory, snapshot)
         raise RuntimeError("trainer rank 1 is gone")
 
     with pytest.raises(RuntimeError, match="rank 1"):
@@ -143,7 +143,7 @@ def test_the_event_loop_goes_on_while_files_are_written(tmp_path, monkeypatch):
 
         monkeypatch.setattr(os, "fsync", slow_fsync)
         other = asyncio.create_task(beside())
-        await store.write(cut(1))
+        await store.write(snapshot(1))
         other.cancel()
 
     asyncio.run(both())

@@ -20,7 +20,7 @@ from asyncrl_cli.base.storage import naming, replace_text, storage_error, tellin
 from asyncrl_cli.checkpoint.reader import load_checkpoint
 from asyncrl_cli.checkpoint.writer import CheckpointStore
 from asyncrl_cli.cli.app import run
-from asyncrl_cli.contracts.ports import Cut
+from asyncrl_cli.contracts.ports import LoopSnapshot
 from asyncrl_cli.observe.sinks import LineFile
 
 MIB = 2**20
@@ -78,13 +78,13 @@ def test_a_checkpoint_that_does_not_fit_is_gone_and_the_last_one_is_whole(small_
         (small_disk / name).write_text("{}")
     sizes = {1: MIB // 2, 2: 4 * MIB}
 
-    async def write_trainer(directory: Path, cut: Cut) -> None:
-        (directory / "weights").write_bytes(bytes(sizes[cut.step]))
+    async def write_trainer(directory: Path, snapshot: LoopSnapshot) -> None:
+        (directory / "weights").write_bytes(bytes(sizes[snapshot.step]))
 
     store = CheckpointStore(small_disk, keep=3, profile="base", write_trainer=write_trainer)
-    first = asyncio.run(store.write(Cut(step=1, version=1, at_window_boundary=True, loop_state={})))
+    first = asyncio.run(store.write(LoopSnapshot(step=1, version=1, at_window_boundary=True, loop_state={})))
     with pytest.raises(StorageError, match="No space left"):
-        asyncio.run(store.write(Cut(step=2, version=2, at_window_boundary=True, loop_state={})))
+        asyncio.run(store.write(LoopSnapshot(step=2, version=2, at_window_boundary=True, loop_state={})))
     assert sorted(path.name for path in store.directory.iterdir()) == ["latest", "step-000001"]
     assert load_checkpoint(first).step == 1
 

@@ -20,8 +20,14 @@ from asyncrl_cli.base.errors import ExecutorFailed
 from asyncrl_cli.checkpoint.payloads import read_payloads, write_payloads
 from asyncrl_cli.contracts.environment import Answer, End, Environment, OneTurn, SelfPlayed, Turn
 from asyncrl_cli.contracts.ports import EvalRequest, EvalTry, PartialResult
-from asyncrl_cli.contracts.prompt_group import AttemptKey, Failure, PartKey, PartRequest, TrajectoryMeta
-from asyncrl_cli.contracts.trajectories import GroupPayload, joined, overlaid
+from asyncrl_cli.contracts.prompt_group import (
+    AttemptKey,
+    PartKey,
+    PartRequest,
+    TrajectoryFailure,
+    TrajectoryMeta,
+)
+from asyncrl_cli.contracts.trajectories import GroupPayload, joined, joined_by_index
 from asyncrl_cli.engines.port import Sampling
 from asyncrl_cli.engines.transformers.transformers_engine import TransformersEngine
 from asyncrl_cli.envs.chat import Chat, render_prompts
@@ -495,7 +501,9 @@ async def test_an_eval_scores_each_item_once_beside_a_running_group(model_dir: P
             await runner.evaluate(EvalRequest(version=4, tries=tries, seed=1), greedy)
     assert first == again
     assert sum(isinstance(outcome, TrajectoryMeta) for outcome in first.outcomes) == 19
-    assert first.outcomes[3] == Failure("prompt", "prompt e3 has 70 tokens, rollout.max_prompt_tokens is 64")
+    assert first.outcomes[3] == TrajectoryFailure(
+        "prompt", "prompt e3 has 70 tokens, rollout.max_prompt_tokens is 64"
+    )
 
 
 @pytest.mark.slow
@@ -536,7 +544,9 @@ async def test_aborted_evals_end_soon_and_leave_groups_alone(model_dir: Path, ha
         result = await evaluating
         assert len((await beside)[0].trajectories) == 8
     assert len(result.outcomes) == 40
-    assert {outcome.kind for outcome in result.outcomes if isinstance(outcome, Failure)} == {"aborted"}
+    assert {outcome.kind for outcome in result.outcomes if isinstance(outcome, TrajectoryFailure)} == {
+        "aborted"
+    }
 
 
 @pytest.mark.slow
@@ -591,9 +601,9 @@ async def test_a_part_goes_on_in_another_engine_where_a_checkpoint_found_it(
     assert list(kept) == [0, 2]
     assert told.rest_tokens == 0
     assert 40 <= kept_tokens < sum(len(s.tokens_T) for t in whole.trajectories for s in t.segments)
-    write_payloads(tmp_path, overlaid([KEY], [payload]))
+    write_payloads(tmp_path, joined_by_index([KEY], [payload]))
     (read,) = read_payloads(tmp_path)
-    again = replace(request, key=PartKey(KEY, 1), goes_on=kept)
+    again = replace(request, key=PartKey(KEY, 1), partial=kept)
     async with runner_of(model_dir, Rewards(), sampling=LONG) as runner:
         result, made = await runner.run(again, lambda free: None, read)
         assert runner.means.engine.sampled_tokens == result.response_tokens - kept_tokens
@@ -624,7 +634,7 @@ async def test_only_the_reward_of_a_whole_response_is_computed_again(model_dir: 
     rewards = Rewards()
     async with runner_of(model_dir, rewards) as runner:
         result, _ = await runner.run(
-            replace(request, goes_on=told.responses[request.key]), lambda free: None, payload
+            replace(request, partial=told.responses[request.key]), lambda free: None, payload
         )
         assert runner.means.engine.sampled_tokens == 0
     assert [meta.reward for meta in result.trajectories] == [float(len(text)) for text in rewards.texts]

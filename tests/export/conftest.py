@@ -15,7 +15,7 @@ import torch
 
 from asyncrl_cli.builtin.tiny import tiny_tokenizer
 from asyncrl_cli.checkpoint.writer import CheckpointStore
-from asyncrl_cli.contracts.ports import Cut
+from asyncrl_cli.contracts.ports import LoopSnapshot
 from asyncrl_cli.models.model_files import keep_model_files
 from asyncrl_cli.profile.loaded import to_document, to_toml
 from asyncrl_cli.profile.schema import Profile
@@ -68,12 +68,14 @@ def profile_of(model_dir: Path | str, dtype: str = "float32") -> Profile:
 
 
 def checkpoint(directory: Path, step: int, write: Callable[[Path], None]) -> Path:
-    async def write_trainer(working: Path, cut: Cut) -> None:
+    async def write_trainer(working: Path, snapshot: LoopSnapshot) -> None:
         write(working)
 
     store = CheckpointStore(directory, keep=9, profile="custom", write_trainer=write_trainer)
     return asyncio.run(
-        store.write(Cut(step=step, version=step // K, at_window_boundary=step % K == 0, loop_state={}))
+        store.write(
+            LoopSnapshot(step=step, version=step // K, at_window_boundary=step % K == 0, loop_state={})
+        )
     )
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from asyncrl_cli.base.errors import ConfigError, ExecutorLost
-from asyncrl_cli.contracts.ports import Cut
+from asyncrl_cli.contracts.ports import LoopSnapshot
 from asyncrl_cli.job import driver_run
 from asyncrl_cli.job.driver_ranks import RayScorer, RayTrainer
 from asyncrl_cli.job.driver_rollout import RayRolloutWorker
@@ -141,7 +141,7 @@ class Hanging:
         )
 
 
-CUT = Cut(step=1, version=0, at_window_boundary=True, loop_state={})
+SNAPSHOT = LoopSnapshot(step=1, version=0, at_window_boundary=True, loop_state={})
 BATCH: Any = SimpleNamespace(step=3, step_in_window=0, window=0, groups=(), columns={})
 
 
@@ -153,7 +153,7 @@ BATCH: Any = SimpleNamespace(step=3, step_in_window=0, window=0, groups=(), colu
         ("trainer.step_timeout_s", lambda trainer, worker, critic: trainer.train(BATCH)),
         ("trainer.step_timeout_s", lambda trainer, worker, critic: critic.learn(BATCH)),
         ("checkpoint.timeout_s", lambda trainer, worker, critic: trainer.snapshot(1)),
-        ("checkpoint.timeout_s", lambda trainer, worker, critic: trainer.write(Path("nowhere"), CUT)),
+        ("checkpoint.timeout_s", lambda trainer, worker, critic: trainer.write(Path("nowhere"), SNAPSHOT)),
         ("checkpoint.timeout_s", lambda trainer, worker, critic: trainer.restore(Path("nowhere"))),
     ],
 )

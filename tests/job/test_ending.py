@@ -13,7 +13,7 @@ import pytest
 
 from asyncrl_cli.base.errors import AsyncrlError, ExecutorFailed, Interrupted
 from asyncrl_cli.checkpoint.writer import CheckpointStore
-from asyncrl_cli.contracts.ports import Cut
+from asyncrl_cli.contracts.ports import LoopSnapshot
 from asyncrl_cli.job.driver_loop import RunResult, run_to_the_end
 from asyncrl_cli.job.driver_process import StopRequests
 from asyncrl_cli.simulate.world import run_virtual
@@ -161,13 +161,13 @@ def test_a_stop_file_that_cannot_be_read_for_a_while_is_read_later(caplog):
 
 
 def test_a_full_disk_is_told_with_the_checkpoints_step(tmp_path):
-    async def write_trainer(directory: Path, cut: Cut) -> None:
+    async def write_trainer(directory: Path, snapshot: LoopSnapshot) -> None:
         raise OSError(28, "No space left on device")
 
     store = CheckpointStore(tmp_path / "otter", keep=1, profile="p", write_trainer=write_trainer)
-    cut = Cut(step=40, version=10, at_window_boundary=True, loop_state={})
+    snapshot = LoopSnapshot(step=40, version=10, at_window_boundary=True, loop_state={})
     with pytest.raises(
         AsyncrlError, match=r"the checkpoint of step 40 cannot be written: .*No space left"
     ) as caught:
-        asyncio.run(store.write(cut))
+        asyncio.run(store.write(snapshot))
     assert "free some space" in caught.value.hint

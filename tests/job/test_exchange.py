@@ -15,8 +15,8 @@ import pytest
 from ray.exceptions import ActorDiedError, RaySystemError, RayTaskError
 
 from asyncrl_cli.base.errors import ExecutorFailed, ExecutorLost
-from asyncrl_cli.contracts.ports import Progress
-from asyncrl_cli.contracts.prompt_group import AttemptKey, Failure, PartKey, PartRequest, PartResult
+from asyncrl_cli.contracts.ports import WorkerUpdate
+from asyncrl_cli.contracts.prompt_group import AttemptKey, PartKey, PartRequest, PartResult, TrajectoryFailure
 from asyncrl_cli.contracts.trajectories import GroupPayload
 from asyncrl_cli.job.driver_rollout import SETTLE_S, PartExchange, RayRolloutWorker
 from asyncrl_cli.job.ray.calls import Limit, answer
@@ -60,7 +60,11 @@ class Runner:
             raise ValueError(f"no engine for {key}")
         self.ended[key] = now()
         result = PartResult(
-            key=key, trajectories=(), failures=(Failure("reward", str(key)),), failed_tokens=0, payload=None
+            key=key,
+            trajectories=(),
+            failures=(TrajectoryFailure("reward", str(key)),),
+            failed_tokens=0,
+            payload=None,
         )
         return result, GroupPayload(uid=str(key), epoch=0, attempt=0, trajectories=())
 
@@ -78,8 +82,8 @@ class Actor(RolloutHost):
         self._changes = LongPoll()
         self._desk = PartDesk(runner.run, self._changes)
 
-    def report(self, seen: int, ended: tuple[PartResult, ...]) -> Progress:
-        return Progress(seen=seen, ended=ended, freed_slots=self._desk.freed_slots, reports=())
+    def report(self, seen: int, ended: tuple[PartResult, ...]) -> WorkerUpdate:
+        return WorkerUpdate(seen=seen, ended=ended, freed_slots=self._desk.freed_slots, reports=())
 
 
 class Handle:
@@ -143,7 +147,7 @@ def object_of(whole: asyncio.Future[Any], index: int) -> asyncio.Future[Any]:
 
 
 class Followed:
-    """Calls `progress` again and again, as the loop does for as long as a worker lives. `ended`: every
+    """Calls `next_update` again and again, as the loop does for as long as a worker lives. `ended`: every
     result, and when it came."""
 
     def __init__(self, exchange: PartExchange | RayRolloutWorker) -> None:
@@ -156,9 +160,9 @@ class Followed:
         seen = 0
         try:
             while True:
-                progress = await self._exchange.progress(seen)
-                seen = progress.seen
-                for result in progress.ended:
+                update = await self._exchange.next_update(seen)
+                seen = update.seen
+                for result in update.ended:
                     assert result.key not in self.ended, f"{result.key} came back twice"
                     self.ended[result.key] = result, asyncio.get_running_loop().time()
                 self._more.set()
@@ -167,7 +171,8 @@ class Followed:
             self._more.set()
 
     async def until(self, *requests: PartRequest) -> None:
-        """Wait until all of these have come back; raise the failure of `progress` if there is one before."""
+        """Wait until all of these have come back; raise the failure of `next_update` if there is one
+        before."""
         while not {request.key for request in requests} <= self.ended.keys():
             if self.failure is not None:
                 raise self.failure
@@ -233,7 +238,7 @@ def test_every_part_comes_back_once_with_its_own_arrays_and_calls_do_not_grow_wi
             assert (key, payload.uid, result.failures) == (
                 result.key,
                 str(key),
-                (Failure("reward", str(key)),),
+                (TrajectoryFailure("reward", str(key)),),
             )
         assert follower.ended.keys() == runner.ended.keys() == {request.key for request in requests}
         whole_s = asyncio.get_running_loop().time() - began_s
@@ -370,18 +375,18 @@ def test_the_limit_of_a_load_counts_from_the_end_of_its_drain():
         actor = Actor(runner)
         began_s = asyncio.get_running_loop().time()
 
-        def progress(seen: int, ended: tuple[PartResult, ...]) -> Progress:
+        def next_update(seen: int, ended: tuple[PartResult, ...]) -> WorkerUpdate:
             ran_s = asyncio.get_running_loop().time() - began_s
             gauges = {
                 "running_sequences": float(ran_s < 900 or ran_s > 950),
                 "version": 3.0 if ran_s < 950 else 4.0,
             }
-            return Progress(seen=seen, ended=ended, freed_slots={}, reports=(rollout_report(gauges),))
+            return WorkerUpdate(seen=seen, ended=ended, freed_slots={}, reports=(rollout_report(gauges),))
 
         async def never_ends(version: int, interrupt: str) -> None:
             await asyncio.sleep(10_000)
 
-        actor.report, actor.load = progress, never_ends  # type: ignore[method-assign, assignment]
+        actor.report, actor.load = next_update, never_ends  # type: ignore[method-assign, assignment]
         profile = small_profile(weights={"timeout_s": 100.0})
         worker = RayRolloutWorker("rollout-0", lambda: Handle(actor), profile)
         async with followed(worker):

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from ray._private.worker import global_worker
 
 from asyncrl_cli.base.errors import ExecutorFailed
-from asyncrl_cli.contracts.ports import Cut, EvalRequest, EvalTry
+from asyncrl_cli.contracts.ports import EvalRequest, EvalTry, LoopSnapshot
 from asyncrl_cli.contracts.prompt_group import (
     AttemptKey,
     GroupResult,
@@ -53,14 +53,14 @@ def batch_of(groups: list[GroupResult], step: int) -> TrainBatch:
 
 
 async def run_parts(worker: Any, *requests: PartRequest) -> list[PartResult]:
-    """Results in the order of the requests: they travel with the calls of `progress`."""
+    """Results in the order of the requests: they travel with the calls of `next_update`."""
     for request in requests:
         worker.submit(request)
     seen, ended = 0, {}
     while len(ended) < len(requests):
-        progress = await worker.progress(seen)
-        seen = progress.seen
-        ended |= {result.key: result for result in progress.ended}
+        update = await worker.next_update(seen)
+        seen = update.seen
+        ended |= {result.key: result for result in update.ended}
     return [ended[request.key] for request in requests]
 
 
@@ -135,8 +135,8 @@ async def _first_attempt(plan: Any, profile: Any, model_dir: Path, tmp_path: Pat
         assert all(load.logprob_abs_diff is not None and load.logprob_abs_diff < 1e-4 for load in loads)
         (later,) = await run_parts(workers[0], part(7))
         assert {version for meta in later.trajectories for version, _ in meta.version_tokens} == {1}
-        progress = await workers[0].progress(-1)
-        rollout, reward = progress.reports
+        update = await workers[0].next_update(-1)
+        rollout, reward = update.reports
         assert (rollout.name, reward.name) == ("rollout-0", "reward-0")
         tokens = sum(meta.response_tokens for result in (*left, later) for meta in result.trajectories)
         assert rollout.sums["sampled_tokens"] == tokens
@@ -190,14 +190,14 @@ async def _publish_and_load(trainer: Any, workers: list[Any], version: int) -> N
 async def _checkpoint(trainer: Any, groups: list[GroupResult], tmp_path: Path) -> None:
     await trainer.snapshot(1)
     writing = asyncio.create_task(
-        trainer.write(tmp_path / "step-1", _cut([groups[1].payload, groups[3].payload]))
+        trainer.write(tmp_path / "step-1", _snapshot([groups[1].payload, groups[3].payload]))
     )
     await trainer.train(batch_of(groups[2:], step=2))
     await writing
 
 
-def _cut(payloads: list[Any]) -> Cut:
-    return Cut(step=1, version=1, at_window_boundary=True, loop_state={}, payloads=tuple(payloads))
+def _snapshot(payloads: list[Any]) -> LoopSnapshot:
+    return LoopSnapshot(step=1, version=1, at_window_boundary=True, loop_state={}, payloads=tuple(payloads))
 
 
 async def _second_attempt(plan: Any, profile: Any, model_dir: Path, tmp_path: Path) -> None:

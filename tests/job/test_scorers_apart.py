@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from asyncrl_cli.base.errors import ExecutorLost
-from asyncrl_cli.contracts.ports import Cut
+from asyncrl_cli.contracts.ports import LoopSnapshot
 from asyncrl_cli.contracts.train_step import TrainBatch
 from asyncrl_cli.profile.algorithm_section import RewardModelSection
 from asyncrl_cli.profile.schema import AlgorithmSection
@@ -134,10 +134,12 @@ async def _learn_and_restore(plan: Any, profile: Any, model_dir: Path, tmp_path:
         assert any(after_one)
 
         await trainer.snapshot(1)
-        await trainer.write(tmp_path / "cut", Cut(step=1, version=0, at_window_boundary=True, loop_state={}))
+        await trainer.write(
+            tmp_path / "step", LoopSnapshot(step=1, version=0, at_window_boundary=True, loop_state={})
+        )
         await critic.learn(batch)
         assert await values() != after_one
-        await trainer.restore(tmp_path / "cut")
+        await trainer.restore(tmp_path / "step")
         assert await values() == after_one
 
         ray.kill(critic.actors[1])

@@ -202,13 +202,13 @@ def lagging(*, max_staleness, ended):
     machine = admission(eta=Fraction(1), max_staleness=max_staleness, window_groups=8)
     worker = machine.workers["rollout-0"]
     attempts = [start(machine, number) for number in range(6)]
-    machine.publish()
+    machine.open_window()
     worker.begin_prefetch(1)
     for attempt in attempts[:ended]:
         machine.leave(attempt, Stage.DROPPED, "failed")
     worker.begin_load()
     worker.end_load(1)
-    machine.publish()
+    machine.open_window()
     return machine
 
 
@@ -222,7 +222,7 @@ def test_a_group_waits_for_a_load_while_weights_arrive_before_half_of_what_runs_
 def test_where_weights_travel_long_a_group_still_waits_if_it_would_be_due_in_the_window_that_has_begun():
     machine = lagging(max_staleness=2, ended=6)
     assert machine.deadline_from(machine.workers["rollout-0"].version) == 3
-    machine.publish()
+    machine.open_window()
     assert machine.closed() is Closed.DEADLINES
 
 
@@ -293,7 +293,7 @@ def test_no_sequence_of_events_breaks_the_bound_or_leaves_nothing_to_do(
             assert machine.version - began[attempt.prompt.uid] <= bound
             machine.ledger.move(attempt, Stage.TRAINED)
             if machine.takes_left == 0:
-                assert machine.publish() == []
+                assert machine.open_window() == []
             return True
         return False
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl_cli.contracts.ports import EvalTry
-from asyncrl_cli.contracts.prompt_group import Failure, TrajectoryMeta
+from asyncrl_cli.contracts.prompt_group import TrajectoryFailure, TrajectoryMeta
 from asyncrl_cli.loop.evals import best_of, summary_of
 
 
@@ -34,7 +34,7 @@ def test_for_rewards_of_0_and_1_it_is_pass_at_k(num, data):
 
 
 def test_a_prompt_weighs_the_same_however_many_of_its_samples_have_a_score():
-    failed = Failure("reward", "the reward raised")
+    failed = TrajectoryFailure("reward", "the reward raised")
     outcomes = dict(a=[meta(1.0), meta(0.0, 9, "length"), failed, failed], b=[meta(1.0)] * 4, c=[failed] * 4)
     ended = [
         (EvalTry({"uid": uid}, "math", i), outcome)
@@ -62,7 +62,8 @@ def test_one_sample_per_prompt_has_no_best_and_failures_alone_no_summary():
     assert single is not None
     assert (single.reward_mean, single.best) == (0.25, ())
     assert (
-        summary_of([(EvalTry({"uid": "a"}), Failure("reward", "it raised"))], version=0, eval_s=1.0) is None
+        summary_of([(EvalTry({"uid": "a"}), TrajectoryFailure("reward", "it raised"))], version=0, eval_s=1.0)
+        is None
     )
 
 

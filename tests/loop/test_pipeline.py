@@ -90,7 +90,7 @@ def test_an_eval_that_takes_too_long_is_reported_absent_and_warned_of():
 def test_a_finished_run_can_be_extended_even_if_its_last_window_was_short(mode):
     """K is 1, 2 or 4. The extension begins a window, wherever the run ended."""
     first = run_world(settings(mode, train_steps=7, eval_every_versions=2), evals=40)
-    ended, state = first.checkpoints.cuts[-1]
+    ended, state = first.checkpoints.snapshots[-1]
     longer = settings(mode, train_steps=18, eval_every_versions=2)
     second = run_world(longer, evals=40, seed=3, resume_from=resume_from(ended, state))
     assert second.error is None
@@ -119,9 +119,9 @@ def test_a_checkpoint_of_an_extension_continues_it(mode, step):
     would begin one."""
     first = run_world(settings(mode, train_steps=7))
     longer = settings(mode, train_steps=18, checkpoint_every_steps=1)
-    second = run_world(longer, seed=3, resume_from=resume_from(*first.checkpoints.cuts[-1]))
-    cut = next(cut for cut in second.checkpoints.cuts if cut[0].step == step)
-    third = run_world(longer, seed=4, resume_from=resume_from(*cut))
+    second = run_world(longer, seed=3, resume_from=resume_from(*first.checkpoints.snapshots[-1]))
+    snapshot = next(snapshot for snapshot in second.checkpoints.snapshots if snapshot[0].step == step)
+    third = run_world(longer, seed=4, resume_from=resume_from(*snapshot))
     assert third.error is None
     assert third.recorder.steps[-1].version == second.recorder.steps[-1].version
     before = [group.key for batch in second.trainer.batches if batch.step <= step for group in batch.groups]
@@ -129,18 +129,20 @@ def test_a_checkpoint_of_an_extension_continues_it(mode, step):
 
 
 def test_a_window_that_cannot_be_is_refused():
-    cut, state = run_world(settings("stream-off-policy", train_steps=12)).checkpoints.cuts[-1]
+    snapshot, state = run_world(settings("stream-off-policy", train_steps=12)).checkpoints.snapshots[-1]
     for version, taken in ((1, 0), (13, 0), (3, 3), (2, 16), (2, 15)):
         window = {"window": {"version": version, "taken_groups": taken}}
         longer = settings("stream-off-policy", train_steps=20)
         with pytest.raises(RefusedError, match="is not in a window"):
-            run_world(longer, resume_from=resume_from(cut, state | window))
+            run_world(longer, resume_from=resume_from(snapshot, state | window))
 
 
 def test_a_resumed_run_keeps_finished_groups_with_their_payloads():
     chosen = settings("partial-rollout", train_steps=20, eta=Fraction(2))
-    frozen, state = max(run_world(chosen).checkpoints.cuts, key=lambda cut: len(cut[0].payloads))
-    assert frozen.payloads, "some group was finished and untrained at some cut"
+    frozen, state = max(
+        run_world(chosen).checkpoints.snapshots, key=lambda snapshot: len(snapshot[0].payloads)
+    )
+    assert frozen.payloads, "some group was finished and untrained at some snapshot"
     resumed = run_world(chosen, resume_from=resume_from(frozen, state))
     payloads = {group.payload for batch in resumed.trainer.batches for group in batch.groups}
     assert set(frozen.payloads[: len(state["groups"]["finished"])]) <= payloads
@@ -148,7 +150,7 @@ def test_a_resumed_run_keeps_finished_groups_with_their_payloads():
 
 def test_the_versions_of_a_resumed_run_go_on():
     first = run_world(settings("stream-off-policy", train_steps=12))
-    frozen, state = next(cut for cut in first.checkpoints.cuts if cut[0].step == 6)
+    frozen, state = next(snapshot for snapshot in first.checkpoints.snapshots if snapshot[0].step == 6)
     assert not frozen.at_window_boundary
     second = run_world(settings("stream-off-policy", train_steps=12), resume_from=resume_from(frozen, state))
     # resuming off a window's boundary publishes the saved weights, not new ones
@@ -163,9 +165,9 @@ def test_a_stop_ends_with_a_checkpoint_and_says_interrupted(mode, stop_at_s):
     ran = run_world(loop_settings, stop_at_s=stop_at_s)
     assert isinstance(ran.error, Interrupted)
     assert ran.elapsed_s - stop_at_s < 3
-    assert ran.checkpoints.cuts[-1][0].step == len(ran.trainer.batches)
-    cut, state = ran.checkpoints.cuts[-1]
-    resumed = run_world(settings(mode, train_steps=14), resume_from=resume_from(cut, state))
+    assert ran.checkpoints.snapshots[-1][0].step == len(ran.trainer.batches)
+    snapshot, state = ran.checkpoints.snapshots[-1]
+    resumed = run_world(settings(mode, train_steps=14), resume_from=resume_from(snapshot, state))
     assert len({key.uid for key in ran.trained + resumed.trained}) == 14 * 4
 
 
@@ -221,7 +223,7 @@ def test_nothing_but_equal_rewards_ends_the_run_with_a_checkpoint():
     # more than three times four, and whoever came back together with the last of them
     assert 13 <= int(in_a_row) <= 16
     assert "algorithm.max_num_gen_batches = 3 times R = 4" in str(ran.error)
-    assert ran.checkpoints.cuts[-1][0].step == 0
+    assert ran.checkpoints.snapshots[-1][0].step == 0
 
 
 LIMITS = {
@@ -237,9 +239,11 @@ def test_a_run_that_one_of_its_limits_has_ended_is_resumed_to_the_end(mode, limi
     changes, times = LIMITS[limit]
     ended = run_world(settings(mode, n=4, train_steps=60, **changes), times=times)
     assert limit in str(ended.error)
-    cut, state = ended.checkpoints.cuts[-1]
-    assert cut.step == len(ended.trainer.batches) < 60
-    resumed = run_world(settings(mode, n=4, train_steps=60, **changes), resume_from=resume_from(cut, state))
+    snapshot, state = ended.checkpoints.snapshots[-1]
+    assert snapshot.step == len(ended.trainer.batches) < 60
+    resumed = run_world(
+        settings(mode, n=4, train_steps=60, **changes), resume_from=resume_from(snapshot, state)
+    )
     assert resumed.error is None
     assert Counter((*ended.trained, *resumed.trained)).most_common(1)[0][1] == 1
     assert resumed.recorder.steps[-1].ledger["trained"] == 60 * 4
@@ -273,7 +277,7 @@ def test_a_prompt_that_is_stale_too_often_fails_the_run_after_a_checkpoint():
     ran = run_world(settings("partial-rollout", **changes, **sizes), times=long)
     assert isinstance(ran.error, AsyncrlError)
     assert "requeued 0 times" in str(ran.error)
-    assert ran.checkpoints.cuts[-1][0].step == len(ran.trainer.batches) > 0
+    assert ran.checkpoints.snapshots[-1][0].step == len(ran.trainer.batches) > 0
     assert len(ran.recorder.named("failed")) == 1
 
 
@@ -292,8 +296,8 @@ def test_optimizer_steps_skipped_too_often_in_a_row_end_the_run_with_a_checkpoin
     ran = run_world(settings("partial-rollout", **changes))
     assert isinstance(ran.error, AsyncrlError)
     assert f"the last {limit + 1} optimizer steps had no finite gradient" in str(ran.error)
-    cut, _ = ran.checkpoints.cuts[-1]
-    assert cut.step == steps == len(ran.trainer.batches)
+    snapshot, _ = ran.checkpoints.snapshots[-1]
+    assert snapshot.step == steps == len(ran.trainer.batches)
     assert ran.recorder.steps[-1].ledger["trained"] == 4 * steps
     warnings = ran.recorder.fields("warning", "message")
     assert len(warnings) == {3: 1, 8: 4}[steps]
@@ -318,9 +322,9 @@ def test_a_run_that_was_stopped_in_its_last_eval_makes_up_for_it_when_resumed(mo
     in_the_eval_s = whole.recorder.named("loaded")[-1].time_s + 0.05
     stopped = run_world(loop_settings, evals=40, stop_at_s=in_the_eval_s)
     assert isinstance(stopped.error, Interrupted)
-    cut, state = stopped.checkpoints.cuts[-1]
-    assert cut.step == 4
-    resumed = run_world(loop_settings, evals=40, resume_from=resume_from(cut, state))
+    snapshot, state = stopped.checkpoints.snapshots[-1]
+    assert snapshot.step == 4
+    resumed = run_world(loop_settings, evals=40, resume_from=resume_from(snapshot, state))
     assert resumed.error is None
     in_the_cut = [summary["version"] for summary in state["evals_ended"]]
     made_up_for = [event.version for event in resumed.recorder.named("eval")]
@@ -335,7 +339,7 @@ def test_the_last_checkpoint_does_not_wait_for_the_last_eval():
     (scored,) = [event for event in ran.recorder.named("eval") if event.version == 6]
     assert written.time_s < scored.time_s <= ran.recorder.steps[-1].ended_s
     assert [summary.version for summary in ran.recorder.steps[-1].evals] == [6]
-    assert ran.checkpoints.cuts[-1][1]["observers"] == [{"steps": 12}]
+    assert ran.checkpoints.snapshots[-1][1]["observers"] == [{"steps": 12}]
 
 
 def test_a_hang_is_reported_with_who_waits_for_whom():

@@ -71,7 +71,7 @@ def test_all_workers_may_die_at_once_and_nobody_calls_it_a_stall():
     assert ran.recorder.steps[-1].restarts == 2
 
 
-def test_a_snapshot_says_which_restart_of_which_worker_and_that_admission_waits_for_it():
+def test_an_overview_says_which_restart_of_which_worker_and_that_admission_waits_for_it():
     deaths, long = [death(3.0, "rollout-0"), death(3.0)], {"restart_s": lambda rng: 20.0}
     ran = run_with(deaths, times=long, max_restarts=3)
     gone = [tick for tick in ran.recorder.ticks if 4 < tick.time_s < 22]
@@ -115,7 +115,7 @@ def test_a_worker_that_dies_more_often_than_allowed_fails_the_run_with_its_own_e
     ran = run_with([death(3.0), death(12.0)], train_steps=200, checkpoint_every_steps=0)
     assert isinstance(ran.error, ExecutorFailed)
     assert str(ran.error) == "rollout-1 failed: simulated death at 12 s"
-    assert ran.checkpoints.cuts[-1][0].step == len(ran.trainer.batches) > 0
+    assert ran.checkpoints.snapshots[-1][0].step == len(ran.trainer.batches) > 0
     assert len(ran.recorder.named("restarted")) == 1
 
 
@@ -154,12 +154,12 @@ def test_an_attempt_that_was_lost_with_its_worker_does_not_count_as_stale():
         groups.start()
         admission.lose("w")
     groups.start()
-    groups.publish()
+    groups.open_window()
     worker.end_load(admission.version)
     groups.start()
     assert events == [(0, "running"), (0, "replaced"), (0, "replaced"), (0, "requeued"), (1, "running")]
     with pytest.raises(AsyncrlError, match="requeued 1 times for staleness"):
-        groups.publish()
+        groups.open_window()
 
 
 def test_the_tokens_of_a_dead_worker_are_waste():
@@ -221,9 +221,9 @@ def test_colocated_a_stop_does_not_wait_for_a_hung_worker_to_hand_over(
     ran = run_with([hang], "colocate", stop_at_s=paused[0] + 10, times=limits)
     assert isinstance(ran.error, Interrupted)
     assert ran.elapsed_s < paused[0] + 12
-    assert ran.checkpoints.cuts[-1][0].step == len(ran.recorder.steps) == trained_steps
-    cut, state = ran.checkpoints.cuts[-1]
-    resumed = run_with([], "colocate", resume_from=resume_from(cut, state))
+    assert ran.checkpoints.snapshots[-1][0].step == len(ran.recorder.steps) == trained_steps
+    snapshot, state = ran.checkpoints.snapshots[-1]
+    resumed = run_with([], "colocate", resume_from=resume_from(snapshot, state))
     trained = [key.uid for key in ran.trained + resumed.trained]
     assert len(set(trained)) == len(trained) == 12 * 4
 
@@ -241,8 +241,8 @@ def test_a_stop_does_not_wait_for_a_restart():
     assert isinstance(ran.error, Interrupted)
     assert ran.elapsed_s < 9
     assert not ran.recorder.named("restarted")
-    cut, state = ran.checkpoints.cuts[-1]
-    resumed = run_with([], train_steps=14, resume_from=resume_from(cut, state))
+    snapshot, state = ran.checkpoints.snapshots[-1]
+    resumed = run_with([], train_steps=14, resume_from=resume_from(snapshot, state))
     trained = [key.uid for key in ran.trained + resumed.trained]
     assert len(set(trained)) == len(trained) == 14 * 4
     assert resumed.recorder.steps[-1].restarts == 1
@@ -254,7 +254,7 @@ def test_without_restarts_the_first_failure_ends_the_run_after_a_checkpoint(mode
     assert isinstance(ran.error, ExecutorFailed)
     assert str(ran.error) == "rollout-1 failed: simulated death at 6 s"
     assert ran.elapsed_s < 60
-    assert ran.checkpoints.cuts[-1][0].step == len(ran.trainer.batches) > 0
+    assert ran.checkpoints.snapshots[-1][0].step == len(ran.trainer.batches) > 0
     assert not ran.recorder.named("lost")
     (message,) = ran.recorder.fields("warning", "message")
     assert message == "rollout-1 is not restarted: rollout.max_restarts = 0"
@@ -418,7 +418,7 @@ def test_a_run_goes_on_without_a_worker_that_has_no_restart_left():
 def test_one_too_few_ends_the_run_with_a_checkpoint():
     ran = run_with([death(3.0), death(6.0, "rollout-0")], max_restarts=0, **AWAY)
     assert str(ran.error) == "rollout-0 failed: simulated death at 6 s"
-    assert ran.checkpoints.cuts[-1][0].step == len(ran.trainer.batches)
+    assert ran.checkpoints.snapshots[-1][0].step == len(ran.trainer.batches)
 
 
 @pytest.mark.parametrize("seconds", [0.0, 0.2, 0.5, 1.0])
@@ -497,16 +497,19 @@ def test_responses_whose_arrays_are_gone_with_a_node_are_made_again(monkeypatch)
 def test_a_resumed_run_goes_on_with_the_tokens_of_running_responses(mode):
     chosen = settings(mode, train_steps=20, eta=Fraction(2))
     first = run_world(chosen, times={"response_tokens": lambda rng: 200})
-    cut, state = max(first.checkpoints.cuts, key=lambda cut: len(cut[0].partial_groups))
+    snapshot, state = max(first.checkpoints.snapshots, key=lambda snapshot: len(snapshot[0].partial_groups))
     kept = {tuple(entry["key"]): entry["kept"] for entry in state["groups"]["running"]}
     kept_tokens = sum(
         count for group in kept.values() for versions, _ in group.values() for _, count in versions
     )
     long = {"response_tokens": lambda rng: 200}
-    resumed = run_world(chosen, times=long, workers=3, resume_from=resume_from(cut, state))
+    resumed = run_world(chosen, times=long, workers=3, resume_from=resume_from(snapshot, state))
     assert resumed.error is None
     before = [
-        group.key.uid for batch in first.trainer.batches if batch.step <= cut.step for group in batch.groups
+        group.key.uid
+        for batch in first.trainer.batches
+        if batch.step <= snapshot.step
+        for group in batch.groups
     ]
     prompts = before + [key.uid for key in resumed.trained]
     assert len(prompts) == len(set(prompts)) == 20 * 4
@@ -528,20 +531,23 @@ def test_a_resumed_run_goes_on_with_the_tokens_of_running_responses(mode):
 def test_responses_that_the_engine_cannot_continue_start_again_and_their_tokens_are_waste(mode):
     chosen = settings(mode, train_steps=20, eta=Fraction(2))
     first = run_world(chosen, times={"response_tokens": lambda rng: 200})
-    cut, state = max(first.checkpoints.cuts, key=lambda cut: len(cut[0].partial_groups))
+    snapshot, state = max(first.checkpoints.snapshots, key=lambda snapshot: len(snapshot[0].partial_groups))
     kept = [one for entry in state["groups"]["running"] for one in entry["kept"].values()]
     whole, others = (
         [sum(count for _, count in one[0]) for one in kept if one[1] is is_whole]
         for is_whole in (True, False)
     )
-    long, without = {"response_tokens": lambda rng: 200}, replace(resume_from(cut, state), continues=False)
+    long, without = (
+        {"response_tokens": lambda rng: 200},
+        replace(resume_from(snapshot, state), continues=False),
+    )
     resumed = run_world(chosen, times=long, resume_from=without)
     assert resumed.error is None
     assert others
-    goes_on = sum(event.fields.get("kept_tokens", 0) for event in resumed.recorder.named("replaced"))
-    assert goes_on == sum(whole)
+    continued_tokens = sum(event.fields.get("kept_tokens", 0) for event in resumed.recorder.named("replaced"))
+    assert continued_tokens == sum(whole)
     assert resumed.recorder.steps[-1].tokens_discarded >= state["groups"]["tokens_discarded"] + sum(others)
-    assert len({key.uid for key in resumed.trained}) == (20 - cut.step) * 4
+    assert len({key.uid for key in resumed.trained}) == (20 - snapshot.step) * 4
 
 
 def test_a_checkpoint_does_without_a_silent_worker_and_says_whose_responses_it_lacks():

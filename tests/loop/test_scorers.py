@@ -63,7 +63,7 @@ def test_a_reward_model_that_dies_or_hangs_is_named_within_its_bound(kind):
     )
     assert isinstance(ran.error, ExecutorLost)
     assert ran.error.executor == "reward"
-    assert ran.checkpoints.cuts[-1][0].step == len(ran.trainer.batches)
+    assert ran.checkpoints.snapshots[-1][0].step == len(ran.trainer.batches)
     assert ran.elapsed_s < 3.0 + (kind is FaultKind.WORKER_HANGS) * 20.0 + 5.0
 
 
@@ -83,7 +83,7 @@ def test_a_reward_model_adds_its_scores_where_groups_are_taken():
     ran = run_world(chosen, group_score_s=0.1, scorer="reward")
     assert {meta.model_score for _, meta in ran.trajectories} == {0.0, 0.5}
     assert all(not batch.columns[group.key] for batch in ran.trainer.batches for group in batch.groups)
-    states = [cut.loop_state["groups"]["finished"] for cut, _ in ran.checkpoints.cuts]
+    states = [snapshot.loop_state["groups"]["finished"] for snapshot, _ in ran.checkpoints.snapshots]
     finished = [entry["result"]["trajectories"] for state in states for entry in state]
     assert finished
     assert all(meta["model_score"] is None for group in finished for meta in group)

@@ -136,7 +136,7 @@ def test_a_seed_is_the_same_run_every_time():
 
 
 def test_a_failing_seed_prints_its_scenario_and_its_trace(monkeypatch, capsys):
-    monkeypatch.setattr(Admission, "publish", publish_without_reset)
+    monkeypatch.setattr(Admission, "open_window", open_window_without_reset)
     caught = first_broken(MUTANT_SEEDS)
     assert main([str(caught.scenario.seed)]) == 1
     printed = capsys.readouterr().out
@@ -224,14 +224,14 @@ def take_without_looking(admission, num_groups, *, unscored=False):
     return list(admission.ledger.finished.values())[: min(num_groups, max(0, admission.takes_left))]
 
 
-@mistake("the window is never emptied", Admission, "publish", "admission")
-def publish_without_reset(admission):
+@mistake("the window is never emptied", Admission, "open_window", "admission")
+def open_window_without_reset(admission):
     admission.version += 1
     return []
 
 
-@mistake("late groups are kept", Admission, "publish", "staleness")
-def publish_that_forgets_who_is_late(admission, original=Admission.publish):
+@mistake("late groups are kept", Admission, "open_window", "staleness")
+def open_window_that_forgets_who_is_late(admission, original=Admission.open_window):
     original(admission)
     return []
 
@@ -272,7 +272,7 @@ def end_that_forgets_waste(groups, results, original=Groups.parts_ended):
     return has_ended
 
 
-@mistake("a limit ends the run while a group ends", FailuresLimit, "count", "cut")
+@mistake("a limit ends the run while a group ends", FailuresLimit, "count", "snapshot")
 def count_and_end(limit, result, original=FailuresLimit.count):
     """The group that exceeds the limit has ended, and does not leave `running`."""
     original(limit, result)
@@ -340,7 +340,7 @@ def always(*_, **__):
 
 
 mixed = "without partial rollouts a response goes on with newer weights"
-mistake(mixed, PartialResponse, "goes_on", "spans", "resume")(always)
+mistake(mixed, PartialResponse, "may_continue", "spans", "resume")(always)
 mistake("a group is taken without its columns", Admission, "is_scored", "takes")(always)
 blind = mistake(
     "admission looks at no deadline",

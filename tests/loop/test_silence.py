@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from asyncrl_cli.base.errors import ExecutorLost
-from asyncrl_cli.contracts.ports import Progress
+from asyncrl_cli.contracts.ports import WorkerUpdate
 from asyncrl_cli.contracts.prompt_group import PartRequest
 from asyncrl_cli.measure.states import State
 from asyncrl_cli.simulate.simulated_worker import SimulatedWorker
@@ -108,15 +108,15 @@ def test_it_is_restarted_where_that_is_allowed(monkeypatch: pytest.MonkeyPatch, 
 
 def test_rewards_have_a_limit_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """They take three times as long as a worker may be silent; the worker says that it computes them."""
-    poll = SimulatedWorker.progress
+    poll = SimulatedWorker.next_update
 
-    async def progress(worker: SimulatedWorker, seen: int) -> Progress:
-        progress = await poll(worker, seen)
-        (report,) = progress.reports
+    async def next_update(worker: SimulatedWorker, seen: int) -> WorkerUpdate:
+        update = await poll(worker, seen)
+        (report,) = update.reports
         name = worker.name.replace("rollout", "reward")
         reward = replace(report, name=name, role="reward", state=State.BUSY, sums={}, spans=())
-        return replace(progress, reports=(report, reward))
+        return replace(update, reports=(report, reward))
 
     assert isinstance(run_long("stale-samples", tokens=50, reward_s=3 * LIMIT_S).error, ExecutorLost)
-    monkeypatch.setattr(SimulatedWorker, "progress", progress)
+    monkeypatch.setattr(SimulatedWorker, "next_update", next_update)
     assert_whole(run_long("stale-samples", tokens=50, reward_s=3 * LIMIT_S))

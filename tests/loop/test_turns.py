@@ -97,9 +97,9 @@ def test_failed_tools_are_counted_by_kind_over_a_resume() -> None:
     changes = {"max_failed_ratio": 0.9, "checkpoint_every_steps": 2, "n": 4}
     ran = run_turns("partial-rollout", failure="tool-timeout", **changes)
     assert ran.error is None
-    cut, state = ran.checkpoints.cuts[1]
+    snapshot, state = ran.checkpoints.snapshots[1]
     resumed = run_turns(
-        "partial-rollout", failure="tool-timeout", resume_from=resume_from(cut, state), **changes
+        "partial-rollout", failure="tool-timeout", resume_from=resume_from(snapshot, state), **changes
     )
     assert resumed.error is None
     before = state["groups"]["failures"]["tool-timeout"]

@@ -104,7 +104,7 @@ def test_who_does_not_load_is_named_after_a_bounded_wait() -> None:
         "nothing has moved for 20 s, and the trainer waits for every worker to load version 2: rollout-1 is "
         "receiving version 2"
     )
-    assert ran.checkpoints.cuts[-1][0].step == len(ran.recorder.steps) == 4
+    assert ran.checkpoints.snapshots[-1][0].step == len(ran.recorder.steps) == 4
 
 
 def test_a_worker_that_its_probes_find_on_the_old_weights_is_warned_of_and_unclear_ones_are_counted(
@@ -141,7 +141,7 @@ def test_a_worker_that_dies_in_the_wait_ends_it_with_its_own_error() -> None:
     ran = run_sync("stale-samples", faults=Faults([lost]))
     assert isinstance(ran.error, ExecutorFailed)
     assert str(ran.error).startswith("rollout-1 failed: simulated loss of version 2")
-    assert ran.checkpoints.cuts[-1][0].step == 4
+    assert ran.checkpoints.snapshots[-1][0].step == 4
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
-from asyncrl_cli.contracts.events import Event, Snapshot, StepRecord
+from asyncrl_cli.contracts.events import Event, Overview, StepRecord
 from asyncrl_cli.contracts.ports import Feed
 from asyncrl_cli.contracts.prompt_group import TrajectoryMeta
 from asyncrl_cli.loop.pipeline import Pipeline
@@ -59,7 +59,7 @@ class Recorder:
     def __init__(self) -> None:
         self.events: list[Event] = []
         self.steps: list[StepRecord] = []
-        self.ticks: list[Snapshot] = []
+        self.ticks: list[Overview] = []
 
     def event(self, event: Event) -> None:
         self.events.append(event)
@@ -69,8 +69,8 @@ class Recorder:
         assert totals.pop("admitted_total") == sum(totals.values())
         self.steps.append(record)
 
-    def tick(self, snapshot: Snapshot) -> None:
-        self.ticks.append(snapshot)
+    def tick(self, overview: Overview) -> None:
+        self.ticks.append(overview)
 
     def state(self, record: StepRecord | None = None) -> dict[str, Any]:
         return {"steps": len(self.steps) + (record is not None)}

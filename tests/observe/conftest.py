@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from asyncrl_cli.contracts.events import EvalSummary, Snapshot, StepRecord
+from asyncrl_cli.contracts.events import EvalSummary, Overview, StepRecord
 from asyncrl_cli.contracts.prompt_group import AttemptKey, GroupResult, TrajectoryMeta
 from asyncrl_cli.contracts.status import RunFacts, Status
 from asyncrl_cli.contracts.train_step import TrainReport
@@ -156,8 +156,8 @@ def full_record(step: int) -> StepRecord:
     )
 
 
-def full_snapshot(made: StepRecord) -> Snapshot:
-    return Snapshot(
+def full_overview(made: StepRecord) -> Overview:
+    return Overview(
         phase="running",
         time_s=made.ended_s,
         step=made.step,
@@ -190,5 +190,5 @@ def make() -> dict[str, Callable[..., Any]]:
         "report": report,
         "record": record,
         "full_record": full_record,
-        "full_snapshot": full_snapshot,
+        "full_overview": full_overview,
     }

@@ -50,7 +50,7 @@ class PartialResponse(Sink):
 class Watched:
     lines: list
     statuses: list
-    cuts: list
+    snapshots: list
 
     def live(self):
         """After the first line, before the end."""
@@ -107,7 +107,7 @@ def watched_run(
         except Interrupted:
             phase = "stopped"
         observers.close(phase)
-        return Watched(kept.lines, kept.statuses, checkpoints.cuts)
+        return Watched(kept.lines, kept.statuses, checkpoints.snapshots)
 
     return run_virtual(main())
 
@@ -208,8 +208,8 @@ def test_after_a_resume_recent_figures_are_of_this_attempt_and_the_end_is_of_the
     assert stopped["phase"] == "stopped"
     words = stopped["periods"]["utilization"]["words"]
     assert words.startswith(f"whole run, {len(first.lines)} steps")
-    cut, state = first.cuts[-1]
-    second = watched_run(facts, resume_from=resume_from(cut, state))
+    snapshot, state = first.snapshots[-1]
+    second = watched_run(facts, resume_from=resume_from(snapshot, state))
     assert second.lines[0]["step"] == len(first.lines) + 1
     early = [status for status in second.statuses if not status["periods"]["steps"] and status["executors"]]
     assert early, "before the first line nothing of the last attempt is shown as if it were now"
@@ -269,7 +269,7 @@ def test_figures_that_are_not_finite_are_shown_by_name(facts, make):
     observers = Observers(facts, [], clock=lambda: 1.0)
     made = make["full_record"](1)
     observers.step(replace(made, sync={**made.sync, "logprob_abs_diff": float("nan")}))
-    observers.tick(make["full_snapshot"](made))
+    observers.tick(make["full_overview"](made))
     status = observers.live.picture().to_json()
     reward = status["reward"] | {"mean": float("nan"), "history": [float("nan"), 0.5, float("inf")]}
     text = render(status_of(**status | {"reward": reward}), width=100, height=40).plain
@@ -299,7 +299,7 @@ def test_a_period_begins_where_the_line_before_it_ends(facts, make):
         made = make["full_record"](step)
         observers.step(replace(made, ended_s=now_s[0], timing_s=dict(made.timing_s) | {"step": 5.0}))
         now_s[0] += 0.01
-        observers.tick(replace(make["full_snapshot"](made), time_s=5.0 * step + 0.02 * step))
+        observers.tick(replace(make["full_overview"](made), time_s=5.0 * step + 0.02 * step))
         period = kept.statuses[-1]["periods"]["steps"]
         covered = [line for line in kept.lines if period["from_s"] < line["time_s"] <= period["to_s"]]
         assert len(covered) == period["steps"]

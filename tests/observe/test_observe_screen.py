@@ -29,7 +29,7 @@ def drawn(facts, make):
         now_s[0] = float(step)
         made = make["full_record"](step)
         observers.step(made)
-        observers.tick(make["full_snapshot"](made))
+        observers.tick(make["full_overview"](made))
         if step % 50 == 0:
             fields = {"reward_mean": 0.3 + step / 400, "num_prompts": 512}
             observers.event(Event(time_s=float(step), name="eval", version=step, step=step, fields=fields))
@@ -135,7 +135,7 @@ def test_dynamic_sampling_has_a_line(status):
 def test_workers_without_weights_have_no_version(facts, make):
     made = make["full_record"](3)
     observers = Observers(facts, [], clock=lambda: 3.0)
-    observers.tick(replace(make["full_snapshot"](made), worker_versions={"rollout-0": -1, "rollout-1": 2}))
+    observers.tick(replace(make["full_overview"](made), worker_versions={"rollout-0": -1, "rollout-1": 2}))
     assert observers.live.picture().versions == {"rollout-1": 2}
 
 
@@ -145,9 +145,9 @@ def test_a_step_that_takes_long_does_not_bring_the_end_nearer(facts, make):
     for step in (1, 2):
         now_s[0] = float(step)
         observers.step(make["full_record"](step))
-    snapshot = make["full_snapshot"](make["full_record"](2))
+    overview = make["full_overview"](make["full_record"](2))
     for waited_s, left_s in ((0.5, 297.5), (1.0, 297.0), (500.0, 297.0)):  # 298 steps of 1 s
-        observers.tick(replace(snapshot, time_s=2.0 + waited_s))
+        observers.tick(replace(overview, time_s=2.0 + waited_s))
         assert observers.live.picture().progress.eta_s == pytest.approx(left_s)
 
 
@@ -223,9 +223,9 @@ def test_the_last_steps_and_their_eval_are_in_the_time_left(facts, make):
     for step in (1, 2, 3):
         now_s[0] = float(step)
         observers.step(made := make["full_record"](step))
-        observers.tick(make["full_snapshot"](made))
+        observers.tick(make["full_overview"](made))
         left_s.append(observers.live.picture().progress.eta_s)
-    observers.tick(replace(make["full_snapshot"](made), time_s=8.0))
+    observers.tick(replace(make["full_overview"](made), time_s=8.0))
     assert [*left_s, observers.live.picture().progress.eta_s] == pytest.approx([10.0, 9.0, 8.0, 3.0])
 
 

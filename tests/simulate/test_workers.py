@@ -52,9 +52,9 @@ async def ended(worker, *requests):
     """The results of what was submitted, each with the time at which it came."""
     came, seen = {}, 0
     while not came.keys() >= {request.key for request in requests}:
-        progress = await worker.progress(seen)
-        seen = progress.seen
-        came |= {result.key: (result, now_s()) for result in progress.ended}
+        update = await worker.next_update(seen)
+        seen = update.seen
+        came |= {result.key: (result, now_s()) for result in update.ended}
     return [came[request.key] for request in requests]
 
 
@@ -84,13 +84,13 @@ async def test_a_group_ends_with_its_last_reward_and_its_slots_are_free_before()
     await load(worker, 0)
     worker.submit(group())
     await asyncio.sleep(6)  # both have ended at 3 and 5 s, the last reward comes at 7 s
-    progress = await worker.progress(0)
+    update = await worker.next_update(0)
     ((result, ended_s),) = await ended(worker, group())
     assert ended_s == 7.0
     assert [meta.response_tokens for meta in result.trajectories] == [3, 5]
     assert {meta.version_tokens for meta in result.trajectories} == {((0, 3),), ((0, 5),)}
-    assert progress.freed_slots == {group().key: 2}
-    (report,) = progress.reports
+    assert update.freed_slots == {group().key: 2}
+    (report,) = update.reports
     assert (report.gauges["running_sequences"], report.gauges["running_tokens"]) == (0, 8)
     assert report.sums["running_sequence_s"] == 3 + 5
     assert (report.sums["idle_s"], report.sums["sampled_tokens"]) == (1, 8)
@@ -113,13 +113,13 @@ async def test_a_trajectory_at_a_tool_holds_its_slot_or_leaves_it_to_another(hol
     worker.submit(part(0, 0, 0))
     worker.submit(part(1, 0, 0))
     await asyncio.sleep(5)
-    progress = await worker.progress(0)
+    update = await worker.next_update(0)
     (first, came_first_s), (_, came_second_s) = await ended(worker, part(0, 0, 0), part(1, 0, 0))
     assert (came_first_s, came_second_s) == pytest.approx((first_s, second_s), abs=0.2)
     (meta,) = first.trajectories
     assert (meta.num_turns, meta.tool_s, meta.prompt_tokens, meta.response_tokens) == (2, 7.0, 4 + 5, 6)
-    assert progress.freed_slots == ({} if hold_slots else {part(0, 0, 0).key: 1})
-    (report,) = progress.reports
+    assert update.freed_slots == ({} if hold_slots else {part(0, 0, 0).key: 1})
+    (report,) = update.reports
     assert report.state is (State.WAITING if hold_slots else State.BUSY)
     assert report.waiting_for == ("a tool of p0@0.0/0 (2 s so far)" if hold_slots else "")
     assert report.sums["waiting_trajectory_s"] == pytest.approx(2.0)
@@ -181,7 +181,7 @@ async def test_a_load_freezes_recomputes_or_drains(interrupt, versions, loaded_s
     assert end_s - begin_s == pytest.approx(ended_s)
     assert [meta.version_tokens for meta in result.trajectories] == versions
     assert (report.load_s, report.pause_s) == (3.0, 4.0)
-    assert (await worker.progress(0)).reports[0].state_s["loading"] == pytest.approx(4.0 + 4.0)
+    assert (await worker.next_update(0)).reports[0].state_s["loading"] == pytest.approx(4.0 + 4.0)
 
 
 @virtual
@@ -230,18 +230,18 @@ async def test_evals_wait_for_slots_like_groups_and_can_be_aborted():
     assert (group_s, eval_s) == (5.0, 10.5)
     assert [outcome.response_tokens for outcome in result.outcomes[:2]] == [4, 4]
     assert [failure.kind for failure in result.outcomes[2:]] == ["aborted"] * 3
-    assert (await worker.progress(0)).reports[0].sums["eval_s"] == 10.5
+    assert (await worker.next_update(0)).reports[0].sums["eval_s"] == 10.5
 
 
 @virtual
 async def test_progress_comes_at_a_change_but_not_more_often_than_allowed_and_after_a_while_anyway():
     worker = make(response_tokens=lengths(3, 5), progress_s=4.0, poll_s=30.0)
     await load(worker, 0)
-    seen, times = (await worker.progress(0)).seen, []
+    seen, times = (await worker.next_update(0)).seen, []
     worker.submit(part(0, 0, 0))
     worker.submit(part(0, 1, 1))
     for _ in range(4):
-        seen = (await worker.progress(seen)).seen
+        seen = (await worker.next_update(seen)).seen
         times.append(now_s())
     # Changes: busy at 0 s; ends at 3 and 5 s. Reports: 4 s after the first at 0; at once when nothing runs
     # any more; then at rest, 30 s later each.
@@ -262,7 +262,7 @@ async def test_a_share_of_rewards_raises():
 async def follow(worker):
     seen = 0
     while True:
-        seen = (await worker.progress(seen)).seen
+        seen = (await worker.next_update(seen)).seen
 
 
 @virtual
@@ -288,7 +288,7 @@ async def test_a_restarted_worker_is_a_fresh_one_that_what_was_on_its_way_to_the
     await asyncio.sleep(1.0)
     await worker.restart()
     assert (now_s(), worker.version) == (10.0, -1)
-    report = (await worker.progress(0)).reports[0]
+    report = (await worker.next_update(0)).reports[0]
     sums, running = report.sums, report.gauges["running_sequences"]
     assert (sums["idle_s"], sums["running_sequence_s"], running) == (5.0, 0.0, 0)
     assert await machine.compute(1.0) == 1.0, "the old engine still slows the machine down"

@@ -66,7 +66,9 @@ def test_a_resumed_run_gives_its_workers_the_items_of_the_task(tmp_path, request
     loop_settings = settings("partial-rollout", train_steps=14)
     first = run_world(loop_settings, feed=PromptFeed(items, seed=0))
     assert first.error is None
-    frozen, state = next(cut for cut in first.checkpoints.cuts if cut[1]["groups"]["running"])
+    frozen, state = next(
+        snapshot for snapshot in first.checkpoints.snapshots if snapshot[1]["groups"]["running"]
+    )
     requested.clear()
     resumed = resume_from(frozen, state)
     assert run_world(loop_settings, feed=PromptFeed(items, seed=0), resume_from=resumed).error is None
@@ -78,7 +80,7 @@ def test_a_checkpoint_does_not_grow_with_its_items(tmp_path):
     small, large = (
         run_world(
             settings("partial-rollout"), feed=PromptFeed(padded_items(tmp_path, num), seed=0)
-        ).checkpoints.cuts[1][1]
+        ).checkpoints.snapshots[1][1]
         for num in (10, 10_000)
     )
     assert abs(len(json.dumps(large)) - len(json.dumps(small))) < 1000
@@ -98,7 +100,7 @@ def padded_items(directory: Path, num_chars: int) -> tuple[Any, ...]:
 
 def test_a_checkpoint_that_holds_items_is_refused_with_the_way_out():
     ran = run_world(settings("partial-rollout"))
-    frozen, state = ran.checkpoints.cuts[1]
+    frozen, state = ran.checkpoints.snapshots[1]
     with pytest.raises(RefusedError, match="schema_version 1; this asyncrl reads 2") as refused:
         run_world(
             settings("partial-rollout"), resume_from=resume_from(frozen, {**state, "schema_version": 1})

@@ -72,7 +72,7 @@ class Checkpoint:
 
 
 class LoopStateFile(TypedDict):
-    """`loop_state.json`. The content of `loop_state` is defined in loop/cuts.py."""
+    """`loop_state.json`. The content of `loop_state` is defined in loop/checkpointer.py."""
 
     schema_version: Literal[1]
     step: Count

@@ -33,7 +33,7 @@ from asyncrl_cli.checkpoint.reader import (
     sha256_of,
     step_name,
 )
-from asyncrl_cli.contracts.ports import Cut
+from asyncrl_cli.contracts.ports import LoopSnapshot
 
 PROFILE_FILES = ("config.resolved.json", "profile.toml")
 LATEST, SAMPLES, VERSIONS = "latest", "samples", "versions"
@@ -44,7 +44,7 @@ class CheckpointStore:
     """Implements `contracts.ports.CheckpointWriter` for the run in `run_dir`; keeps the newest `keep`
     checkpoints.
 
-    `write_trainer(directory, cut)` writes the trainer's part: its state and the payloads.
+    `write_trainer(directory, snapshot)` writes the trainer's part: its state and the payloads.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class CheckpointStore:
         *,
         keep: int,
         profile: str,
-        write_trainer: Callable[[Path, Cut], Awaitable[object]],
+        write_trainer: Callable[[Path, LoopSnapshot], Awaitable[object]],
     ) -> None:
         self.directory = run_dir / "checkpoints"
         self._run_dir = run_dir
@@ -63,24 +63,24 @@ class CheckpointStore:
         self.directory.mkdir(parents=True, exist_ok=True)
         finish_interrupted_replacements(self.directory)
 
-    async def write(self, cut: Cut) -> Path:
+    async def write(self, snapshot: LoopSnapshot) -> Path:
         """Write a checkpoint: the trainer's part first, the manifest last.
 
         A failed write raises, and leaves older checkpoints unchanged.
         """
-        working = self.directory / f".writing-{step_name(cut.step)}"
+        working = self.directory / f".writing-{step_name(snapshot.step)}"
         try:
             with telling_storage():
                 await asyncio.to_thread(remove, working)
                 working.mkdir(parents=True)
-                await self._write_trainer(working, cut)
-                return await asyncio.to_thread(self._finish, cut, working)
+                await self._write_trainer(working, snapshot)
+                return await asyncio.to_thread(self._finish, snapshot, working)
         except Exception as error:
             # On a full disk, leftover files would take the space that the run's last status needs.
             await asyncio.to_thread(shutil.rmtree, working, ignore_errors=True)
             if not isinstance(error, StorageError):
                 raise
-            why = f"the checkpoint of step {cut.step} cannot be written: {error.message}"
+            why = f"the checkpoint of step {snapshot.step} cannot be written: {error.message}"
             raise StorageError(why, hint=error.hint) from error
 
     def abandon_newer(self, step: int, version: int) -> list[Path]:
@@ -106,20 +106,26 @@ class CheckpointStore:
             replace_link(self.directory / LATEST, remaining[0].name)
         return moved
 
-    def _finish(self, cut: Cut, working: Path) -> Path:
+    def _finish(self, snapshot: LoopSnapshot, working: Path) -> Path:
         state: LoopStateFile = {
             "schema_version": 1,
-            "step": cut.step,
-            "version": cut.version,
-            "at_window_boundary": cut.at_window_boundary,
-            "loop_state": {**cut.loop_state},
+            "step": snapshot.step,
+            "version": snapshot.version,
+            "at_window_boundary": snapshot.at_window_boundary,
+            "loop_state": {**snapshot.loop_state},
         }
         replace_text(working / LOOP_STATE, json.dumps(state))
         for name in PROFILE_FILES:
             if (self._run_dir / name).exists():
                 shutil.copyfile(self._run_dir / name, working / name)
-        seal(working, step=cut.step, version=cut.version, run=self._run_dir.name, profile=self._profile)
-        final = self.directory / step_name(cut.step)
+        seal(
+            working,
+            step=snapshot.step,
+            version=snapshot.version,
+            run=self._run_dir.name,
+            profile=self._profile,
+        )
+        final = self.directory / step_name(snapshot.step)
         aside = final.with_name(f".replaced-{final.name}")
         if final.exists():  # an older checkpoint of the same step is set aside until the new one is in place
             final.rename(aside)

@@ -1,4 +1,4 @@
-"""What the loop tells its observers: events as they happen, a record per train step, a snapshot per
+"""What the loop tells its observers: events as they happen, a record per train step, an overview per
 second."""
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class StepRecord:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Snapshot:
+class Overview:
     """The run right now, made once a second: all that `status.json` and the screen need beside the last
     metrics line.
 
@@ -140,7 +140,7 @@ class Observer:
     def step(self, record: StepRecord) -> None:
         """A train step has ended."""
 
-    def tick(self, snapshot: Snapshot) -> None:
+    def tick(self, overview: Overview) -> None:
         """Another second has passed."""
 
     def state(self, record: StepRecord | None = None) -> Json:

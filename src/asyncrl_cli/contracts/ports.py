@@ -2,9 +2,9 @@
 
 Adapters implement the Protocols: `job/` on Ray actors, `simulate/` on a virtual clock. Every call may raise
 `ExecutorFailed`; adapters put a timeout on every call and name the executor in the error. (`evaluate` and the
-drain of a `load` have none, because they take as long as the responses: `progress` shows whether the worker
-still works.) Values are small: token payloads stay behind the opaque `payload` / `handle` fields, which the
-loop passes on and never opens.
+drain of a `load` have none, because they take as long as the responses: `next_update` shows whether the
+worker still works.) Values are small: token payloads stay behind the opaque `payload` / `handle` fields,
+which the loop passes on and never opens.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from typing import Any, NamedTuple, Protocol
 from asyncrl_cli.contracts.item import Item
 from asyncrl_cli.contracts.prompt_group import (
     AttemptKey,
-    Failure,
     GroupResult,
     Handle,
     PartialResponse,
@@ -25,6 +24,7 @@ from asyncrl_cli.contracts.prompt_group import (
     PartRequest,
     PartResult,
     Prompt,
+    TrajectoryFailure,
     TrajectoryMeta,
 )
 from asyncrl_cli.contracts.train_step import TrainBatch, TrainReport
@@ -56,7 +56,7 @@ class EvalRequest:
     seed: int
 
 
-EvalOutcome = TrajectoryMeta | Failure
+EvalOutcome = TrajectoryMeta | TrajectoryFailure
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +69,7 @@ class EvalResult:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Progress:
+class WorkerUpdate:
     """What changed on a worker. Pass `seen` to the next call.
 
     `freed_slots`: how many responses of each running part need no slot now, because they have ended or
@@ -101,17 +101,17 @@ class RolloutWorker(Protocol):
     slots: int
 
     def submit(self, request: PartRequest) -> None:
-        """Start a part and return at once. The part runs through any number of weight loads; `progress`
-        returns its result. If the worker has failed, `progress` raises the error."""
+        """Start a part and return at once. The part runs through any number of weight loads; `next_update`
+        returns its result. If the worker has failed, `next_update` raises the error."""
 
     async def partial_responses(self) -> PartialResult:
         """Return what the running parts have generated, for a checkpoint. Answers within seconds or fails."""
 
     async def abort(self, key: AttemptKey) -> None:
-        """Stop all parts of a group. `progress` soon returns their results, without trajectories. Unknown
+        """Stop all parts of a group. `next_update` soon returns their results, without trajectories. Unknown
         keys are ignored."""
 
-    async def progress(self, seen: int) -> Progress:
+    async def next_update(self, seen: int) -> WorkerUpdate:
         """Return when something changed since `seen` (at most every 100 ms), or after one second at the
         latest.
 
@@ -232,15 +232,16 @@ class Feed(Protocol):
 
 
 class CheckpointWriter(Protocol):
-    """Writes a cut and the trainer's snapshot of that step as a directory. The loop makes one call at a time,
-    beside training; a failed write raises."""
+    """Writes the loop's snapshot, and the trainer's of the same step, as a directory. The loop makes one call
+    at a time, beside training; a failed write raises."""
 
-    async def write(self, cut: Cut) -> Path: ...
+    async def write(self, snapshot: LoopSnapshot) -> Path: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Cut:
-    """The run between an optimizer step and the next take, frozen in one turn of the event loop.
+class LoopSnapshot:
+    """The loop's part of a checkpoint: the run between an optimizer step and the next take, frozen in one
+    turn of the event loop.
 
     `loop_state` is JSON, with all that the driver knows of the untrained groups. Handles are pinned until
     written. `payloads`: those of each finished group's parts, then those of each ended part of a running

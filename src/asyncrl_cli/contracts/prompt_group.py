@@ -80,7 +80,7 @@ class PartialResponse(NamedTuple):
     def oldest(self) -> int:
         return self.version_tokens[0][0]
 
-    def goes_on(self, version: int, *, mixes: bool, at_once: bool) -> bool:
+    def may_continue(self, version: int, *, mixes: bool, at_once: bool) -> bool:
         """Whether it may continue with weights of `version`. `mixes`: a response may have tokens of several
         versions. `at_once`: it gets a slot now. A load could overtake it in a queue, because a drain waits
         only for running responses."""
@@ -92,19 +92,19 @@ class PartRequest:
     """Generate and reward some responses of a group. `indices` are their places in the group, ascending.
 
     `seed` is the group's: response i uses the i-th number that it yields, so its sampling does not depend on
-    where it runs. `goes_on`: in a resumed group, what each response continues from, by index; `so_far` is the
-    handle of those tokens.
+    where it runs. `partial`: in a resumed group, what each response continues from, by index;
+    `partial_tokens` is the handle of those tokens.
     """
 
     key: PartKey
     item: Item
     indices: tuple[int, ...]
     seed: int
-    goes_on: Mapping[int, PartialResponse] = field(default_factory=dict)
-    so_far: Handle = None
+    partial: Mapping[int, PartialResponse] = field(default_factory=dict)
+    partial_tokens: Handle = None
 
 
-class Failure(NamedTuple):
+class TrajectoryFailure(NamedTuple):
     """Why a trajectory has no reward: a `kind`, which metrics count (`contracts.environment.EpisodeFailed`),
     and a text for people."""
 
@@ -163,7 +163,7 @@ class _Result:
     """
 
     trajectories: tuple[TrajectoryMeta, ...]
-    failures: tuple[Failure, ...]
+    failures: tuple[TrajectoryFailure, ...]
     failed_tokens: Count
     payload: Handle = None
 

@@ -76,7 +76,8 @@ class GroupPayload:
 
 
 def joined(parts: Iterable[GroupPayload]) -> list[GroupPayload]:
-    """Join parts into whole groups, in order. The parts of a group must be adjacent and in order."""
+    """Join results of parts into whole groups, end to end. The parts of a group must be adjacent and in
+    order."""
     whole = []
     for (uid, epoch, attempt), own in groupby(parts, key=lambda part: (part.uid, part.epoch, part.attempt)):
         trajectories = tuple(chain.from_iterable(part.trajectories for part in own))
@@ -84,9 +85,11 @@ def joined(parts: Iterable[GroupPayload]) -> list[GroupPayload]:
     return whole
 
 
-def overlaid(groups: Iterable[tuple[str, int, int]], parts: Iterable[GroupPayload]) -> list[GroupPayload]:
-    """The groups (uid, epoch, attempt), each with its parts' trajectories at their responses' indices. A part
-    has no segments at the indices of other parts."""
+def joined_by_index(
+    groups: Iterable[tuple[str, int, int]], parts: Iterable[GroupPayload]
+) -> list[GroupPayload]:
+    """Join what running groups (uid, epoch, attempt) have so far. Here, unlike in results, a part has a
+    trajectory at every index up to its last response; at the indices of other parts it has no segments."""
     found: dict[tuple[str, int, int], list[GroupPayload]] = {}
     for part in parts:
         found.setdefault((part.uid, part.epoch, part.attempt), []).append(part)

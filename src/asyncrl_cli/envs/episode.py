@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 from asyncrl_cli.base.errors import ExecutorFailed, first_line, timeout
 from asyncrl_cli.contracts.environment import Answer, End, Environment, EpisodeFailed, SelfPlayed, Turn
 from asyncrl_cli.contracts.item import Item
-from asyncrl_cli.contracts.prompt_group import Failure, TrajectoryMeta
+from asyncrl_cli.contracts.prompt_group import TrajectoryFailure, TrajectoryMeta
 from asyncrl_cli.contracts.reward_spec import MAX_REWARD
 from asyncrl_cli.contracts.trajectories import Trajectory
 from asyncrl_cli.engines.port import Completion, Engine, FinishReason, Sampling
@@ -91,7 +91,7 @@ class Episode:
     on_slot: Callable[[int], None] = lambda change: None
     earlier: Completion | None = None
     end: End | None = None
-    failure: Failure | None = None
+    failure: TrajectoryFailure | None = None
     finish_reason: str = ""
     tool_s: float = 0.0
     has_one_turn: bool = False
@@ -134,7 +134,7 @@ class Episode:
                 except Exception:  # it does not change the trajectory
                     logger.exception("the environment of %s could not be closed", self.id)
         except EpisodeFailed as failed:
-            self.failure = Failure(failed.kind, failed.text)
+            self.failure = TrajectoryFailure(failed.kind, failed.text)
         finally:
             self._free()
 

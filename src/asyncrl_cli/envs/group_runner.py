@@ -106,7 +106,7 @@ class GroupRunner:
         episodes = []
         for index in request.indices:
             earlier = None
-            if so_far is not None and index in request.goes_on:
+            if so_far is not None and index in request.partial:
                 earlier = _completion(so_far.trajectories[index])
             name, seed = f"{key}/{index}", seeds[index]
             episodes.append(Episode(name, request.item, seed, self.means, self.sampling, on_slot, earlier))

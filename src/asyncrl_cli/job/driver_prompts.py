@@ -11,7 +11,7 @@ from asyncrl_cli.checkpoint.reader import Checkpoint
 from asyncrl_cli.contracts.item import Item, fingerprint
 from asyncrl_cli.contracts.ports import Json
 from asyncrl_cli.contracts.prompt_group import Prompt
-from asyncrl_cli.loop.cuts import read_state
+from asyncrl_cli.loop.checkpointer import read_state
 from asyncrl_cli.observe import observers
 from asyncrl_cli.profile.arithmetic import LoopSettings
 from asyncrl_cli.profile.schema import Profile

@@ -23,7 +23,7 @@ from ray.actor import ActorHandle
 
 from asyncrl_cli.base.errors import AsyncrlError, ExecutorFailed, ExecutorLost, timeout
 from asyncrl_cli.contracts.item import Item
-from asyncrl_cli.contracts.ports import CALL_KEY, Cut, EvalResult
+from asyncrl_cli.contracts.ports import CALL_KEY, EvalResult, LoopSnapshot
 from asyncrl_cli.contracts.prompt_group import GroupResult, Handle
 from asyncrl_cli.contracts.train_step import TrainBatch, TrainReport
 from asyncrl_cli.contracts.weight_version import Published
@@ -340,15 +340,14 @@ class RayTrainer(RayRanks):
         call, path = f"the load of {directory}", str(directory.absolute())
         await all_of(one.checkpointed(call, "restore", path) for one in learners)
 
-    async def write(self, directory: Path, cut: Cut) -> None:
-        """Write the snapshot of the cut's step beside training: trainer state, the arrays of `cut.payloads`
-        and `cut.partial_groups`, and, within a window, the weights of the last gathered version as they were
-        at the snapshot."""
-        call, path = f"the checkpoint of step {cut.step}", str(directory.absolute())
-        cut = replace(cut, loop_state={})  # the driver writes that
-        writes = [self.checkpointed(call, "write", path, cut)]
+    async def write(self, directory: Path, snapshot: LoopSnapshot) -> None:
+        """Write, beside training, the trainer's snapshot of the same step, the arrays of the loop's, and,
+        within a window, the weights of the last gathered version as they were then."""
+        call, path = f"the checkpoint of step {snapshot.step}", str(directory.absolute())
+        snapshot = replace(snapshot, loop_state={})  # the driver writes that
+        writes = [self.checkpointed(call, "write", path, snapshot)]
         if self._critic is not None:
-            without_groups = replace(cut, payloads=(), partial_groups=(), partial_tokens=())
+            without_groups = replace(snapshot, payloads=(), partial_groups=(), partial_tokens=())
             writes.append(self._critic.checkpointed(call, "write", path, without_groups))
         await all_of(writes)
 

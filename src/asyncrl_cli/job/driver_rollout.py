@@ -3,18 +3,18 @@ rollout_host.py. Runs in the driver.
 
 Parts of groups travel to the actor, and their results back, several per call:
 
-    driver   submit(request) ─> outgoing ──┐                             ┌──> `progress` returns: ended parts
+    driver   submit(request) ─> outgoing ──┐                             ┌──> `next_update`: ended parts
     calls                                  ├─ exchange(requests, seen) ──┤
     actor    PartDesk: a task per part <───┘          ended, reports ────┘    100 ms after the last answer
 
 A call to an actor costs the driver and the actor a millisecond or two of CPU each. With short responses or
 many workers, a separate call per part would be most of the driver's work. So the loop's long poll for
-progress also carries new parts to the worker, and ended ones back: several at once while others run, and a
+changes also carries new parts to the worker, and ended ones back: several at once while others run, and a
 worker's last one without delay. Requests that are made while a poll is under way are sent in a separate call
 (`post`).
 
-Who waits for whom: `progress` for a change on the worker, for a second at most. `submit` waits for nothing.
-Nothing here blocks the driver's event loop, every wait is bounded, and Ray never retries a call.
+Who waits for whom: `next_update` for a change on the worker, for a second at most. `submit` waits for
+nothing. Nothing here blocks the driver's event loop, every wait is bounded, and Ray never retries a call.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from ray.actor import ActorHandle
 from ray.exceptions import RayError
 
 from asyncrl_cli.base.errors import ExecutorLost, NoRoom, timeout
-from asyncrl_cli.contracts.ports import CALL_KEY, EvalRequest, EvalResult, PartialResult, Progress
+from asyncrl_cli.contracts.ports import CALL_KEY, EvalRequest, EvalResult, PartialResult, WorkerUpdate
 from asyncrl_cli.contracts.prompt_group import AttemptKey, PartRequest
 from asyncrl_cli.contracts.weight_version import LoadReport, Published
 from asyncrl_cli.job.ray.calls import Limit, answer, shown_host, start_limit
@@ -54,17 +54,18 @@ SO_FAR_S = 5.0
 """How long a checkpoint waits for a worker that may hang; training stands still meanwhile."""
 
 T = TypeVar("T")
-Answer = Callable[[Awaitable[Progress], str], Awaitable[Progress]]
 
 
 class PartExchange:
     """Requests and results of one life of a worker's process.
 
     `answer(pending, call)` awaits the actor's answer within a limit, and raises as `ray.calls.answer` does. A
-    cancelled `progress` loses the parts that it would have brought.
+    cancelled `next_update` loses the parts that it would have brought.
     """
 
-    def __init__(self, actor: ActorHandle, answer: Answer) -> None:
+    def __init__(
+        self, actor: ActorHandle, answer: Callable[[Awaitable[WorkerUpdate], str], Awaitable[WorkerUpdate]]
+    ) -> None:
         self._actor = actor
         self._answer = answer
         self._outgoing: list[PartRequest] = []
@@ -90,22 +91,22 @@ class PartExchange:
         if self._outgoing:
             self._actor.submit.remote(self._taken())
 
-    async def progress(self, seen: int) -> Progress:
+    async def next_update(self, seen: int) -> WorkerUpdate:
         """Exchange parts and wait for a change since `seen`. `PartResult.payload` is the ObjectRef of the
         part's arrays."""
         await asyncio.sleep(SETTLE_S)
         head, *payloads = self._actor.exchange.remote(self._taken(), seen)
         self._is_under_way = True
         try:
-            progress: Progress = await self._answer(head, "a progress report")
+            update: WorkerUpdate = await self._answer(head, "a progress report")
         finally:
             self._is_under_way = False
-        for report in progress.reports:
+        for report in update.reports:
             if report.gauges.get("running_sequences"):
                 self._ran_s[int(report.gauges["version"])] = asyncio.get_running_loop().time()
-        with_arrays = zip(progress.ended, payloads, strict=False)  # the rest are None
+        with_arrays = zip(update.ended, payloads, strict=False)  # the rest are None
         ended = tuple(replace(result, payload=payload) for result, payload in with_arrays)
-        return replace(progress, ended=ended)
+        return replace(update, ended=ended)
 
     def _taken(self) -> list[PartRequest]:
         taken, self._outgoing = self._outgoing, []
@@ -113,7 +114,7 @@ class PartExchange:
 
 
 class RayRolloutWorker:
-    """`RolloutWorker` on the actor of one worker (`RolloutHost`). Parts travel with `progress`
+    """`RolloutWorker` on the actor of one worker (`RolloutHost`). Parts travel with `next_update`
     (`PartExchange`)."""
 
     def __init__(
@@ -158,8 +159,8 @@ class RayRolloutWorker:
         )
         return replace(so_far, handle=payloads)
 
-    async def progress(self, seen: int) -> Progress:
-        return await self._parts.progress(seen)
+    async def next_update(self, seen: int) -> WorkerUpdate:
+        return await self._parts.next_update(seen)
 
     async def prefetch(self, published: Published) -> float:
         manifest, bucket_refs = published.handle

@@ -39,7 +39,7 @@ from asyncrl_cli.base.errors import ExecutorFailed
 from asyncrl_cli.base.safe_files import MIB
 from asyncrl_cli.base.storage import telling_storage
 from asyncrl_cli.contracts.item import Item
-from asyncrl_cli.contracts.trajectories import GroupPayload, joined, overlaid
+from asyncrl_cli.contracts.trajectories import GroupPayload, joined, joined_by_index
 from asyncrl_cli.engines.port import kind_of
 from asyncrl_cli.job.host_process import Refs, arriving, merging, no_collection_while_starting, set_up_process
 from asyncrl_cli.job.rank_sending import ObjectStoreSender, Sending
@@ -54,7 +54,7 @@ from asyncrl_cli.train.sample_dump import SampledGroup, dump_samples
 if TYPE_CHECKING:  # torch: the driver imports this module
     from transformers import PreTrainedTokenizerBase
 
-    from asyncrl_cli.contracts.ports import Cut
+    from asyncrl_cli.contracts.ports import LoopSnapshot
     from asyncrl_cli.contracts.train_step import TrainReport
     from asyncrl_cli.train.batch import Column, Columns
     from asyncrl_cli.train.critic import CriticApart
@@ -251,20 +251,20 @@ class RankHost:
             (self._critic if self._role == CRITIC else self.trainer).snapshot(step)
 
     @ray.method(concurrency_group="write")
-    def write(self, directory: str, cut: Cut) -> None:
-        """Write the snapshot of the cut's step to `directory`; the trainer's rank 0 adds the arrays of
+    def write(self, directory: str, snapshot: LoopSnapshot) -> None:
+        """Write this process's snapshot of the step to `directory`; the trainer's rank 0 adds the arrays of
         untrained groups."""
         from asyncrl_cli.checkpoint.payloads import write_payloads
 
         with telling_storage():
             if self._role == CRITIC:
-                self._critic.write(cut.step, Path(directory))
+                self._critic.write(snapshot.step, Path(directory))
                 return
-            self.trainer.write(cut.step, Path(directory), not cut.at_window_boundary)
+            self.trainer.write(snapshot.step, Path(directory), not snapshot.at_window_boundary)
             if self._rank == 0:
-                whole = [joined(ray.get([*parts]))[0] for parts in cut.payloads]
-                tokens = chain.from_iterable(ray.get([*cut.partial_tokens]))
-                write_payloads(Path(directory), [*whole, *overlaid(cut.partial_groups, tokens)])
+                whole = [joined(ray.get([*parts]))[0] for parts in snapshot.payloads]
+                tokens = chain.from_iterable(ray.get([*snapshot.partial_tokens]))
+                write_payloads(Path(directory), [*whole, *joined_by_index(snapshot.partial_groups, tokens)])
 
     @ray.method(concurrency_group="main")
     def restore(self, directory: str) -> None:

@@ -29,7 +29,7 @@ from ray.actor import ActorHandle
 
 from asyncrl_cli.base.errors import ExecutorFailed
 from asyncrl_cli.contracts.environment import Environment
-from asyncrl_cli.contracts.ports import EvalRequest, EvalResult, PartialResult, Progress
+from asyncrl_cli.contracts.ports import EvalRequest, EvalResult, PartialResult, WorkerUpdate
 from asyncrl_cli.contracts.prompt_group import AttemptKey, PartRequest, PartResult
 from asyncrl_cli.contracts.reward_spec import RewardSpec
 from asyncrl_cli.contracts.trajectories import GroupPayload
@@ -172,7 +172,7 @@ class RolloutHost:
         await asyncio.gather(self._pool.close(), self._engine.close(), *ends)
 
     async def _play(self, request: PartRequest, on_sequence: Callable[[int], None]) -> EndedPart:
-        (so_far,) = await request.so_far if request.goes_on else (None,)
+        (so_far,) = await request.partial_tokens if request.partial else (None,)
         return await self._runner.run(request, on_sequence, so_far)
 
     @ray.method(num_returns=2)
@@ -186,7 +186,7 @@ class RolloutHost:
     @ray.method(num_returns=1 + PARTS_PER_ANSWER)
     async def exchange(
         self, requests: Sequence[PartRequest], seen: int
-    ) -> tuple[Progress | GroupPayload | None, ...]:
+    ) -> tuple[WorkerUpdate | GroupPayload | None, ...]:
         """New parts in, ended ones and a report out (see driver_rollout.py). Answers when something has
         changed since `seen`.
 
@@ -196,8 +196,8 @@ class RolloutHost:
         self._desk.begin(requests)
         seen = await self._changes.after(seen)
         ended = self._desk.take()
-        progress = self.report(seen, tuple(result for result, _ in ended))
-        return progress, *(payload for _, payload in ended), *[None] * (PARTS_PER_ANSWER - len(ended))
+        update = self.report(seen, tuple(result for result, _ in ended))
+        return update, *(payload for _, payload in ended), *[None] * (PARTS_PER_ANSWER - len(ended))
 
     async def abort(self, key: AttemptKey) -> None:
         await asyncio.sleep(0)  # let a part begin that was submitted in the same turn of the loop
@@ -232,7 +232,7 @@ class RolloutHost:
         await self._engine.wake()
         self._meter.pause(False)
 
-    def report(self, seen: int, ended: tuple[PartResult, ...]) -> Progress:
+    def report(self, seen: int, ended: tuple[PartResult, ...]) -> WorkerUpdate:
         counters = self._engine.counters()
         report = self._meter.report(
             version=self._engine.version,
@@ -245,4 +245,4 @@ class RolloutHost:
         )
         finished = {key: number for key, number in self._desk.freed_slots.items() if number}
         reports = (report, self._rewards.report())
-        return Progress(seen=seen, ended=ended, freed_slots=finished, reports=reports)
+        return WorkerUpdate(seen=seen, ended=ended, freed_slots=finished, reports=reports)

@@ -220,7 +220,7 @@ class Admission:
         self.taken_in_window += 1
         assert self.taken_in_window <= self.window_size
 
-    def publish(self) -> list[Attempt]:
+    def open_window(self) -> list[Attempt]:
         """Raise the version and begin a window. Returns the untaken groups whose deadline has passed (none
         under "wait")."""
         self.version += 1

@@ -41,7 +41,7 @@ class Stage(StrEnum):
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Part:
-    """Responses of one attempt that were placed on one worker together. `goes_on`: the kept tokens that they
+    """Responses of one attempt that were placed on one worker together. `partial`: the kept tokens that they
     continue from, by index. `version`: the oldest version that their tokens may have, kept ones included.
     `result`: None until the part has ended."""
 
@@ -49,7 +49,7 @@ class Part:
     indices: tuple[int, ...]
     worker: str
     version: int
-    goes_on: Mapping[int, PartialResponse] = field(default_factory=dict)
+    partial: Mapping[int, PartialResponse] = field(default_factory=dict)
     result: PartResult | None = None
 
 
@@ -60,10 +60,10 @@ class Attempt:
     `requeues`: how often its prompt was requeued for staleness. `deadline`: the last version in which it may
     be trained. `parts`: by number; a part that was lost with its worker is removed. `unplaced`: indices of
     the responses that have to be placed: all at the start, later those of lost parts, and in a resumed run
-    those that had not ended. `partial`: what unplaced responses continue from, by index; `so_far` is the
-    handle of those tokens. `result` is set from the stage `finished` on. `columns`: handles of what scorers
-    have computed for it since, by scorer (for `reward`, the scores themselves). Checkpoints hold neither
-    columns nor the parts of a finished group.
+    those that had not ended. `partial`: what unplaced responses continue from, by index; `partial_tokens` is
+    the handle of those tokens. `result` is set from the stage `finished` on. `columns`: handles of what
+    scorers have computed for it since, by scorer (for `reward`, the scores themselves). Checkpoints hold
+    neither columns nor the parts of a finished group.
     """
 
     prompt: Prompt
@@ -74,7 +74,7 @@ class Attempt:
     parts: dict[int, Part] = field(default_factory=dict)
     unplaced: tuple[int, ...] = ()
     partial: dict[int, PartialResponse] = field(default_factory=dict)
-    so_far: Handle = None
+    partial_tokens: Handle = None
     result: GroupResult | None = None
     columns: dict[str, Handle] = field(default_factory=dict)
     key: AttemptKey = field(init=False)
@@ -87,20 +87,17 @@ class Attempt:
         self, num_responses: int, worker: str, version: int, *, free_slots: int, mixes: bool = True
     ) -> Part:
         """Make a part of the first unplaced responses. They continue from their kept tokens where
-        `PartialResponse.goes_on` allows it. The first `free_slots` of them start at once."""
+        `PartialResponse.may_continue` allows it. The first `free_slots` of them start at once."""
         indices, self.unplaced = self.unplaced[:num_responses], self.unplaced[num_responses:]
-        partial = {index: self.partial.pop(index) for index in indices if index in self.partial}
-        start = indices[:free_slots]
-        goes_on = {
-            index: one
-            for index, one in partial.items()
-            if one.goes_on(version, mixes=mixes, at_once=index in start)
-        }
-        oldest = min([version, *(so_far.oldest for so_far in goes_on.values())])
+        start, partial = indices[:free_slots], dict[int, PartialResponse]()
+        for index in indices:
+            response = self.partial.pop(index, None)
+            if response and response.may_continue(version, mixes=mixes, at_once=index in start):
+                partial[index] = response
+        version = min([version, *(response.oldest for response in partial.values())])
         key = PartKey(self.key, self.num_parts)
-        part = self.parts[key.number] = Part(
-            key=key, indices=indices, worker=worker, version=oldest, goes_on=goes_on
-        )
+        part = Part(key=key, indices=indices, worker=worker, version=version, partial=partial)
+        self.parts[key.number] = part
         self.num_parts += 1
         return part
 
@@ -118,9 +115,8 @@ class Attempt:
         """The tokens of the group (before it has finished: of its ended parts), plus the tokens kept for
         unplaced responses."""
         ended = [self.result] if self.result is not None else self.ended_parts()
-        return sum(part.response_tokens for part in ended) + sum(
-            so_far.tokens for so_far in self.partial.values()
-        )
+        kept_tokens = sum(response.tokens for response in self.partial.values())
+        return sum(part.response_tokens for part in ended) + kept_tokens
 
     def outcome(self) -> GroupResult:
         assert self.result is not None, f"{self.key} is {self.stage}"

@@ -1,4 +1,4 @@
-"""Snapshots of the run, and the causes of its waits in words: why admission is closed, why a worker lacks the
+"""Overviews of the run, and the causes of its waits in words: why admission is closed, why a worker lacks the
 newest weights, and which groups the trainer waits for.
 
 Admission knows only the rule that closes it (`Closed`). The cause is whatever some executor is doing at that
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from asyncrl_cli.contracts.events import ENDED, Snapshot
+from asyncrl_cli.contracts.events import ENDED, Overview
 from asyncrl_cli.loop.admission import Closed
 from asyncrl_cli.loop.fleet import WorkerSlots
 from asyncrl_cli.loop.run_state import RunState
@@ -20,7 +20,7 @@ _SHOWN_WORKERS = 2
 """How many reasons are listed: hundreds of workers may each have one."""
 
 
-def snapshot(run: RunState) -> Snapshot:
+def overview(run: RunState) -> Overview:
     """The run now. Executors report late, or not at all during a long step. So where the loop itself knows
     what an executor does and waits for, that replaces what was reported. Times in states are always the
     executor's own."""
@@ -30,7 +30,7 @@ def snapshot(run: RunState) -> Snapshot:
     reports = executors.reports.latest
     if not has_ended:
         reports = {name: _corrected(run, report, closed, cause) for name, report in reports.items()}
-    return Snapshot(
+    return Overview(
         phase="stopping" if stopping and not has_ended else phase,
         time_s=run.progress.time_s,
         step=run.progress.step,

@@ -31,13 +31,13 @@ class Change(Enum):
 class Changes:
     """Wakes the tasks that wait for the run's state to change, and knows what each one waits for.
 
-    `progress` counts real progress (a sequence, a step, a load), so that a watchdog can tell waiting from a
-    stall.
+    `num_moves` counts what moves the run on (a sequence, a step, a load), so that a watchdog can tell waiting
+    from a stall.
     """
 
     def __init__(self) -> None:
         self.waits: dict[str, str | Callable[[], str]] = {}
-        self.progress = 0
+        self.num_moves = 0
         """Rises with every `notify`, and with every worker's report that shows new tokens."""
         self._sleepers: dict[Change, dict[asyncio.Future[None], Callable[[], object]]] = {
             change: {} for change in Change
@@ -48,7 +48,7 @@ class Changes:
     def notify(self, changed: Change = Change.RUN) -> None:
         """The state has changed: wake the tasks whose condition depends on this kind of change and now holds,
         oldest wait first."""
-        self.progress += 1
+        self.num_moves += 1
         for sleeper, condition in list(self._sleepers[changed].items()):
             if not sleeper.done() and condition():
                 sleeper.set_result(None)
@@ -68,13 +68,13 @@ class Changes:
         seconds.
         """
         while not (found := condition()):
-            progress = self.progress
+            before = self.num_moves
             try:
                 with self.waiting(who, what):
                     async with asyncio.timeout(still_s):
                         await self._sleep(condition, dict.fromkeys((Change.RUN, *concerned)))
             except TimeoutError:
-                if self.progress == progress:
+                if self.num_moves == before:
                     waits = what if isinstance(what, str) else what()
                     message = (
                         f"nothing has moved for {still_s:g} s, and the {who.split()[0]} waits for {waits}"

@@ -19,7 +19,7 @@ from asyncrl_cli.base.errors import ExecutorLost
 from asyncrl_cli.contracts.events import EvalSummary
 from asyncrl_cli.contracts.item import Item
 from asyncrl_cli.contracts.ports import EvalOutcome, EvalRequest, EvalResult, EvalTry, RolloutWorker, Scorer
-from asyncrl_cli.contracts.prompt_group import Failure, TrajectoryMeta
+from asyncrl_cli.contracts.prompt_group import TrajectoryFailure, TrajectoryMeta
 from asyncrl_cli.loop.changes import Change, Changes
 from asyncrl_cli.loop.fleet import WorkerSlots
 from asyncrl_cli.profile.schema import Profile
@@ -199,14 +199,15 @@ class Evaluator:
         if self._judge is None:
             return result.outcomes
         both, weight = zip(tries, result.outcomes, strict=True), self._profile.reward_model.weight
-        items = [entry.item for entry, outcome in both if not isinstance(outcome, Failure)]
+        items = [entry.item for entry, outcome in both if not isinstance(outcome, TrajectoryFailure)]
         try:
             scores = iter(await self._judge.judge(result, items) if items else ())
         except ExecutorLost as error:
-            lost = Failure("reward", str(error))
-            return tuple(one if isinstance(one, Failure) else lost for one in result.outcomes)
+            lost = TrajectoryFailure("reward", str(error))
+            return tuple(one if isinstance(one, TrajectoryFailure) else lost for one in result.outcomes)
         return tuple(
-            one if isinstance(one, Failure) else one.judged(next(scores), weight) for one in result.outcomes
+            one if isinstance(one, TrajectoryFailure) else one.judged(next(scores), weight)
+            for one in result.outcomes
         )
 
     def _end(self, current: RunningEval) -> None:
@@ -221,7 +222,7 @@ class Evaluator:
             self._event("warning", message=message)
         for name in names:
             ended = [(entry, outcome) for entry, outcome in current.ended if entry.eval_set == name]
-            failures = [outcome for _, outcome in ended if isinstance(outcome, Failure)]
+            failures = [outcome for _, outcome in ended if isinstance(outcome, TrajectoryFailure)]
             summary = summary_of(ended, version=version, eval_s=eval_s)
             if summary is None:
                 what = f"the eval of version {version}" + (f" on {name}" if name else "")

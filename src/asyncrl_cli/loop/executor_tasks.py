@@ -5,7 +5,7 @@
 
 Any number of calls that fail at once count as one failure: the first one makes the executor `down`, and while
 it is down, further failures are ignored. If no restart is left, the failure stops the run in good order
-(`Failure.stop`), unless the run can go on with the other workers: then the executor is away. If it is away
+(`RunFailure.stop`), unless the run can go on with the other workers: then the executor is away. If it is away
 for lack of room, the loop asks for it every `LOOK_EVERY_S` seconds.
 """
 

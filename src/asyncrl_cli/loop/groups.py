@@ -70,16 +70,19 @@ class Groups:
         # The seed is the group's, whatever worker has its parts: 31 bits of a digest.
         seed = hashlib.blake2b(f"{self._profile.run.seed}/{attempt.key}".encode(), digest_size=4).digest()
         request = partial(
-            PartRequest, item=attempt.prompt.item, seed=int.from_bytes(seed) >> 1, so_far=attempt.so_far
+            PartRequest,
+            item=attempt.prompt.item,
+            seed=int.from_bytes(seed) >> 1,
+            partial_tokens=attempt.partial_tokens,
         )
         return [
-            (part.worker, request(key=part.key, indices=part.indices, goes_on=part.goes_on)) for part in parts
+            (part.worker, request(key=part.key, indices=part.indices, partial=part.partial)) for part in parts
         ]
 
     def _place_again(self, attempt: Attempt, placement: Placement, where: Mapping[str, object]) -> list[Part]:
         before = attempt.ended_tokens()
         parts = self.admission.place_again(attempt, placement)
-        kept_tokens = sum(kept.tokens for part in parts for kept in part.goes_on.values())
+        kept_tokens = sum(kept.tokens for part in parts for kept in part.partial.values())
         self.tokens_discarded += before - attempt.ended_tokens() - kept_tokens
         fields: dict[str, object] = {"indices": sorted(index for part in parts for index in part.indices)}
         if kept_tokens:
@@ -195,14 +198,14 @@ class Groups:
             self.ledger.move(attempt, Stage.TRAINED)
             self._entered(attempt, tokens=tokens)
 
-    def publish(self) -> list[tuple[str, AttemptKey]]:
+    def open_window(self) -> list[tuple[str, AttemptKey]]:
         """Raise the version, and give up groups past their deadline if `on_stale` says so. Returns (worker,
         group) to abort.
 
         A prompt that is stale too often may fail the run. It is requeued as well: the failed run's last
         checkpoint must not hold a late group.
         """
-        late, training = self.admission.publish(), self._profile.async_training
+        late, training = self.admission.open_window(), self._profile.async_training
         self.columns_lost(PROX)  # the next window begins with newer weights
         if training.on_stale not in ("drop", "requeue"):
             return []
@@ -272,7 +275,7 @@ class Groups:
         return (*finished, *((part.payload,) for attempt in running for part in attempt.ended_parts()))
 
     def restore(self, state: GroupsState, payloads: Iterable[tuple[Handle, ...]], lost_tokens: int) -> None:
-        """Continue from `state`. What ran at the cut is placed again, as if all workers had been lost.
+        """Continue from `state`. What ran at the snapshot is placed again, as if all workers had been lost.
         Responses continue from their kept tokens; `lost_tokens` count as discarded. `payloads`: those of
         `Groups.payloads`, then those of kept groups."""
         self.tokens_discarded = state["tokens_discarded"] + lost_tokens
@@ -286,7 +289,7 @@ class Groups:
             group_states.restored_running(entry, find, handles, deadline, n) for entry in state["running"]
         ]
         for attempt in running:
-            (attempt.so_far,) = next(handles) if attempt.partial else (None,)
+            (attempt.partial_tokens,) = next(handles) if attempt.partial else (None,)
         self.ledger.restore(state["ledger"], [*running, *finished])
         self.admission.note_unplaced()
         self._again.extend(group_states.restored_attempt(entry, find) for entry in state["again"])

@@ -41,7 +41,7 @@
                                             to hold the newest version
                        -                    the previous checkpoint written    checkpoint
     publish            gathered buckets     the trainer's publish              the trainer, weights.timeout_s
-    checkpoint         a cut                the writer                         disk, checkpoint.timeout_s
+    checkpoint         the loop's snapshot  the writer                         disk, checkpoint.timeout_s
     tick, reports      -                    one second                         the clock; the trainer's
                                                                                report is bounded
 
@@ -79,8 +79,8 @@ from __future__ import annotations
 import asyncio
 
 from asyncrl_cli.base.errors import AsyncrlError, ExecutorFailed, Interrupted, StallError, first_error
-from asyncrl_cli.loop.causes import snapshot
-from asyncrl_cli.loop.cuts import Checkpointer, thaw
+from asyncrl_cli.loop.causes import overview
+from asyncrl_cli.loop.checkpointer import Checkpointer, thaw
 from asyncrl_cli.loop.rollouts import Rollouts
 from asyncrl_cli.loop.run_state import RunState, World
 from asyncrl_cli.loop.scorer_tasks import ScorerTasks
@@ -148,7 +148,7 @@ class Pipeline:
             run.progress.event("failed", error=str(error))
         run.executors.reports.end(error.executor if isinstance(error, ExecutorFailed) else "")
         for observer in run.progress.observers:
-            observer.tick(snapshot(run))
+            observer.tick(overview(run))
 
     async def _follow_trainer(self) -> None:
         """Fetch the trainer's report once a second, beside `_tick`: a trainer that hangs must not block the
@@ -159,7 +159,7 @@ class Pipeline:
             await asyncio.sleep(_TICK_S)
 
     async def _tick(self, rollouts: Rollouts) -> None:
-        """Once a second: send the observers a snapshot, and stop the run if nothing has moved for too
+        """Once a second: send the observers an overview, and stop the run if nothing has moved for too
         long."""
         run = self.state
         changes, executors, failure = run.changes, run.executors, run.failure
@@ -169,13 +169,13 @@ class Pipeline:
             executors.reports.add(rollouts.feed_clock.report(), run.now_s())
             executors.reports.advance_lost(run.now_s())
             for observer in run.progress.observers:
-                observer.tick(snapshot(run))
+                observer.tick(overview(run))
             # The trainer's call, or a restart, has its own time limit.
             is_busy = (
                 "trainer" not in changes.waits or not run.admission.fleet.is_whole() or executors.restarting
             )
-            if changes.progress != moved or is_busy:
-                moved, moved_s = changes.progress, run.now_s()
+            if changes.num_moves != moved or is_busy:
+                moved, moved_s = changes.num_moves, run.now_s()
             if run.now_s() - moved_s > stall_s:
                 waits = [f"{who} waits for {what}" for who, what in changes.named().items()]
                 states = [f"{name} is {report.state}" for name, report in executors.reports.latest.items()]

@@ -17,7 +17,7 @@ class RunProgress:
         """Call inside the running event loop: its clock is the run's."""
         self.step = 0
         self.phase = "starting"
-        self.last_cut: int | None = None
+        self.snapshot_step: int | None = None
         """The step of the last checkpoint that was begun, or of the one that the run was resumed from."""
         self.checkpoint = ""
         """The name of the last checkpoint that was written."""
@@ -33,7 +33,7 @@ class RunProgress:
 
     def resume(self, step: int, time_s: float) -> None:
         """Go on from the checkpoint of `step`, which was made after `time_s`."""
-        self.step = self.last_cut = step
+        self.step = self.snapshot_step = step
         self._time_before_s = time_s - self._now_s()
 
     def enter(self, phase: str) -> None:

@@ -60,7 +60,7 @@ class Publishing:
         gather_s = await self._gather(run.version + 1)
         self._times.add("gather", gather_s)
         try:
-            self._rollouts.abort(run.groups.publish())
+            self._rollouts.abort(run.groups.open_window())
         except AsyncrlError as error:
             run.failure.stop(error)
         # After a stop nothing starts, and a hung worker would delay it.

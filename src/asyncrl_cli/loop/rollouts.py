@@ -105,10 +105,10 @@ class WorkerTasks(ExecutorTasks):
         run, slots, name, seen, warned = self._run, self.slots, self.worker.name, 0, False
         limit_s, moved_s = run.settings.profile.rollout.call_timeout_s, run.now_s()
         while True:
-            progress = await self.worker.progress(seen)
-            seen, arrived_s = progress.seen, run.now_s()
-            made_tokens = any([run.executors.reports.add(one, arrived_s, name) for one in progress.reports])
-            preempted = [one for one in progress.reports if one.sums.get("preemptions")]
+            update = await self.worker.next_update(seen)
+            seen, arrived_s = update.seen, run.now_s()
+            made_tokens = any([run.executors.reports.add(one, arrived_s, name) for one in update.reports])
+            preempted = [one for one in update.reports if one.sums.get("preemptions")]
             if preempted and not warned:
                 warned = True
                 run.progress.warn(
@@ -117,8 +117,8 @@ class WorkerTasks(ExecutorTasks):
                     "the cache more memory"
                 )
             room = slots.room
-            run.admission.slots_freed(name, progress.freed_slots)
-            group_ended = run.groups.parts_ended(progress.ended)
+            run.admission.slots_freed(name, update.freed_slots)
+            group_ended = run.groups.parts_ended(update.ended)
             try:
                 run.groups.check_limits()
             except AsyncrlError as error:
@@ -127,13 +127,13 @@ class WorkerTasks(ExecutorTasks):
             if group_ended or freed:
                 run.changes.notify(Change.GROUPS if group_ended else Change.SLOTS)
             elif made_tokens:
-                run.changes.progress += 1
+                run.changes.num_moves += 1
             # It is fine that no token was made if nothing runs, or it waits for rewards or tools, or a load
             # has frozen it. Each of these has its own time limit.
             is_frozen = slots.loading and run.settings.interrupt != "drain"
             has_own_limit = any(
                 report.state is State.WAITING or (report.role == "reward" and report.state is State.BUSY)
-                for report in progress.reports
+                for report in update.reports
             )
             may_rest = is_frozen or has_own_limit or not (slots.unfinished or slots.eval_sequences)
             if freed or made_tokens or may_rest:

@@ -55,7 +55,7 @@ class World:
     resume_from: ResumeFrom | None = None
 
 
-class Failure:
+class RunFailure:
     """A stop, by the user or for an `error`. Admission closes; the trainer finishes its step and
     checkpoints."""
 
@@ -108,7 +108,7 @@ class RunState:
         self.admission = Admission(settings, slots, scorers=[scorer.name for scorer in world.scorers])
         self.progress = RunProgress(self.admission, world.observers)
         self.executors = Executors(world.trainer, world.workers, world.scorers, self.changes, self.progress)
-        self.failure = Failure(self.admission, self.changes, self.progress)
+        self.failure = RunFailure(self.admission, self.changes, self.progress)
         self.groups = Groups(settings, self.admission, world.feed, self.progress.event)
         self.sync = WeightSync(slots)
         judge = next((scorer for scorer in world.scorers if scorer.name == REWARD), None)

@@ -12,7 +12,7 @@ from asyncrl_cli.contracts.prompt_group import GroupResult
 from asyncrl_cli.contracts.train_step import TrainBatch, TrainReport
 from asyncrl_cli.loop import causes
 from asyncrl_cli.loop.changes import Change
-from asyncrl_cli.loop.cuts import Checkpointer
+from asyncrl_cli.loop.checkpointer import Checkpointer
 from asyncrl_cli.loop.publishing import Publishing
 from asyncrl_cli.loop.rollouts import Rollouts
 from asyncrl_cli.loop.run_state import RunState
@@ -227,4 +227,4 @@ class Training:
 
     async def _checkpoint(self, record: StepRecord | None = None) -> None:
         with self._times.spending("checkpoint"):
-            await self._checkpointer.cut(record)
+            await self._checkpointer.begin(record)

@@ -1,4 +1,4 @@
-"""Makes the `Status` of the run that this driver runs: lines, events and snapshots go in, `picture` comes
+"""Makes the `Status` of the run that this driver runs: lines, events and overviews go in, `picture` comes
 out."""
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, NotRequired, cast
 from typing_extensions import TypedDict  # pydantic reads typing's own from Python 3.12 on
 
 from asyncrl_cli.base.safe_files import Count
-from asyncrl_cli.contracts.events import ENDED, Snapshot
+from asyncrl_cli.contracts.events import ENDED, Overview
 from asyncrl_cli.contracts.status import (
     AdmissionStatus,
     EvalPoint,
@@ -77,7 +77,7 @@ class LiveStatus:
         self._phase = "starting"
         self._error = ""
         self._line: Mapping[str, Any] = {}
-        self._snapshot: Snapshot | None = None
+        self._overview: Overview | None = None
         self._began_s = 0.0
         self._pace: deque[tuple[float, int]] = deque(maxlen=RATE_STEPS)
         self._state: LiveState = {"rewards": [], "slots": [], "evals": [], "num_warnings": 0, "eval_s": None}
@@ -126,10 +126,10 @@ class LiveStatus:
         for event in evals:
             self._add_eval(event)
 
-    def snapshot(self, snapshot: Snapshot) -> None:
-        if self._snapshot is None:
-            self._began_s = snapshot.time_s
-        self._snapshot, self._phase = snapshot, snapshot.phase
+    def overview(self, overview: Overview) -> None:
+        if self._overview is None:
+            self._began_s = overview.time_s
+        self._overview, self._phase = overview, overview.phase
 
     def phase(self, phase: str, error: str = "") -> None:
         self._phase, self._error = phase, error
@@ -141,7 +141,7 @@ class LiveStatus:
         self._state = state
 
     def picture(self) -> Status:
-        snapshot, state = self._snapshot, deepcopy(self._state)
+        overview, state = self._overview, deepcopy(self._state)
         # Figures of whole steps cover the recent ones or, once the run has ended, all of them.
         steps = self._metrics.whole_run() if self._phase in ENDED else self._metrics.recent()
         current = self._utilization_period(steps)
@@ -157,11 +157,11 @@ class LiveStatus:
             phase=self._phase,
             error=self._error,
             progress=self._progress(),
-            admission=_admission(snapshot) if snapshot else None,
+            admission=_admission(overview) if overview else None,
             periods=Periods(
                 utilization=current.time if current else None, steps=steps.time if steps else None
             ),
-            executors=_executors(snapshot, current) if snapshot else [],
+            executors=_executors(overview, current) if overview else [],
             utilization={**self._utilization(current), "slot_history": slot_history},
             staleness={**_under("staleness/", figures), "bound": self._facts.max_staleness},
             partial=_under(PARTIAL, figures),
@@ -169,17 +169,17 @@ class LiveStatus:
             filtered_ratio=figures.get("trainer/filtered_ratio"),
             versions={
                 name: held
-                for name, held in (snapshot.worker_versions if snapshot else {}).items()
+                for name, held in (overview.worker_versions if overview else {}).items()
                 if held >= 0
             },
-            restarting=dict(snapshot.restarting) if snapshot else {},
+            restarting=dict(overview.restarting) if overview else {},
             reward={**_under("reward/", self._line), "history": [round(one, 4) for one in state["rewards"]]},
-            eval=EvalStatus(running=snapshot.eval_running if snapshot else "", history=state["evals"]),
+            eval=EvalStatus(running=overview.eval_running if overview else "", history=state["evals"]),
             sync=_under("sync/", self._line),
             timing={part: seconds / steps.time.steps for part, seconds in timing_s.items()} if steps else {},
-            ledger=dict(snapshot.ledger) if snapshot else _under("ledger/", self._line),
+            ledger=dict(overview.ledger) if overview else _under("ledger/", self._line),
             tokens_discarded=self._line.get("waste/tokens_discarded"),
-            checkpoint=snapshot.checkpoint if snapshot else "",
+            checkpoint=overview.checkpoint if overview else "",
             notes=list(self._notes),
             warnings=list(self._warnings),
             num_warnings=state["num_warnings"],
@@ -190,9 +190,9 @@ class LiveStatus:
         facts = self._facts
         ended_s, step = self._pace[-1] if self._pace else (0.0, 0)
         time_s, version, groups_trained = ended_s, self._line.get("version", 0), 0
-        if (snapshot := self._snapshot) is not None:
-            step, time_s = max(step, snapshot.step), max(time_s, snapshot.time_s)
-            version, groups_trained = max(version, snapshot.version), snapshot.ledger["trained"]
+        if (overview := self._overview) is not None:
+            step, time_s = max(step, overview.step), max(time_s, overview.time_s)
+            version, groups_trained = max(version, overview.version), overview.ledger["trained"]
         step_s, eta_s = self._step_s(), None
         if step_s is not None:  # the remaining steps, and the last eval
             left, since_s, eval_s = (
@@ -226,16 +226,16 @@ class LiveStatus:
 
     def _utilization_period(self, steps: Period | None) -> Period | None:
         """`steps`, or the current step once it has taken longer than these together."""
-        snapshot = self._snapshot
-        if snapshot is None or self._phase in ENDED:
+        overview = self._overview
+        if overview is None or self._phase in ENDED:
             return steps
         from_s = steps.time.to_s if steps else self._began_s
-        if steps is not None and snapshot.time_s - from_s <= steps.time.to_s - steps.time.from_s:
+        if steps is not None and overview.time_s - from_s <= steps.time.to_s - steps.time.from_s:
             return steps
-        return self._metrics.step_so_far(snapshot.reports, from_s, snapshot.time_s) or steps
+        return self._metrics.step_so_far(overview.reports, from_s, overview.time_s) or steps
 
     def _utilization(self, period: Period | None) -> dict[str, Any]:
-        reports = list(self._snapshot.reports.values()) if self._snapshot else []
+        reports = list(self._overview.reports.values()) if self._overview else []
         scorers = [report.name for report in reports if report.role == SCORER]
         names = [*LEADING, *(f"{scorer}/{figure}" for scorer in scorers for figure in SCORER_FIGURES)]
         figures = period.figures if period else {}
@@ -251,10 +251,10 @@ def _under(prefix: str, figures: Mapping[str, Any]) -> dict[str, Any]:
     return {key.removeprefix(prefix): value for key, value in figures.items() if key.startswith(prefix)}
 
 
-def _executors(snapshot: Snapshot, period: Period | None) -> list[ExecutorStatus]:
+def _executors(overview: Overview, period: Period | None) -> list[ExecutorStatus]:
     """In the order in which data flows through them."""
     figures = period.figures if period else {}
-    reports = sorted(snapshot.reports.values(), key=lambda report: (FLOW.index(report.role), report.name))
+    reports = sorted(overview.reports.values(), key=lambda report: (FLOW.index(report.role), report.name))
     return [
         ExecutorStatus(
             name=report.name,
@@ -273,11 +273,11 @@ def _executors(snapshot: Snapshot, period: Period | None) -> list[ExecutorStatus
     ]
 
 
-def _admission(snapshot: Snapshot) -> AdmissionStatus:
+def _admission(overview: Overview) -> AdmissionStatus:
     return AdmissionStatus(
-        closed_by=snapshot.admission,
-        cause=snapshot.admission_cause,
-        window_taken=snapshot.window_taken,
-        window_groups=snapshot.window_groups,
-        window_budget=snapshot.window_budget,
+        closed_by=overview.admission,
+        cause=overview.admission_cause,
+        window_taken=overview.window_taken,
+        window_groups=overview.window_groups,
+        window_budget=overview.window_budget,
     )

@@ -4,7 +4,7 @@ W&B).
     loop --StepRecord--> StepMetrics --line----+
                          span_line ----spans---+--> sinks: metrics.jsonl, events.jsonl, timeline.jsonl,
     loop --Event-------> JSON ---------event---+           status.json, screen, W&B, ...
-    loop --Snapshot----> LiveStatus ---status--+
+    loop --Overview----> LiveStatus ---status--+
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing_extensions import TypedDict  # pydantic reads typing's own from Pyth
 from asyncrl_cli.base.errors import RefusedError
 from asyncrl_cli.base.safe_files import parse_json
 from asyncrl_cli.base.storage import storage_error
-from asyncrl_cli.contracts.events import Event, Observer, Snapshot, StepRecord
+from asyncrl_cli.contracts.events import Event, Observer, Overview, StepRecord
 from asyncrl_cli.contracts.status import RunFacts
 from asyncrl_cli.measure.values import from_json
 from asyncrl_cli.observe.format import line_text
@@ -84,9 +84,9 @@ class Observers(Observer):
         self._each(lambda sink: sink.line, line)
         self._each(lambda sink: sink.spans, span_line(record, self.metrics.ahead_s))
 
-    def tick(self, snapshot: Snapshot) -> None:
-        self._align(snapshot.time_s)
-        self.live.snapshot(snapshot)
+    def tick(self, overview: Overview) -> None:
+        self._align(overview.time_s)
+        self.live.overview(overview)
         self._each(lambda sink: sink.status, self.live.picture())
 
     def warning(self, message: str) -> None:
@@ -122,7 +122,7 @@ class Observers(Observer):
         return status.to_json()
 
     def _align(self, time_s: float) -> None:
-        """The loop stamps events and snapshots with the run's time; give lines the same time."""
+        """The loop stamps events and overviews with the run's time; give lines the same time."""
         self.metrics.ahead_s = time_s - self._clock()
 
     def _publish(self, event: Line) -> None:

@@ -22,10 +22,10 @@ from statistics import NormalDist, fmean
 
 from asyncrl_cli.contracts.ports import EvalOutcome, EvalRequest, EvalResult
 from asyncrl_cli.contracts.prompt_group import (
-    Failure,
     PartialResponse,
     PartRequest,
     PartResult,
+    TrajectoryFailure,
     TrajectoryMeta,
 )
 from asyncrl_cli.measure.meters import DEBOUNCE_S, POLL_S
@@ -38,8 +38,8 @@ from asyncrl_cli.simulate.workload import Decoding, Drawn, Lengths, Turns
 STANDARD = NormalDist()
 MOST_LOG = 40.0
 """The largest logarithm of a lognormal draw, so that no number overflows."""
-RAISED = Failure("reward", "the reward raised")
-ABORTED = Failure("aborted", "")
+RAISED = TrajectoryFailure("reward", "the reward raised")
+ABORTED = TrajectoryFailure("aborted", "")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,7 +174,7 @@ def trajectories_of(
 class Responses:
     """Trajectories of one part or eval call. `on_slot` is called when one ends (and, unless slots are held,
     when it completes a turn), `on_waiting(name, for_what)` when it begins to wait for a tool and, with "",
-    when it continues, and `on_done(self)` once, after the last reward or by `abort`. `goes_on`: the tokens
+    when it continues, and `on_done(self)` once, after the last reward or by `abort`. `partial`: the tokens
     that they had in the run being resumed, by index."""
 
     def __init__(
@@ -185,7 +185,7 @@ class Responses:
         on_done: Callable[[Responses], None],
         on_waiting: Callable[[str, str], None],
         on_slot: Callable[[], None],
-        goes_on: Mapping[int, PartialResponse],
+        partial: Mapping[int, PartialResponse],
     ) -> None:
         self.aborted = self.is_done = False
         self.num_ended = 0
@@ -199,7 +199,7 @@ class Responses:
         self._loop = asyncio.get_running_loop()
         for response in responses:
             response.on_end, response.on_turn = self._ended, self._call_tool
-            if kept := goes_on.get(response.index):
+            if kept := partial.get(response.index):
                 response.kept, response.kept_tokens = kept.version_tokens, kept.tokens
                 response.has_ended = kept.is_whole
             if response.has_ended:
@@ -243,7 +243,7 @@ class Responses:
         return PartResult(
             key=request.key,
             trajectories=metas,
-            failures=tuple(outcome for outcome in outcomes if isinstance(outcome, Failure)),
+            failures=tuple(outcome for outcome in outcomes if isinstance(outcome, TrajectoryFailure)),
             failed_tokens=tokens - sum(meta.response_tokens for meta in metas),
             payload=str(request.key),
         )
@@ -287,7 +287,8 @@ class Responses:
             return  # while it was at the tool
         self._on_waiting(response.name, "")
         if failure := response.calls[response.num_calls].failure:
-            response.failure, response.reward_s = Failure(failure, f"{response.name}: the tool failed"), 0.0
+            response.reward_s = 0.0
+            response.failure = TrajectoryFailure(failure, f"{response.name}: the tool failed")
             self._engine.abort([response])
             self._ended(response)
         else:

@@ -28,7 +28,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from asyncrl_cli.contracts.prompt_group import Failure
+from asyncrl_cli.contracts.prompt_group import TrajectoryFailure
 
 SAME_STEP = 1e-9
 """Step counts closer than this count as equal: far above rounding errors, far below a token."""
@@ -74,7 +74,7 @@ class SimulatedSequence:
     num_calls: int = 0
     is_at_tool: bool = False
     result_tokens: int = 0
-    failure: Failure | None = None
+    failure: TrajectoryFailure | None = None
     rewarded_s: float = NEVER
     begin_steps: float = 0.0
     first_load: int = 0

@@ -14,7 +14,7 @@ import asyncio
 import random
 
 from asyncrl_cli.base.errors import ExecutorLost
-from asyncrl_cli.contracts.ports import EvalRequest, EvalResult, PartialResult, Progress
+from asyncrl_cli.contracts.ports import EvalRequest, EvalResult, PartialResult, WorkerUpdate
 from asyncrl_cli.contracts.prompt_group import AttemptKey, PartKey, PartRequest, PartResult
 from asyncrl_cli.contracts.weight_version import LoadReport, Published
 from asyncrl_cli.measure.meters import LongPoll, RolloutMeter
@@ -79,7 +79,7 @@ class SimulatedWorker:
             end,
             on_waiting=self._meter.waiting,
             on_slot=self._poll.note,
-            goes_on=request.goes_on,
+            partial=request.partial,
         )
 
     async def partial_responses(self) -> PartialResult:
@@ -95,7 +95,7 @@ class SimulatedWorker:
         for part in [part for running, part in self._parts.items() if running.attempt == key]:
             part.abort()
 
-    async def progress(self, seen: int) -> Progress:
+    async def next_update(self, seen: int) -> WorkerUpdate:
         seen = await self._poll.after(seen)
         sampled_tokens, decode_steps, running_tokens = self.engine.counters()
         report = self._meter.report(
@@ -108,7 +108,7 @@ class SimulatedWorker:
         )
         freed = {key: number for key, part in self._parts.items() if (number := part.num_without_slot)}
         ended, self._ended = tuple(self._ended), []
-        return Progress(seen=seen, freed_slots=freed, reports=(report,), ended=ended)
+        return WorkerUpdate(seen=seen, freed_slots=freed, reports=(report,), ended=ended)
 
     async def prefetch(self, published: Published) -> float:
         send_s = self._times.prefetch_s(self._rng)
@@ -154,7 +154,7 @@ class SimulatedWorker:
             lambda _: done.set(),
             on_waiting=self._meter.waiting,
             on_slot=lambda: None,
-            goes_on={},
+            partial={},
         )
         self._evals.append(answers)
         await done.wait()

@@ -17,7 +17,7 @@ from transformers import AutoTokenizer, Qwen3ForCausalLM
 from asyncrl_cli.checkpoint.payloads import read_payloads, write_payloads
 from asyncrl_cli.contracts.environment import OneTurn
 from asyncrl_cli.contracts.prompt_group import PartKey
-from asyncrl_cli.contracts.trajectories import overlaid
+from asyncrl_cli.contracts.trajectories import joined_by_index
 from asyncrl_cli.engines.port import Completion
 from asyncrl_cli.engines.vllm import requests as vllm_requests
 from asyncrl_cli.engines.vllm.worker_transports import paused
@@ -221,13 +221,13 @@ async def test_what_a_cut_has_kept_goes_on_after_a_resume_and_stays_as_it_was(
     kept = told.responses[request.key]
     assert {version for one in kept.values() for version, _ in one.version_tokens} == set(versions)
 
-    write_payloads(tmp_path, overlaid([KEY], saved))
+    write_payloads(tmp_path, joined_by_index([KEY], saved))
     (read,) = read_payloads(tmp_path)
     versions.append(there.newer())
     await there.load(versions[2], "recompute-kv")
     sampled = there.engine.sampled_tokens
     result, payload = await runner.run(
-        replace(request, key=PartKey(KEY, 1), goes_on=kept), lambda finished: None, read
+        replace(request, key=PartKey(KEY, 1), partial=kept), lambda finished: None, read
     )
     assert there.engine.sampled_tokens - sampled == result.response_tokens - sum(
         one.tokens for one in kept.values()

@@ -42,7 +42,7 @@ class PartBook:
     version: int
     num_responses: int
     indices: tuple[int, ...] = ()
-    goes_on: dict[int, PartialResponse] = field(default_factory=dict)
+    partial: dict[int, PartialResponse] = field(default_factory=dict)
     has_ended: bool = False
 
 

@@ -32,23 +32,23 @@ class Watching(Invariants):
         elif found := re.match(r"(?:loaded|lost) .*'worker': '(rollout-\d+)'", text):
             self.doing.pop(found[1], None)
 
-    def tick(self, snapshot) -> None:
-        super().tick(snapshot)
-        if snapshot.phase not in ENDED:
-            self.check_closed(snapshot)
-            self.check_trainer(snapshot)
+    def tick(self, overview) -> None:
+        super().tick(overview)
+        if overview.phase not in ENDED:
+            self.check_closed(overview)
+            self.check_trainer(overview)
 
-    def check_closed(self, snapshot) -> None:
-        closed, feed = self.books.closed(), snapshot.reports["feed"]
+    def check_closed(self, overview) -> None:
+        closed, feed = self.books.closed(), overview.reports["feed"]
         all_down = all(worker.down for worker in self.books.workers.values())
         expected = "restart" if closed == "loading" and all_down else closed
-        self.check_same("causes", "what admission is closed by", snapshot.admission, expected)
-        cause = snapshot.admission_cause
+        self.check_same("causes", "what admission is closed by", overview.admission, expected)
+        cause = overview.admission_cause
         self.check(bool(cause) == bool(closed), "causes", f"{closed!r} because of {cause!r}")
         wait = f"admission: {expected} ({cause})" if closed else ""
         state = State.BLOCKED if closed else State.BUSY
         self.check_same("causes", "the feed", (feed.state, feed.waiting_for), (state, wait))
-        for claim in snapshot.admission_cause.split(", ") if closed else ():
+        for claim in overview.admission_cause.split(", ") if closed else ():
             self.check_claim(claim)
             Watching.said[f"{expected}: {re.sub(r'[0-9]+', 'N', claim)}"] += 1
 
@@ -101,11 +101,11 @@ class Watching(Invariants):
             holds = claim in known or re.fullmatch(r"\d+ more", claim)
         self.check(bool(holds), "causes", f"it is not so that {claim!r}; really: {self.doing}, {workers}")
 
-    def check_trainer(self, snapshot) -> None:
-        trainer = snapshot.reports.get("trainer-0")
+    def check_trainer(self, overview) -> None:
+        trainer = overview.reports.get("trainer-0")
         if trainer is None:
             return
-        is_busy = snapshot.ledger["training"] > 0
+        is_busy = overview.ledger["training"] > 0
         self.check_same("causes", "whether the trainer is busy", trainer.state is State.BUSY, is_busy)
-        if trainer.state is State.STARVED and snapshot.phase != "stopping":
+        if trainer.state is State.STARVED and overview.phase != "stopping":
             self.check(bool(trainer.waiting_for), "causes", "the trainer waits for nothing")

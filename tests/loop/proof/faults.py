@@ -18,14 +18,14 @@ from functools import partial
 from typing import Any, TypeVar
 
 from asyncrl_cli.base.errors import ExecutorFailed, ExecutorLost, NoRoom
-from asyncrl_cli.contracts.ports import EvalRequest, EvalResult, PartialResult, Progress
+from asyncrl_cli.contracts.ports import EvalRequest, EvalResult, PartialResult, WorkerUpdate
 from asyncrl_cli.contracts.prompt_group import (
     AttemptKey,
-    Failure,
     GroupResult,
     PartKey,
     PartRequest,
     PartResult,
+    TrajectoryFailure,
 )
 from asyncrl_cli.contracts.train_step import TrainBatch, TrainReport
 from asyncrl_cli.contracts.weight_version import LoadReport, Published
@@ -268,11 +268,11 @@ class FaultyWorker(Mortal, KeepingWorker):
     async def abort(self, key: AttemptKey) -> None:
         await self._ask(super().abort(key), f"the abort of {key}", CALL_KEY)
 
-    async def progress(self, seen: int) -> Progress:
-        progress = await self._ask(super().progress(seen), "a progress report", CALL_KEY)
+    async def next_update(self, seen: int) -> WorkerUpdate:
+        update = await self._ask(super().next_update(seen), "a progress report", CALL_KEY)
         broken = self._broken
-        ended = [_without_one(result) if result.key in broken else result for result in progress.ended]
-        return replace(progress, ended=tuple(ended))
+        ended = [_without_one(result) if result.key in broken else result for result in update.ended]
+        return replace(update, ended=tuple(ended))
 
     async def prefetch(self, published: Published) -> float:
         what = f"the transfer of version {published.version}"
@@ -398,7 +398,7 @@ def _without_one(result: PartResult) -> PartResult:
     if not result.trajectories:
         return result
     first, *others = result.trajectories
-    failures = (*result.failures, Failure("reward", "the reward raised"))
+    failures = (*result.failures, TrajectoryFailure("reward", "the reward raised"))
     return replace(
         result,
         trajectories=tuple(others),

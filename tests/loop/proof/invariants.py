@@ -31,7 +31,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from asyncrl_cli.base.errors import Interrupted
-from asyncrl_cli.contracts.events import Event, Snapshot, StepRecord
+from asyncrl_cli.contracts.events import Event, Overview, StepRecord
 from asyncrl_cli.profile.arithmetic import LoopSettings
 from tests.loop.proof.books import Books, WorkerBook
 from tests.loop.proof.ledger_watch import LedgerWatch
@@ -79,7 +79,7 @@ class Invariants:
         self.lost: Counter[str] = Counter()
         self.is_lent = False
         self.failed_with: list[str] = []
-        self.last_tick: Snapshot | None = None
+        self.last_tick: Overview | None = None
         self.stop_s: float | None = None
         self._now = asyncio.get_running_loop().time
         self.times = Timesheets(workers, self._now(), self.check)
@@ -124,35 +124,37 @@ class Invariants:
         if record.step == self.settings.schedule.train_steps:  # who comes back later is not waited for
             self._held_at_last_step = self._held()
 
-    def tick(self, snapshot: Snapshot) -> None:
+    def tick(self, overview: Overview) -> None:
         self.counts["ticks"] += 1
         books = self.books
-        self.check_same("ledger", "a tick's ledger", snapshot.ledger, books.totals())
-        self.check_same("version", "a tick's version", snapshot.version, books.version)
-        if snapshot.phase not in ("done", "stopped", "failed"):
+        self.check_same("ledger", "a tick's ledger", overview.ledger, books.totals())
+        self.check_same("version", "a tick's version", overview.version, books.version)
+        if overview.phase not in ("done", "stopped", "failed"):
             for name, worker in books.workers.items():
-                held = snapshot.worker_versions[name]
+                held = overview.worker_versions[name]
                 has_none = worker.version < 0 and (held < books.version or books.version == 0)
                 is_right = held == worker.version or has_none
                 self.check(is_right, "loads", f"{name} holds {worker.version}, the loop says {held}")
-            self.times.check_report(snapshot.reports["feed"])
+            self.times.check_report(overview.reports["feed"])
             exceeded = self.ledger.limits.exceeded()
             holds = not exceeded or books.stopping
             self.check(holds, "limits", f"the run goes on, and {exceeded} are exceeded")
             self._compare_everything()
-        self.last_tick = snapshot
+        self.last_tick = overview
 
     def state(self, record: StepRecord | None = None) -> dict[str, Any]:
-        """Called when a cut is frozen: then nothing may be in training, and no group that has ended may
+        """Called when a snapshot is frozen: then nothing may be in training, and no group that has ended may
         run."""
         trained, in_training = self.books.trained, self.books.totals()["training"]
-        self.check(in_training == 0, "cut", f"{in_training} groups are in training at a cut")
+        self.check(in_training == 0, "snapshot", f"{in_training} groups are in training at a snapshot")
         step = self.steps.number + (record is not None)
         expected = step * self.settings.schedule.step_groups
-        self.check(trained == expected, "cut", f"{trained} groups trained at the cut of step {step}")
+        self.check(
+            trained == expected, "snapshot", f"{trained} groups trained at the snapshot of step {step}"
+        )
         running = {key: attempt for key, attempt in self.books.live.items() if attempt.account == "running"}
         whole = [key for key, attempt in running.items() if attempt.has_ended]
-        self.check(not whole, "cut", f"{whole} have ended, and run at the cut of step {step}")
+        self.check(not whole, "snapshot", f"{whole} have ended, and run at the snapshot of step {step}")
         return {"ledger": self.ledger.state(), "step": step}
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -245,7 +247,7 @@ class Invariants:
     def _on_checkpointed(self, event: Event) -> None:
         assert event.step is not None
         step, before = event.step, self._checkpointed_step
-        self.check(step > before, "cut", f"checkpoint {step} after {before}")
+        self.check(step > before, "snapshot", f"checkpoint {step} after {before}")
         self._checkpointed_step = step
 
     def _on_failed(self, event: Event) -> None:
@@ -294,7 +296,7 @@ class Invariants:
         book.down = book.away = False
 
     def _on_resumed(self, event: Event) -> None:
-        self.check_same("cut", "resumed from step", event.fields["from_step"], self.steps.number)
+        self.check_same("snapshot", "resumed from step", event.fields["from_step"], self.steps.number)
 
     def _on_warning(self, event: Event) -> None:
         self.steps.warned_in.add(self.books.version)

@@ -76,7 +76,7 @@ class LedgerWatch:
         same("slots", f"the worker that is asked for {asked}", worker, part.worker)
         same("slots", f"responses of {asked}", len(request.indices), part.num_responses)
         same("ledger", f"indices of {asked}", request.indices, part.indices)
-        same("resume", f"what {asked} goes on with", dict(request.goes_on), part.goes_on)
+        same("resume", f"what {asked} goes on with", dict(request.partial), part.partial)
         self.asked.add(request.key)
 
     def part_ended(self, worker: str, result: PartResult) -> None:
@@ -118,7 +118,7 @@ class LedgerWatch:
         if result.failures:
             return
         kept, has = Counter[int](), Counter[int]()
-        for one in part.goes_on.values():
+        for one in part.partial.values():
             kept.update(dict(one.version_tokens))
         for meta in result.trajectories:
             has.update(dict(meta.version_tokens))
@@ -187,7 +187,7 @@ class LedgerWatch:
                 continue
             is_of_now = {v for v, _ in kept.version_tokens} == {version} and place < free_slots
             if kept.is_whole or self.settings.interrupt != "drain" or is_of_now:
-                part.goes_on[index] = kept
+                part.partial[index] = kept
                 part.version = min(part.version, *(v for v, _ in kept.version_tokens))
             else:
                 self.discarded_tokens += kept.tokens

@@ -77,16 +77,22 @@ def run(scenario: Scenario, checks: type[Invariants] = Invariants) -> Outcome:
     it is resumed once more: from its last checkpoint or, if it is drawn so, from another, as if it had
     crashed some time after it."""
     outcome, faults = Outcome(scenario=scenario), Faults(scenario.faults)
-    cut, is_done, now = None, False, scenario
+    snapshot, is_done, now = None, False, scenario
     try:
         for leg in range(_MAX_LEGS):
-            cuts, error = _leg(now, outcome, faults, leg, resume_from(*cut) if cut else None, checks)
+            snapshots, error = _leg(
+                now, outcome, faults, leg, resume_from(*snapshot) if snapshot else None, checks
+            )
             if error is None and is_done:
                 outcome.counts["ended early, then resumed to the end"] += len(outcome.errors)
                 break
             now, is_done = _mended(now, error), is_done or error is None
             is_last = error is not None or scenario.resume_at is None
-            cut = cuts[-1 if is_last else int(scenario.resume_at * len(cuts))] if cuts else cut
+            snapshot = (
+                snapshots[-1 if is_last else int(scenario.resume_at * len(snapshots))]
+                if snapshots
+                else snapshot
+            )
         else:
             raise InvariantError("ends", f"seed {scenario.seed}, {_MAX_LEGS} runs have not come to the end")
     except Exception as broken:
@@ -129,11 +135,11 @@ def _leg(
             outcome.trace += [f"{time_s:10.3f}  {text}" for time_s, text in invariants.trace]
 
     shuffle_seed = None if scenario.shuffle_seed is None else scenario.shuffle_seed + leg
-    cuts, error = run_virtual(main(), loop_factory=loop_of(shuffle_seed))
+    snapshots, error = run_virtual(main(), loop_factory=loop_of(shuffle_seed))
     if error is not None:
         outcome.errors.append(f"{type(error).__name__}: {error}")
         outcome.counts[f"ended by {type(error).__name__}"] += 1
-    return cuts, error
+    return snapshots, error
 
 
 async def _run_leg(
@@ -160,9 +166,9 @@ async def _run_leg(
     invariants.end(error, _stop_limit_s(scenario, happened))
     _check_explained(scenario, invariants, error, happened)
     if error is None or not any(map(_has_no_restart, happened)):
-        steps = [cut.step for cut, _ in checkpoints.cuts]
+        steps = [snapshot.step for snapshot, _ in checkpoints.snapshots]
         _check_last_cut(invariants, steps, is_resumed=resume_from is not None)
-    return checkpoints.cuts, error
+    return checkpoints.snapshots, error
 
 
 def _stop(pipeline: Pipeline, invariants: Invariants) -> None:
@@ -234,7 +240,9 @@ def _check_last_cut(invariants: Invariants, steps: Sequence[int], *, is_resumed:
     is_kept = bool(steps) and steps[-1] == invariants.steps.number
     never_moved = is_resumed and not invariants.counts["steps"]
     last = invariants.steps.number
-    invariants.check(is_kept or never_moved, "cut", f"ended after step {last}, checkpoints of steps {steps}")
+    invariants.check(
+        is_kept or never_moved, "snapshot", f"ended after step {last}, checkpoints of steps {steps}"
+    )
 
 
 def _world(

@@ -15,12 +15,12 @@ from asyncrl_cli.contracts.ports import (
     EvalResult,
     Feed,
     PartialResult,
-    Progress,
     RolloutWorker,
     Scorer,
     Trainer,
+    WorkerUpdate,
 )
-from asyncrl_cli.contracts.prompt_group import AttemptKey, Failure, GroupResult, PartRequest, Prompt
+from asyncrl_cli.contracts.prompt_group import AttemptKey, GroupResult, PartRequest, Prompt, TrajectoryFailure
 from asyncrl_cli.contracts.train_step import TrainBatch, TrainReport
 from asyncrl_cli.contracts.weight_version import LoadReport, Published
 from asyncrl_cli.measure.states import ExecutorReport
@@ -72,24 +72,24 @@ class WatchedWorker:
         self._invariants.note(f"abort {key} on {self.name}")
         await self._worker.abort(key)
 
-    async def progress(self, seen: int) -> Progress:
-        progress = await self._worker.progress(seen)
-        for report in progress.reports:
+    async def next_update(self, seen: int) -> WorkerUpdate:
+        update = await self._worker.next_update(seen)
+        for report in update.reports:
             self._invariants.times.check_report(report)
             self._book.running_tokens = int(report.gauges["running_tokens"])
         unfinished, live = self._book.unfinished, self._invariants.books.live
         for key, before in unfinished.items():
-            now = live[key.attempt].parts[key.number].num_responses - progress.freed_slots.get(key, 0)
-            is_over = any(result.key == key for result in progress.ended)
+            now = live[key.attempt].parts[key.number].num_responses - update.freed_slots.get(key, 0)
+            is_over = any(result.key == key for result in update.ended)
             may_rise = is_over or not self._invariants.settings.profile.rollout.hold_slots
             holds = now <= before or may_rise
             self._invariants.check(holds, "slots", f"{key} takes {now} slots after {before}")
             unfinished[key] = 0 if is_over else now
-        for result in progress.ended:
+        for result in update.ended:
             self._invariants.counts["turns"] += sum(meta.num_turns for meta in result.trajectories)
             self._invariants.counts.update(f"failed: {failure.kind}" for failure in result.failures)
             self._invariants.ledger.part_ended(self.name, result)
-        return progress
+        return update
 
     async def prefetch(self, published: Published) -> float:
         version, held, check = published.version, self._book.version, self._invariants.check
@@ -234,7 +234,7 @@ class WatchedScorer:
         return columns, report
 
     async def judge(self, result: EvalResult, items: Sequence[Mapping[str, Any]]) -> Sequence[float]:
-        num_played = sum(not isinstance(outcome, Failure) for outcome in result.outcomes)
+        num_played = sum(not isinstance(outcome, TrajectoryFailure) for outcome in result.outcomes)
         has_all = len(items) == num_played > 0
         self._invariants.check(has_all, "scores", f"{self.name} judges {len(items)} of {num_played}")
         try:

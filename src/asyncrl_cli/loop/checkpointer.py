@@ -1,9 +1,9 @@
-"""Checkpoints of the loop: a cut between an optimizer step and the next take, written beside training.
+"""Checkpoints of the loop: its snapshot between an optimizer step and the next take, written beside training.
 
 First the trainer's state is copied to the host, which stalls training. Then the workers report the tokens of
 their running responses, the loop's state is frozen in one turn of the event loop, and a background task
-writes it all. There is one write at a time: the next cut waits for it. If a response begins or ends between a
-worker's report and the freeze, the loop's own state counts.
+writes it all. There is one write at a time: the next snapshot waits for it. If a response begins or ends
+between a worker's report and the freeze, the loop's own state counts.
 
 What can be derived is not written. Undamaged files may still hold a state that no loop has written, so a
 resume refuses contradictions that could break it hours later.
@@ -24,7 +24,7 @@ from typing_extensions import TypedDict  # pydantic reads typing's own from Pyth
 from asyncrl_cli.base.errors import AsyncrlError, ExecutorFailed, RefusedError
 from asyncrl_cli.base.safe_files import Count, parse_json
 from asyncrl_cli.contracts.events import EvalSummary, StepRecord
-from asyncrl_cli.contracts.ports import CheckpointWriter, Cut, Json, PartialResult, RolloutWorker
+from asyncrl_cli.contracts.ports import CheckpointWriter, Json, LoopSnapshot, PartialResult, RolloutWorker
 from asyncrl_cli.contracts.prompt_group import PartialResponse, TrajectoryMeta
 from asyncrl_cli.loop.admission import takeable_in_time
 from asyncrl_cli.loop.attempts import Stage
@@ -68,11 +68,11 @@ class Checkpointer:
         self._writer = writer
         self._writing: asyncio.Task[None] | None = None
 
-    async def cut(self, record: StepRecord | None = None) -> None:
+    async def begin(self, record: StepRecord | None = None) -> None:
         """Freeze a checkpoint and begin to write it, unless this step already has one. Nothing may be in
         training. `record`: of the step, if the observers do not have it yet."""
         run, progress, executors = self._run, self._run.progress, self._run.executors
-        if self._writer is None or progress.last_cut == progress.step:
+        if self._writer is None or progress.snapshot_step == progress.step:
             return
         await self.finish()
         with executors.calling_trainer(State.SYNCING, "a checkpoint's snapshot"):
@@ -83,10 +83,10 @@ class Checkpointer:
             ]
             with run.changes.waiting("trainer (checkpoint)", "what running responses have so far"):
                 partial_results = await asyncio.gather(*map(self._partial_result, asked))
-        cut = freeze(run, partial_results, record)
-        progress.last_cut = progress.step
+        snapshot = freeze(run, partial_results, record)
+        progress.snapshot_step = progress.step
         self._writing = self._tasks.create_task(
-            self._write(self._writer, cut), name=f"checkpoint {progress.step}"
+            self._write(self._writer, snapshot), name=f"checkpoint {progress.step}"
         )
 
     async def _partial_result(self, worker: RolloutWorker) -> PartialResult:
@@ -107,28 +107,28 @@ class Checkpointer:
     async def finish(self) -> None:
         """Wait for the write in progress, if any; the port's own timeout bounds it."""
         if self._writing is not None:
-            what = f"the checkpoint of step {self._run.progress.last_cut} to be written"
+            what = f"the checkpoint of step {self._run.progress.snapshot_step} to be written"
             with self._run.changes.waiting("trainer (checkpoint)", what):
                 await self._writing
 
-    async def _write(self, writer: CheckpointWriter, cut: Cut) -> None:
-        path = await writer.write(cut)
-        self._run.progress.checkpointed(cut.step, cut.version, path.name)
+    async def _write(self, writer: CheckpointWriter, snapshot: LoopSnapshot) -> None:
+        path = await writer.write(snapshot)
+        self._run.progress.checkpointed(snapshot.step, snapshot.version, path.name)
 
 
 def freeze(
     run: RunState, partial_results: Sequence[PartialResult] = (), record: StepRecord | None = None
-) -> Cut:
+) -> LoopSnapshot:
     """The loop's state as JSON, and the handles of the arrays that belong to it. Nothing may be in
     training."""
     ledger, taken_groups = run.groups.ledger, run.admission.taken_in_window
-    assert not ledger.training, "a cut lies between two train steps"
+    assert not ledger.training, "a checkpoint lies between two train steps"
     # `record` has them: its line comes later, and the next run's first line must not have them again.
     evals_ended: list[Any] = [asdict(summary) for summary in run.evaluator.ended] if record is None else []
     groups = run.groups.state(
         {key: kept for found in partial_results for key, kept in found.responses.items()}
     )
-    earlier = [attempt.so_far for attempt in ledger.running.values() if attempt.partial]
+    earlier = [attempt.partial_tokens for attempt in ledger.running.values() if attempt.partial]
     state: LoopState = {
         "schema_version": SCHEMA_VERSION,
         "step": run.progress.step,
@@ -141,7 +141,7 @@ def freeze(
         "evals_ended": evals_ended,
         "observers": [observer.state(record) for observer in run.progress.observers],
     }
-    return Cut(
+    return LoopSnapshot(
         step=run.progress.step,
         version=run.version,
         at_window_boundary=taken_groups == 0,
@@ -191,7 +191,7 @@ def read_state(content: Json, settings: LoopSettings) -> LoopState:
 
 
 def _contradictions(state: LoopState, settings: LoopSettings) -> Iterator[str]:
-    """Contradictions to the settings or the step. A cut lies between two train steps, so trained groups
+    """Contradictions to the settings or the step. A snapshot lies between two train steps, so trained groups
     follow from the step."""
     step, groups, schedule = state["step"], state["groups"], settings.schedule
     version, taken = _window(state, settings)
