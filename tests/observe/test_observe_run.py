@@ -125,7 +125,7 @@ def test_a_checkpoint_counts_a_step_whose_line_comes_later(facts, make):
         once, twice = Observers(facts, []), Observers(facts, [])
         for observers in (once, twice):
             observers.step(first)
-            observers.tick(make["full_snapshot"](make["full_record"](1)))
+            observers.tick(make["full_overview"](make["full_record"](1)))
         early = once.state(last)
         assert once.state() != early
         for observers in (once, twice):

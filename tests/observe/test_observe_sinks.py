@@ -92,7 +92,7 @@ def test_every_observer_call_reaches_the_files(tmp_path, facts, make):
     clock.now_s = 1.0
     made = make["full_record"](1)
     observers.step(made)
-    observers.tick(make["full_snapshot"](made))
+    observers.tick(make["full_overview"](made))
     observers.event(Event(time_s=1.2, name="warning", fields={"message": "slow"}))
     observers.close("done")
     assert lines_of(tmp_path / "m.jsonl")[0]["step"] == 1

@@ -10,7 +10,7 @@ from asyncrl_cli.measure.states import Span, State
 from asyncrl_cli.observe.observers import Observers
 from asyncrl_cli.observe.recorded import Recorded, joined_timeline
 from asyncrl_cli.observe.sinks import TimelineFile
-from tests.observe.conftest import full_record, full_snapshot, record
+from tests.observe.conftest import full_record, full_overview, record
 
 
 def test_spans_are_written_on_the_runs_time_and_read_back_joined(tmp_path, facts):
@@ -29,7 +29,7 @@ def test_spans_are_written_on_the_runs_time_and_read_back_joined(tmp_path, facts
 
 def test_running_sequences_are_counted_with_every_status(tmp_path, facts):
     observers = Observers(facts, [TimelineFile(tmp_path / "timeline.jsonl")], clock=lambda: 3.25)
-    observers.tick(full_snapshot(replace(full_record(1), ended_s=3.25)))
+    observers.tick(full_overview(replace(full_record(1), ended_s=3.25)))
     observers.step(record(1, 0, []))
     observers.close("done")
     running = joined_timeline(Recorded(tmp_path).timeline())[1]

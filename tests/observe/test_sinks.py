@@ -44,7 +44,7 @@ def test_prometheus_scrapes_the_loops_gauges_from_loopback(facts, make):
     port = sink.port
     observers = Observers(facts, [sink], clock=lambda: 118.0)
     observers.step(made := make["full_record"](118))
-    observers.tick(make["full_snapshot"](made))
+    observers.tick(make["full_overview"](made))
     asking = HTTPConnection("127.0.0.1", port, timeout=60)
     asking.request("GET", "/metrics")
     families = list(text_string_to_metric_families(asking.getresponse().read().decode()))
@@ -79,7 +79,7 @@ def test_the_dashboard_asks_for_gauges_that_there_are(facts, make):
     observers.event(
         Event(time_s=1.0, name="eval", version=1, step=1, fields={"reward_mean": 0.5, "num_prompts": 9})
     )
-    observers.tick(make["full_snapshot"](made))
+    observers.tick(make["full_overview"](made))
     known = {family.name for family in sink.collect()}
     observers.close("done")
     panels = json.loads((shipped_templates()["grafana"] / "dashboard.json").read_text())["panels"]

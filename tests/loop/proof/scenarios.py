@@ -167,7 +167,7 @@ async def _run_leg(
     _check_explained(scenario, invariants, error, happened)
     if error is None or not any(map(_has_no_restart, happened)):
         steps = [snapshot.step for snapshot, _ in checkpoints.snapshots]
-        _check_last_cut(invariants, steps, is_resumed=resume_from is not None)
+        _check_last_snapshot(invariants, steps, is_resumed=resume_from is not None)
     return checkpoints.snapshots, error
 
 
@@ -234,7 +234,7 @@ def _has_no_restart(fault: Fault) -> bool:
     return fault.kind is FaultKind.STEP_FAILS or fault.executor == CRITIC
 
 
-def _check_last_cut(invariants: Invariants, steps: Sequence[int], *, is_resumed: bool) -> None:
+def _check_last_snapshot(invariants: Invariants, steps: Sequence[int], *, is_resumed: bool) -> None:
     """Whatever ends a run whose trainer is whole: its last step is in a checkpoint (or in the one that it was
     resumed from)."""
     is_kept = bool(steps) and steps[-1] == invariants.steps.number
