@@ -10,7 +10,7 @@ from asyncrl_cli.measure.states import Span, State
 from asyncrl_cli.observe.observers import Observers
 from asyncrl_cli.observe.recorded import Recorded, joined_timeline
 from asyncrl_cli.observe.sinks import TimelineFile
-from tests.observe.conftest import full_record, full_overview, record
+from tests.observe.conftest import full_overview, full_record, record
 
 
 def test_spans_are_written_on_the_runs_time_and_read_back_joined(tmp_path, facts):
