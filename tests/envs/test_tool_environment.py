@@ -19,12 +19,11 @@ from typing import Any
 import psutil
 import pytest
 
-from asyncrl_cli.base.user_code import UserCode
+from asyncrl_cli.base.named_code import UserCode
 from asyncrl_cli.contracts.environment import Answer, End, EpisodeFailed, Turn
 from asyncrl_cli.contracts.item import make_item
 from asyncrl_cli.contracts.reward_spec import RewardPart, RewardSpec
-from asyncrl_cli.envs.call_log import CallLog, RepeatedCalls, noted_calls
-from asyncrl_cli.envs.tool_environment import ToolEnvironment
+from asyncrl_cli.envs.tool_environment import CallLog, RepeatedCalls, ToolEnvironment, noted_calls
 from asyncrl_cli.job.ray.reaper import families, living
 from asyncrl_cli.sandbox.parent_processes import ProcessEnded, Processes, environment_processes
 from asyncrl_cli.tasks.tool_class import ToolClass, inspect_class

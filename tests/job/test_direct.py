@@ -19,7 +19,7 @@ import torch
 from ray.exceptions import ActorDiedError
 
 from asyncrl_cli.base.errors import ConfigError, ExecutorFailed, ExecutorLost
-from asyncrl_cli.base.plugins import engine_kind
+from asyncrl_cli.base.named_code import engine_kind
 from asyncrl_cli.engines.vllm.engine_processes import END_TIMEOUT_S
 from asyncrl_cli.engines.vllm.launch import set_environment, weight_backend
 from asyncrl_cli.engines.vllm.rank_zero import NcclLinks

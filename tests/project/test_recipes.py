@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from asyncrl_cli.base.plugins import find_plugin
+from asyncrl_cli.base.named_code import find_plugin
 from asyncrl_cli.contracts.prompt_group import AttemptKey, PartKey, PartRequest
 from asyncrl_cli.envs import check_environment, find_environment
 from asyncrl_cli.envs.chat import Chat

@@ -14,7 +14,7 @@ from tests.marks import one_in
 
 from asyncrl_cli.base import user_code
 from asyncrl_cli.base.errors import AsyncrlError, ConfigError, RefusedError
-from asyncrl_cli.base.user_code import UserCode
+from asyncrl_cli.base.named_code import UserCode
 from asyncrl_cli.cli.app import run
 from asyncrl_cli.contracts.reward_spec import RewardSpec
 from asyncrl_cli.profile.loaded import load

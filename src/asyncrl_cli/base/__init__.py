@@ -5,5 +5,5 @@ child_process.py    children for foreign code: command line, environment, one ca
 storage.py          writes files, directories and links atomically; errors of the disk in users' words
 safe_files.py       reads untrusted files: regular ones up to a size, JSON of a declared type
 paths.py            names and paths that users give
-plugins.py          implementations by name: built-in ones, and entry points of packages
+named_code.py       code that a profile names: built-in, of packages, or the user's
 """

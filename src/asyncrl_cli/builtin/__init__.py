@@ -2,7 +2,6 @@
 
 builtin_tasks.py           tasks by name: parameters, items, demonstrations; the environment of builtin:guess
 calculator.py              the environment of builtin:calculator, a class of its own
-number_sorting.py          compact prompts with written-out working, of a reasoning-gym dataset
 tiny.py, warm_start.py     builtin:tiny: model, tokenizer and lessons; how it learns them
 tiny_models.py             builds it, once, into the cache
 """

@@ -27,7 +27,7 @@ from asyncrl_cli.profile.keys import values_of
 from asyncrl_cli.profile.loaded import DEFAULT, Loaded, is_default
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.sandbox.rehearsal import Rehearsal, rehearse
-from asyncrl_cli.tasks.splits import KINDS
+from asyncrl_cli.tasks.files import KINDS
 from asyncrl_cli.tasks.task import load_task
 from asyncrl_cli.train.losses import check_loss
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from asyncrl_cli.base.user_code import UserCode
+from asyncrl_cli.base.named_code import UserCode
 
 Adapter = Literal["plain", "worked"]
 AnswerFormat = Literal["final", "anywhere"]

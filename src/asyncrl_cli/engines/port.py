@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from asyncrl_cli.base.errors import ConfigError
-from asyncrl_cli.base.plugins import engine_kind
+from asyncrl_cli.base.named_code import engine_kind
 from asyncrl_cli.measure.states import SlotInterval
 from asyncrl_cli.profile.rollout_sections import RolloutSection, WeightsSection
 from asyncrl_cli.profile.schema import Interrupt, ProcessPlace, Profile

@@ -7,8 +7,7 @@ import Ray.
     episode.py           plays one trajectory: an environment and a model take turns
     group_runner.py      groups and evals: n trajectories at once on one engine
     slots.py             which trajectories may generate
-    tool_environment.py  runs a user's class as an environment
-    call_log.py          its tool calls, written before they run
+    tool_environment.py  runs a user's class as an environment; logs its tool calls before they run
     gateway/             OpenAI's API for users' agents
 
 What an environment is stands in contracts/environment.py: one object per trajectory, asked for turns until it
@@ -23,8 +22,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from asyncrl_cli.base.plugins import find_plugin
-from asyncrl_cli.base.user_code import is_user_code
+from asyncrl_cli.base.named_code import find_plugin, is_user_code
 
 ENVIRONMENTS = {
     "one-turn": "asyncrl_cli.contracts.environment:OneTurn",

@@ -24,7 +24,7 @@ from asyncrl_cli.base.errors import AsyncrlError, ExecutorFailed, Interrupted
 from asyncrl_cli.checkpoint.lookup import detached_output, refuse_ended, resolve
 from asyncrl_cli.checkpoint.reader import Checkpoint, load_checkpoint
 from asyncrl_cli.checkpoint.run_directory import RunDirectory, fresh_name
-from asyncrl_cli.envs.call_log import RepeatedCalls
+from asyncrl_cli.envs.tool_environment import RepeatedCalls
 from asyncrl_cli.job.driver_loop import RunResult, make_pipeline, run_to_the_end
 from asyncrl_cli.job.driver_preparation import prepare
 from asyncrl_cli.job.driver_process import END_S, StopRequests, leave, logged_to, tell

@@ -36,9 +36,8 @@ from asyncrl_cli.contracts.trajectories import GroupPayload
 from asyncrl_cli.contracts.weight_version import LoadReport
 from asyncrl_cli.engines.port import Sampling, make_engine
 from asyncrl_cli.envs import find_environment
-from asyncrl_cli.envs.call_log import SUFFIX, CallLog
 from asyncrl_cli.envs.slots import Slots
-from asyncrl_cli.envs.tool_environment import ToolEnvironment
+from asyncrl_cli.envs.tool_environment import SUFFIX, CallLog, ToolEnvironment
 from asyncrl_cli.job.host_process import Refs, merging, no_collection_while_starting, set_up_process
 from asyncrl_cli.job.rollout_parts import PARTS_PER_ANSWER, EndedPart, PartDesk
 from asyncrl_cli.job.rollout_weights import Loader, RayRankZero

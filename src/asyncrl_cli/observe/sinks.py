@@ -16,7 +16,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from asyncrl_cli.base.plugins import find_plugin
+from asyncrl_cli.base.named_code import find_plugin
 from asyncrl_cli.base.safe_files import MIB
 from asyncrl_cli.base.storage import naming, repair_lines, replace_text
 from asyncrl_cli.contracts.events import StepRecord

@@ -11,8 +11,8 @@ from decimal import ROUND_CEILING, Decimal
 from typing import Any
 
 from asyncrl_cli.base.errors import ConfigError, combine
+from asyncrl_cli.base.named_code import ENGINES, engine_kind
 from asyncrl_cli.base.paths import check_name
-from asyncrl_cli.base.plugins import ENGINES, engine_kind
 from asyncrl_cli.profile.arithmetic import (
     Schedule,
     asked_workers,

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import BinaryIO, Protocol
 
 from asyncrl_cli.base.child_process import PR_SET_PDEATHSIG, kill_group, write_line
-from asyncrl_cli.base.user_code import describe
+from asyncrl_cli.base.named_code import describe
 
 PR_SET_CHILD_SUBREAPER = 36
 FORK, KILL = b"fork", b"kill"

@@ -22,7 +22,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from asyncrl_cli.base.child_process import pickles, write_line
-from asyncrl_cli.base.user_code import report
+from asyncrl_cli.base.named_code import report
 from asyncrl_cli.contracts.item import Item
 from asyncrl_cli.contracts.reward_spec import NAMES_ANSWER, RewardSpec
 from asyncrl_cli.tasks.final_answer import names_answer

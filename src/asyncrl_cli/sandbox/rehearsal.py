@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from random import Random
 
 from asyncrl_cli.base.errors import ConfigError, timeout
-from asyncrl_cli.base.user_code import describe
+from asyncrl_cli.base.named_code import describe
 from asyncrl_cli.contracts.item import Item, messages_of
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.sandbox.parent_rewards import RewardFailed, RewardPool, default_workers

@@ -19,9 +19,9 @@ from typing import Any, Generic, TypeVar, cast
 
 from asyncrl_cli.base.child_process import ChildFailed, ChildTimedOut, call_once
 from asyncrl_cli.base.errors import ConfigError, RefusedError, did_you_mean
+from asyncrl_cli.base.named_code import UserCode, describe, is_user_code
 from asyncrl_cli.base.paths import has_module
 from asyncrl_cli.base.safe_files import UnsafeFile, load_json, open_regular, reason
-from asyncrl_cli.base.user_code import UserCode, describe, is_user_code
 from asyncrl_cli.builtin.builtin_tasks import BUILTIN
 from asyncrl_cli.contracts.reward_spec import RewardPart, RewardSpec
 from asyncrl_cli.profile.schema import Profile, TaskSection

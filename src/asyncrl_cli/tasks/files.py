@@ -1,13 +1,17 @@
-"""Reads items from jsonl files (one object per line) or parquet files (whose columns may also hold times,
-dates, decimals, bytes, lists and dicts). Every error names the file and the line or row.
+"""Items of jsonl files (one object per line) or parquet files (whose columns may also hold times, dates,
+decimals, bytes, lists and dicts). Every error names the file and the line or row.
+
+Eval items are held out, or come from further files. The task's reward judges all of them, and no eval prompt
+is trained on.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import shlex
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
@@ -15,11 +19,14 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from asyncrl_cli.base.errors import ConfigError, first_line
-from asyncrl_cli.base.paths import missing_hint
+from asyncrl_cli.base.paths import expand, missing_hint
 from asyncrl_cli.base.safe_files import MAX_NESTING, UnsafeFile, nesting, open_regular, read_lines, reason
 from asyncrl_cli.contracts.item import Item, make_item, prompt_key
+from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.tasks.rows import Row, prompt_and_answer
 
+KINDS = ("jsonl", "parquet")
+SET_NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,39}")
 UTF8_SIGNATURE = b"\xef\xbb\xbf"
 ROWS_PER_BATCH = 1024
 PLAIN_JSON = "write each line with json.dumps(row, allow_nan=False), and very long numbers as text"
@@ -35,6 +42,10 @@ class Read:
     items: list[Item]
     num_repeated: int
     num_behind: int
+
+
+ReadFile = Callable[..., Read]
+"""`read_items` with the task's columns filled in; it still takes the path, `key` and `limit`."""
 
 
 def read_items(
@@ -63,19 +74,16 @@ def read_items(
             asked, expected = prompt_and_answer(row, prompt, answer, place, needs_answer=needs_answer)
             if (name := prompt_key(asked)) in items:
                 continue
-            items[name] = make_item(
-                asked, expected, {column: row[column] for column in row if column not in (prompt, answer)}
-            )
+            columns = {column: row[column] for column in row if column not in (prompt, answer)}
+            items[name] = make_item(asked, expected, columns)
             if len(items) == limit:
                 num_behind = sum(map(count, files)) - num_rows
                 break
     if not items:
         if not files:
             raise ConfigError(f"{key}: no file matches {path}", hint=missing_hint(path))
-        raise ConfigError(
-            f"{key}: {path} holds no rows",
-            hint="write one JSON object per line into it, or name another file",
-        )
+        hint = "write one JSON object per line into it, or name another file"
+        raise ConfigError(f"{key}: {path} holds no rows", hint=hint)
     return Read(items=list(items.values()), num_repeated=num_rows - len(items), num_behind=num_behind)
 
 
@@ -164,36 +172,24 @@ def _opened(path: Path) -> Iterator[Any]:
         try:
             with pyarrow.parquet.ParquetFile(file) as parquet:
                 wrong = "is damaged"
-                twice = [column for column, count in Counter(parquet.schema_arrow.names).items() if count > 1]
-                if twice:
-                    raise ConfigError(
-                        f'{path}: column "{twice[0]}" appears twice',
-                        hint="rewrite the file with distinct names",
-                    )
+                counts = Counter(parquet.schema_arrow.names)
+                if twice := [column for column, count in counts.items() if count > 1]:
+                    hint = "rewrite the file with distinct names"
+                    raise ConfigError(f'{path}: column "{twice[0]}" appears twice', hint=hint)
                 yield parquet
         except (pyarrow.ArrowException, OSError) as error:
-            raise ConfigError(
-                f"{path} {wrong}: {first_line(error)}", hint="write or download it again"
-            ) from error
+            why = f"{path} {wrong}: {first_line(error)}"
+            raise ConfigError(why, hint="write or download it again") from error
 
 
 def _values(column: Any, where: str) -> list[object]:
     try:
         values: list[object] = column.cast(_without_nanoseconds(column.type), safe=False).to_pylist()
         return values
-    except (
-        ValueError,
-        TypeError,
-        ArithmeticError,
-        LookupError,
-        NotImplementedError,
-        RecursionError,
-    ) as error:
-        raise ConfigError(
-            f"{where} of type {column.type!s:.80} holds a value that Python cannot represent: "
-            f"{first_line(error)}",
-            hint="leave the column out of the file, or write it as text",
-        ) from error
+    except (ValueError, TypeError, ArithmeticError, LookupError, RuntimeError) as error:
+        what = f"{where} of type {column.type!s:.80} holds a value that Python cannot represent"
+        hint = "leave the column out of the file, or write it as text"
+        raise ConfigError(f"{what}: {first_line(error)}", hint=hint) from error
 
 
 def _without_nanoseconds(kind: Any) -> Any:
@@ -212,12 +208,106 @@ def _without_nanoseconds(kind: Any) -> Any:
     if types.is_struct(kind):
         return struct([field.with_type(_without_nanoseconds(field.type)) for field in kind])
     if types.is_map(kind):
-        return map_(
-            _without_nanoseconds(kind.key_type),
-            kind.item_field.with_type(_without_nanoseconds(kind.item_type)),
-        )
+        value = kind.item_field.with_type(_without_nanoseconds(kind.item_type))
+        return map_(_without_nanoseconds(kind.key_type), value)
     if types.is_fixed_size_list(kind):
         return list_(element(), kind.list_size)
     if types.is_large_list(kind):
         return large_list(element())
     return list_(element()) if types.is_list(kind) else kind
+
+
+def file_of(source: str, key: str) -> Path:
+    """The path in `jsonl:<path>` or `parquet:<path>`, the value of `key`. Raises ConfigError."""
+    kind, _, path = source.partition(":")
+    if kind not in KINDS or not path:
+        why = f'{key} = "{source}" is neither jsonl:<path> nor parquet:<path>'
+        raise ConfigError(why, hint=f'{key} = "jsonl:data.jsonl"')
+    if (kind == "parquet") != (expand(path).suffix == ".parquet"):
+        hint = "only the names of parquet files end in .parquet"
+        raise ConfigError(f'{key} = "{source}": the file does not look like {kind}', hint=hint)
+    return expand(path)
+
+
+def hold_out(
+    items: Sequence[Item], num_eval: int, described: str, hint: str, own: Sequence[Item] | None = None
+) -> tuple[list[Item], list[Item]]:
+    """Training items and eval items. Eval items are the first of `own` (the source's own eval items), or else
+    those with the smallest uids: a random choice that depends neither on a seed nor on the order of `items`.
+    Raises ConfigError if none are left to train on; `described`: how many items there are, for that error."""
+    held_out = list(sorted(items, key=lambda item: item["uid"]) if own is None else own)[:num_eval]
+    uids = {item["uid"] for item in held_out}
+    train = [item for item in items if item["uid"] not in uids]
+    if not train:
+        why = f"task.source: {described}, and eval.prompts = {num_eval} of them are held out"
+        raise ConfigError(f"{why}: none are left to train on", hint=hint)
+    return train, held_out
+
+
+def splits_of(profile: Profile, path: Path, read_file: ReadFile) -> tuple[list[Item], list[Item], list[str]]:
+    """Training items, eval items and notes for the user. Eval items are held out from the file, or read from
+    `task.eval_path`. Raises ConfigError."""
+    num_eval, wanted = profile.eval.prompts, profile.task.train_prompts
+    if profile.task.eval_path is None:
+        read = read_file(path, key="task.source", limit=None if wanted is None else wanted + num_eval)
+        hint = "lower eval.prompts, or name a file of eval prompts in task.eval_path"
+        described = f"{path} has {len(read.items)} distinct prompts"
+        train, held_out = hold_out(read.items, num_eval, described, hint)
+        limited_by = f"task.train_prompts = {wanted}, and eval.prompts = {num_eval}"
+        return train, held_out, _left_out(path, read, limited_by)
+    eval_path, notes, held_out = expand(profile.task.eval_path), list[str](), list[Item]()
+    if num_eval:
+        read = read_file(eval_path, key="task.eval_path", limit=num_eval)
+        held_out = read.items
+        notes += _left_out(eval_path, read, f"eval.prompts = {num_eval}")
+    if len(held_out) < num_eval:
+        found = f"has {len(held_out)} distinct prompts, fewer than eval.prompts = {num_eval}"
+        notes.append(f"{eval_path}: {found}")
+    # So many more than wanted as may be among the eval prompts.
+    read = read_file(path, key="task.source", limit=None if wanted is None else wanted + len(held_out))
+    train, repeated = _without(read.items, held_out, str(path), "among the eval prompts")
+    if not train:
+        what = f"task.source: every prompt of {path} is among the eval prompts of {eval_path}"
+        raise ConfigError(what, hint="name another file in task.source or in task.eval_path")
+    num_unused = 0 if wanted is None else max(0, len(train) - wanted)
+    notes += [*repeated, *_left_out(path, read, f"task.train_prompts = {wanted}", num_unused)]
+    return train[:wanted], held_out, notes
+
+
+def _left_out(path: Path, read: Read, limited_by: str, num_more: int = 0) -> list[str]:
+    """Notes about rows that were left out. `num_more`: rows that were read but are not used."""
+    repeated, behind = read.num_repeated, read.num_behind + num_more
+    notes = [f"{path}: left out {repeated:,} rows whose prompt repeats an earlier one"] if repeated else []
+    return [*notes, f"{path}: left out its last {behind:,} rows: {limited_by}"] if behind else notes
+
+
+def read_sets(
+    profile: Profile, train: Sequence[Item], read_file: ReadFile
+) -> tuple[list[Item], dict[str, Sequence[Item]], list[str]]:
+    """The training items whose prompt is in none of the sets, the items of each set, and notes for the user.
+    Raises ConfigError."""
+    found: dict[str, Sequence[Item]] = {}
+    for name, source in profile.eval.sets.items():
+        if not SET_NAME.fullmatch(name):
+            why = f'eval.sets: "{name:.80}" cannot name a set: metrics are called eval/<name>/...'
+            hint = "a name has at most 40 characters: a to z, 0 to 9, - and _"
+            raise ConfigError(why, hint=hint)
+        key = f"eval.sets.{name}"
+        found[name] = tuple(read_file(file_of(source, key), key=key, limit=None).items)
+    items = chain.from_iterable(found.values())
+    kept, notes = _without(train, items, "task.source", "in one of eval.sets")
+    if not kept:
+        why = "task.source: every training prompt is in one of eval.sets"
+        raise ConfigError(why, hint="train on another file")
+    return kept, found, notes
+
+
+def _without(
+    train: Sequence[Item], others: Iterable[Item], source: str, others_are: str
+) -> tuple[list[Item], list[str]]:
+    """The training items whose prompt is none of the others', and a note for the user if some are left
+    out."""
+    prompts = {prompt_key(item["prompt"]) for item in others}
+    kept = [item for item in train if prompt_key(item["prompt"]) not in prompts]
+    num_left = len(train) - len(kept)
+    return kept, [f"{source}: left out {num_left:,} rows whose prompt is {others_are}"] if num_left else []

@@ -1,4 +1,5 @@
-"""Prompts from reasoning-gym: checks a dataset's name and parameters, and makes its entries.
+"""Prompts from reasoning-gym: checks a dataset's name and parameters, and makes its entries. At the end: the
+worked form of prompts, for `builtin:tiny`.
 
 Only processes of their own import reasoning_gym: it takes one to two seconds (sympy, matplotlib, every
 dataset), and some datasets iterate over sets of strings or draw from the global generator, so the same seed
@@ -13,15 +14,13 @@ import difflib
 import hashlib
 import json
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import count
-from typing import Protocol, get_type_hints
-
-from pydantic import TypeAdapter, ValidationError
+from random import Random
+from typing import Any, Protocol, get_type_hints
 
 from asyncrl_cli.base.child_process import ChildFailed, call_once
 from asyncrl_cli.base.errors import ConfigError, did_you_mean
-from asyncrl_cli.builtin.number_sorting import WORKED, Entry
 from asyncrl_cli.contracts.item import Item, make_item, take_new
 from asyncrl_cli.contracts.reward_spec import RewardSpec
 
@@ -29,6 +28,8 @@ SET_ELSEWHERE = {"seed": "run.seed", "size": "task.train_prompts"}
 GENERATE_TIMEOUT_S = 600.0
 MAX_TRIES_PER_PROMPT = 50
 MIN_TRIES = 500
+Entry = Mapping[str, Any]
+"""An entry of a reasoning-gym dataset: `question`, `answer` and `metadata`."""
 
 
 class Dataset(Protocol):
@@ -40,7 +41,9 @@ class Dataset(Protocol):
 def make_dataset(name: str, params: Mapping[str, object], *, seed: int, size: int) -> Dataset:
     """The dataset with these parameters. Raises a ConfigError that names the nearest datasets if there is
     none of this name, or the wrong parameter and why it is wrong."""
+    # Imported late: processes that only use the worked form start faster without.
     import reasoning_gym.composite  # noqa: F401  (registers one more dataset)
+    from pydantic import TypeAdapter, ValidationError
     from reasoning_gym.factory import DATASETS
 
     if name not in DATASETS:
@@ -146,3 +149,103 @@ def _items(spec: RewardSpec, seed: int, size: int) -> Iterator[Item]:
         except Exception as error:
             raise _refused_params(spec.dataset, spec.params, error) from error
         yield make_item(prompt, entry["answer"], {"entry": entry})
+
+
+DIGITS = "0123456789ab"
+
+
+class NumberSortingFormat:
+    """Bubble sort in writing: prompts are compact, and responses write out their working before the answer.
+
+        entry     Sort these numbers in ascending order: 11.0, 5.0, 2.0
+        prompt    <b52=
+        response  5b2,52b,25b     every swap of neighbours writes the list again; the last list is the answer
+        right     25b             the only correct last list
+        answer    [2, 5, 11]      what the dataset's own verifier is given, if task.reward = "dataset"
+
+    The number of swaps grows with the square of the list's size and its text with the cube, so responses are
+    long-tailed although list sizes are uniform. Twelve values, because with ten there are too few short
+    lists.
+    """
+
+    default_params: Mapping[str, int] = {
+        "min_numbers": 2,
+        "max_numbers": 5,
+        "min_decimals": 0,
+        "max_decimals": 0,
+        "min_value": 0,
+        "max_value": 11,
+    }
+    """Each key in `task.params` overrides one of them."""
+
+    def prompt(self, entry: Entry) -> str:
+        direction = "<" if _sign(entry) > 0 else ">"
+        return direction + _text(_numbers(entry)) + "="
+
+    def demonstration(self, item: Item, rng: Random) -> str:
+        """A correct response, working and answer."""
+        entry = item["metadata"]["entry"]
+        return _written(_bubble(_numbers(entry), sign=_sign(entry)))
+
+    def flawed_demonstration(self, item: Item, rng: Random) -> str:
+        """A wrong response: it stops before the list is sorted, or miscopies a number of a list that is
+        sorted already."""
+        entry = item["metadata"]["entry"]
+        lists = _bubble(_numbers(entry), sign=_sign(entry))
+        if len(lists) > 1:
+            return _written(lists[: rng.randrange(1, len(lists))])
+        miscopied = list(lists[0])
+        miscopied[rng.randrange(len(miscopied))] = rng.randrange(len(DIGITS))
+        return _text(miscopied)
+
+    def answer(self, response: str) -> str:
+        """The response's answer in the form that the dataset's verifier reads. The response may be
+        malformed."""
+        digits = response.rpartition(",")[2]
+        if not all(digit in DIGITS for digit in digits):
+            return digits
+        return "[" + ", ".join(str(DIGITS.index(digit)) for digit in digits) + "]"
+
+    def is_correct(self, response: str, entry: Entry) -> bool:
+        """Whether the last list is exactly right; number_sorting's own verifier also accepts numbers that are
+        off by 1."""
+        return response.rpartition(",")[2] == _text(sorted(_numbers(entry), reverse=_sign(entry) < 0))
+
+
+def _numbers(entry: Entry) -> list[int]:
+    numbers = [float(number) for number in entry["metadata"]["original_numbers"]]
+    if any(number != int(number) or not 0 <= number < len(DIGITS) for number in numbers):
+        limits = f"whole numbers from 0 to {len(DIGITS) - 1}"
+        raise ValueError(
+            f'the worked form of number_sorting needs {limits}; task.adapter = "plain" takes others'
+        )
+    return [int(number) for number in numbers]
+
+
+def _sign(entry: Entry) -> int:
+    return 1 if entry["metadata"]["direction"] == "ascending" else -1
+
+
+def _text(numbers: Sequence[int]) -> str:
+    return "".join(DIGITS[number] for number in numbers)
+
+
+def _written(lists: Sequence[Sequence[int]]) -> str:
+    """All lists but the first, which the prompt shows already; the first one if there is no other."""
+    return ",".join(_text(numbers) for numbers in (lists[1:] or lists))
+
+
+def _bubble(numbers: Sequence[int], *, sign: int) -> list[list[int]]:
+    """All lists from `numbers` to sorted order. Each swaps the first out-of-order neighbours of the one
+    before it."""
+    lists = [list(numbers)]
+    while True:
+        last = lists[-1]
+        wrong = next((i for i in range(len(last) - 1) if sign * last[i] > sign * last[i + 1]), None)
+        if wrong is None:
+            return lists
+        lists.append([*last[:wrong], last[wrong + 1], last[wrong], *last[wrong + 2 :]])
+
+
+WORKED: Mapping[str, NumberSortingFormat] = {"number_sorting": NumberSortingFormat()}
+"""The datasets that have a worked form, by reasoning-gym's name."""

@@ -24,7 +24,7 @@ from typing import Any
 
 from asyncrl_cli.base.child_process import ChildFailed
 from asyncrl_cli.base.errors import ConfigError
-from asyncrl_cli.base.user_code import UserCode, describe
+from asyncrl_cli.base.named_code import UserCode, describe
 from asyncrl_cli.contracts.item import Item
 from asyncrl_cli.tasks.rows import Row
 

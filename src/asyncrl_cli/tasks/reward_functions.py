@@ -19,8 +19,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from asyncrl_cli.base.user_code import UserCode
-from asyncrl_cli.builtin.number_sorting import WORKED
+from asyncrl_cli.base.named_code import UserCode
 from asyncrl_cli.contracts.item import Item, messages_of
 from asyncrl_cli.contracts.reward_spec import (
     MAX_PARTS,
@@ -184,7 +183,11 @@ def _weighted_sum(spec: RewardSpec) -> RewardFunction:
 def build_reward(spec: RewardSpec) -> RewardFunction:
     """The function that computes the rewards of a spec. Raises any error of importing a function or package,
     or of a dataset's parameters."""
-    worked = WORKED.get(spec.dataset) if spec.adapter == "worked" else None
+    worked = None
+    if spec.adapter == "worked":  # imported late: a user's own Python may lack what gym.py imports
+        from asyncrl_cli.tasks.gym import WORKED
+
+        worked = WORKED.get(spec.dataset)
 
     def expected(item: Item) -> str:
         if item["answer"] is None:

@@ -14,20 +14,18 @@ from random import Random
 
 from asyncrl_cli.base.child_process import ChildFailed, call_once
 from asyncrl_cli.base.errors import ConfigError
+from asyncrl_cli.base.named_code import UserCode
 from asyncrl_cli.base.paths import expand
-from asyncrl_cli.base.user_code import UserCode
 from asyncrl_cli.builtin.builtin_tasks import builtin_task, drawn
-from asyncrl_cli.builtin.number_sorting import WORKED
 from asyncrl_cli.builtin.tiny import Demonstration
 from asyncrl_cli.contracts.item import Item, content_uid, make_item
 from asyncrl_cli.contracts.reward_spec import Adapter, RewardSpec
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.tasks.code_choice import has_tool_class, resolve_reward, resolve_tool_class
-from asyncrl_cli.tasks.files import read_items
-from asyncrl_cli.tasks.gym import make_entries
+from asyncrl_cli.tasks.files import KINDS, file_of, hold_out, read_items, read_sets, splits_of
+from asyncrl_cli.tasks.gym import WORKED, make_entries
 from asyncrl_cli.tasks.players import read_rows
 from asyncrl_cli.tasks.rows import Row, prompt_and_answer
-from asyncrl_cli.tasks.splits import KINDS, file_of, hold_out, read_sets, splits_of
 from asyncrl_cli.tasks.tool_class import ToolClass
 
 SOURCES = {

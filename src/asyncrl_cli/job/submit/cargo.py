@@ -22,8 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from asyncrl_cli.base.errors import ConfigError
+from asyncrl_cli.base.named_code import is_user_code
 from asyncrl_cli.base.paths import has_module
-from asyncrl_cli.base.user_code import is_user_code
 from asyncrl_cli.profile.loaded import Loaded, to_toml
 
 PROFILE = "asyncrl-job.toml"

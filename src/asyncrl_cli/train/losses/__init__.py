@@ -21,7 +21,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from asyncrl_cli.base.plugins import find_plugin
+from asyncrl_cli.base.named_code import find_plugin
 from asyncrl_cli.profile.algorithm_section import AlgorithmSection
 
 if TYPE_CHECKING:
