@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from tests.marks import one_in
 
-from asyncrl_cli.base import user_code
+from asyncrl_cli.base import named_code
 from asyncrl_cli.base.errors import AsyncrlError, ConfigError, RefusedError
 from asyncrl_cli.base.named_code import UserCode
 from asyncrl_cli.cli.app import run
@@ -359,7 +359,7 @@ def test_rewards_of_ours_need_no_record(began):
 
 
 def test_the_traceback_of_an_error_is_printed_once(capfd, monkeypatch):
-    monkeypatch.setattr(user_code, "_PRINTED", set())
-    reasons = [user_code.report(KeyError(text)) for text in ("a", "a", "b", "c", "d")]
+    monkeypatch.setattr(named_code, "_PRINTED", set())
+    reasons = [named_code.report(KeyError(text)) for text in ("a", "a", "b", "c", "d")]
     assert reasons[1:3] == ["KeyError: 'a'", "KeyError: 'b'"]
     assert capfd.readouterr().err.splitlines() == ["KeyError: 'a'", "KeyError: 'b'", "KeyError: 'c'"]
