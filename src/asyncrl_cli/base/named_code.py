@@ -50,16 +50,13 @@ def find_plugin(key: str, name: str, ours: Mapping[str, str], group: str, *, als
     others = {point.name: point for point in entry_points(group=group)}
     if name not in others:
         known = ", ".join([*sorted({*ours, *others}), *([also] if also else [])])
-        raise ConfigError(
-            f'{key} = "{name}" is not known',
-            hint=f"known: {known}; packages add theirs as entry points of {group}",
-        )
+        hint = f"known: {known}; packages add theirs as entry points of {group}"
+        raise ConfigError(f'{key} = "{name}" is not known', hint=hint)
     try:
         return others[name].load()
     except Exception as error:  # a user's package may raise anything on import
-        raise ConfigError(
-            f'{key} = "{name}" cannot be imported: {first_line(error)}', hint=f"see {others[name].value}"
-        ) from error
+        hint = f"see {others[name].value}"
+        raise ConfigError(f'{key} = "{name}" cannot be imported: {first_line(error)}', hint=hint) from error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -230,9 +230,8 @@ def repair_lines(path: Path) -> None:
     except FileNotFoundError:
         return
     except UnsafeFile as error:
-        raise RefusedError(
-            f"{path} cannot be continued: {reason(error)}", hint="move it away: the run starts a new file"
-        ) from None
+        hint = "move it away: the run starts a new file"
+        raise RefusedError(f"{path} cannot be continued: {reason(error)}", hint=hint) from None
     if path.stat().st_size:
         with path.open("rb+") as file:
             with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:

@@ -261,9 +261,8 @@ def builtin_task(name: str, params: Mapping[str, object]) -> Builtin:
     kind = BUILTIN[name]
     if unknown := [key for key in params if key not in kind.model_fields]:
         known = did_you_mean(unknown[0], kind.model_fields, f"it has: {', '.join(kind.model_fields)}")
-        raise ConfigError(
-            f'task.params.{unknown[0]}: the task "builtin:{name}" has no such parameter', hint=known
-        )
+        why = f'task.params.{unknown[0]}: the task "builtin:{name}" has no such parameter'
+        raise ConfigError(why, hint=known)
     try:
         return kind.model_validate(params)
     except ValidationError as error:

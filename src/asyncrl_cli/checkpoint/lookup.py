@@ -145,10 +145,9 @@ def refuse_ended(checkpoint: Checkpoint, train_steps: int) -> None:
     to train."""
     phase = last_status(checkpoint.directory.parent.parent).get("phase")
     if phase == "done" and checkpoint.step == train_steps:
-        raise RefusedError(
-            f"run '{checkpoint.run}' is done: it has trained all of its {train_steps} steps",
-            hint=f"--set run.train_steps={2 * train_steps} continues it; or resume an earlier checkpoint",
-        )
+        why = f"run '{checkpoint.run}' is done: it has trained all of its {train_steps} steps"
+        hint = f"--set run.train_steps={2 * train_steps} continues it; or resume an earlier checkpoint"
+        raise RefusedError(why, hint=hint)
 
 
 def resolve(argument: str, runs_dir: Path) -> Path:
@@ -192,10 +191,8 @@ def find_run_or_checkpoint(argument: str, runs_dir: Path) -> Path:
         if is_named_so or os.path.exists(candidate / LOOP_STATE):
             return candidate.resolve()
     if os.path.isdir(argument):
-        raise RefusedError(
-            f"{argument} is neither a run nor a checkpoint: it holds no checkpoints/ and no manifest.json",
-            hint=known_runs(runs_dir),
-        )
+        why = f"{argument} is neither a run nor a checkpoint: it holds no checkpoints/ and no manifest.json"
+        raise RefusedError(why, hint=known_runs(runs_dir))
     hint = known_runs(runs_dir)
     if step is not None and run and has_checkpoints(runs_dir / run):
         known = [path.name for path in checkpoints_in(runs_dir / run / "checkpoints")]

@@ -165,10 +165,8 @@ class RunDirectory:
         self._lock = take_lock(self.path)
         if self._lock is None:
             run = as_typed(self.path)
-            raise RefusedError(
-                f"run '{self.name}' is running: {holder(self.path)} holds it",
-                hint=f"watch it with `asyncrl status {run}`, or end it with `asyncrl stop {run}`",
-            )
+            hint = f"watch it with `asyncrl status {run}`, or end it with `asyncrl stop {run}`"
+            raise RefusedError(f"run '{self.name}' is running: {holder(self.path)} holds it", hint=hint)
         for directory in (self.checkpoints, self.samples, self.logs):
             directory.mkdir(exist_ok=True)
 

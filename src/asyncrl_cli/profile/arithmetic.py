@@ -119,9 +119,8 @@ def train_steps_of(profile: Profile) -> int:
     step_groups = profile.async_training.require_batches * profile.trainer.ppo_mini_batch_size
     if groups is None:
         if steps is None:
-            raise ConfigError(
-                "the run has no length", hint="set run.train_steps (or run.total_rollout_steps, in groups)"
-            )
+            hint = "set run.train_steps (or run.total_rollout_steps, in groups)"
+            raise ConfigError("the run has no length", hint=hint)
         return steps
     if groups % step_groups:
         below = groups - groups % step_groups

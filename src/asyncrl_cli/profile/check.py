@@ -126,18 +126,14 @@ def _rewards(task: TaskSection) -> Iterator[ConfigError]:
         return
     shown = f"task.reward = {shortened(toml_value(task.reward))}"
     if not 1 <= len(task.reward) <= MOST_REWARDS:
-        yield ConfigError(
-            f"{shown}: it has {len(task.reward)} rewards", hint=f"name 1 to {MOST_REWARDS}, or one as text"
-        )
+        hint = f"name 1 to {MOST_REWARDS}, or one as text"
+        yield ConfigError(f"{shown}: it has {len(task.reward)} rewards", hint=hint)
     if len(task.rewards) < len(task.reward):
-        yield ConfigError(
-            f"{shown}: a reward is named twice", hint='give it a weight: {"my_rewards:score" = 2.0}'
-        )
+        hint = 'give it a weight: {"my_rewards:score" = 2.0}'
+        yield ConfigError(f"{shown}: a reward is named twice", hint=hint)
     if alone := [name for name in ("auto", "none") if name in task.reward]:
-        yield ConfigError(
-            f'{shown}: "{alone[0]}" is not one of several rewards',
-            hint="name each reward, such as exact-match",
-        )
+        hint = "name each reward, such as exact-match"
+        yield ConfigError(f'{shown}: "{alone[0]}" is not one of several rewards', hint=hint)
     if any(weight == 0 for weight in task.rewards.values()):
         yield ConfigError(f"{shown}: a weight is 0", hint="leave that reward out, or give it a small weight")
 

@@ -187,14 +187,12 @@ def unknown_key(key: str, where: str, known: Collection[str]) -> ConfigError:
     if (own := f"{section}.{key.rpartition('.')[2]}") in known:  # trainer.policy.optimizer_config.lr
         return ConfigError(f"{where}: unknown key {shortened(key)}", hint=f"did you mean {own}?")
     if len(same) > 1:  # the same key of several sections
-        return ConfigError(
-            f"{where}: unknown key {shortened(key)}", hint=f"did you mean {' or '.join(same)}?"
-        )
+        hint = f"did you mean {' or '.join(same)}?"
+        return ConfigError(f"{where}: unknown key {shortened(key)}", hint=hint)
     names = [name.removeprefix(f"{section}.") for name in known if name.startswith(f"{section}.")]
     there_are = f"keys of [{section}]: {', '.join(names)}" if names else f"sections: {', '.join(sections())}"
-    return ConfigError(
-        f"{where}: unknown key {shortened(key)}", hint=did_you_mean(_joined(key) or key, known, there_are)
-    )
+    hint = did_you_mean(_joined(key) or key, known, there_are)
+    return ConfigError(f"{where}: unknown key {shortened(key)}", hint=hint)
 
 
 class PeerKey(NamedTuple):

@@ -235,9 +235,8 @@ def set_layer(sets: Sequence[str]) -> Layer:
         key, equals, value = text.partition("=")
         parts = key.strip().split(".")
         if not equals or not all(parts) or len(parts) > MAX_DEPTH:
-            raise ConfigError(
-                f"--set {shortened(text)}: expected section.key=value", hint="--set run.train_steps=20"
-            )
+            hint = "--set run.train_steps=20"
+            raise ConfigError(f"--set {shortened(text)}: expected section.key=value", hint=hint)
         if len(parts) == 1 and parts[0] not in sections():
             raise unknown_key(parts[0], "--set", keys())
         nested: Value = parse_value(value.strip())
@@ -299,10 +298,8 @@ def from_document(document: Values, *, where: str = "config.resolved.json") -> L
     """Raises RefusedError if the document has another schema version or does not describe a profile."""
     version = document.get("schema_version")
     if version != SCHEMA_VERSION:
-        raise RefusedError(
-            f"{where} has schema_version {version!r:.40}; this asyncrl reads {SCHEMA_VERSION}",
-            hint="resume with the version of asyncrl that started the run",
-        )
+        why = f"{where} has schema_version {version!r:.40}; this asyncrl reads {SCHEMA_VERSION}"
+        raise RefusedError(why, hint="resume with the version of asyncrl that started the run")
     try:
         tables, origins = document["profile"], document["origins"]
         training = tables["async_training"]

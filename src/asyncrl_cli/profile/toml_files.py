@@ -40,9 +40,8 @@ def read(path: Path) -> Table:
         message = f"{path}:{error.lineno}: {decapitalized(error.msg)} (column {error.colno})"
         raise ConfigError(message, hint=hint) from None
     except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"{path} cannot be read: {reason(error)}", hint="a profile is a TOML file in UTF-8"
-        ) from None
+        hint = "a profile is a TOML file in UTF-8"
+        raise ConfigError(f"{path} cannot be read: {reason(error)}", hint=hint) from None
 
 
 def parse_toml(text: str) -> Table:
@@ -73,10 +72,8 @@ def parse_value(text: str) -> Value:
     except tomli.TOMLDecodeError:
         return text
     except ValueError as error:
-        raise ConfigError(
-            f"{shortened(text)} is not a valid value: {error}",
-            hint="a value is read as TOML, otherwise as a string",
-        ) from None
+        hint = "a value is read as TOML, otherwise as a string"
+        raise ConfigError(f"{shortened(text)} is not a valid value: {error}", hint=hint) from None
     return parsed["value"] if len(parsed) == 1 else text
 
 
@@ -173,15 +170,11 @@ def locate(reference: str, *, relative_to: Path, asked_by: str) -> Path:
         hint = f"it is a template: `asyncrl init {reference} DIR`, and then --profile DIR/profile.toml"
         raise ConfigError(f"{asked_by}: there is no profile '{reference}'", hint=hint)
     if os.path.isfile(relative_to / expand(reference)):
-        raise ConfigError(
-            f"{asked_by}: {shortened(reference)} is not a profile: the name of a TOML file ends in .toml",
-            hint="docs/coming-from.md says which keys of other trainers are which here",
-        )
+        why = f"{asked_by}: {shortened(reference)} is not a profile: the name of a TOML file ends in .toml"
+        raise ConfigError(why, hint="docs/coming-from.md says which keys of other trainers are which here")
     hint = did_you_mean(reference, known, f"known profiles: {', '.join(known)}.", "`{}`".format)
-    raise ConfigError(
-        f"{asked_by}: there is no profile '{shortened(reference)}'",
-        hint=f"{hint} A file is given with its path or .toml",
-    )
+    hint = f"{hint} A file is given with its path or .toml"
+    raise ConfigError(f"{asked_by}: there is no profile '{shortened(reference)}'", hint=hint)
 
 
 def chain(reference: str) -> list[ProfileFile]:
@@ -204,22 +197,17 @@ def _chain(reference: str) -> list[ProfileFile]:
         paths = [file.path for file in files]
         if path in paths:
             circle = " -> ".join(map(str, [*paths, path]))
-            raise ConfigError(
-                f"{paths[-1]}: `extends` forms a cycle: {circle}", hint='end the chain at `extends = "base"`'
-            )
+            hint = 'end the chain at `extends = "base"`'
+            raise ConfigError(f"{paths[-1]}: `extends` forms a cycle: {circle}", hint=hint)
         if len(files) == MAX_CHAIN:
-            raise ConfigError(
-                f"{paths[0]}: `extends` chains more than {MAX_CHAIN} files",
-                hint='end it at `extends = "base"`',
-            )
+            hint = 'end it at `extends = "base"`'
+            raise ConfigError(f"{paths[0]}: `extends` chains more than {MAX_CHAIN} files", hint=hint)
         content = read(path)
         files.append(ProfileFile(name=path.stem, path=path, content=content))
         if "extends" not in content:
             return files[::-1]
         above = content["extends"]
         if not isinstance(above, str):
-            raise ConfigError(
-                f"{path}: extends = {shortened(above)}: expected one profile's name or file",
-                hint='extends = "base"',
-            )
+            why = f"{path}: extends = {shortened(above)}: expected one profile's name or file"
+            raise ConfigError(why, hint='extends = "base"')
         path = locate(above, relative_to=path.parent, asked_by=f'{path}: extends = "{shortened(above)}"')

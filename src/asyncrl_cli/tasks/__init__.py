@@ -2,7 +2,7 @@
 
     task.load_task(profile) -> Task    both splits, the reward's description, demonstrations; the items of an
                                        environment of the package verifiers
-        files.py, rows.py              items of a jsonl or parquet file: both splits; a row's prompt and answer
+        files.py, rows.py              items of a jsonl or parquet file, both splits; one row
         gym.py                         items of a reasoning-gym dataset; the worked form of one
         (builtin/)                     items of a task that comes with asyncrl
         code_choice.py                 chooses the reward and the environment class; tries out user code

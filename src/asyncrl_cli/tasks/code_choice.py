@@ -59,10 +59,8 @@ def resolve_reward(profile: Profile, spec: RewardSpec, run_dir: Path | None) -> 
     agent, rewards = profile.task.agent, profile.task.rewards
     if agent:
         if not is_user_code(agent):
-            raise ConfigError(
-                f'task.agent = "{agent}" is not of the form module:function',
-                hint='for example "my_agent:episode"',
-            )
+            hint = 'for example "my_agent:episode"'
+            raise ConfigError(f'task.agent = "{agent}" is not of the form module:function', hint=hint)
         expects = "the agent must be an async function of (client, item)"
         tried = try_out(profile, run_dir, "agent", agent, load_agent, expects)
         return replace(spec, kind="agent", function=tried.code), tried.notes
@@ -290,10 +288,9 @@ def recorded_file(run_dir: Path, what: str, name: str, record: str = "") -> tupl
     try:
         has_changed = found.sha256 != "" and found.sha256 != _sha256(found.file)
     except (OSError, UnsafeFile) as error:
-        raise RefusedError(
-            f"the run's {what} module {found.file} cannot be read: {reason(error)}",
-            hint=f"restore it, or write its new place into {path}: the module is imported only from there",
-        ) from error
+        why = f"the run's {what} module {found.file} cannot be read: {reason(error)}"
+        hint = f"restore it, or write its new place into {path}: the module is imported only from there"
+        raise RefusedError(why, hint=hint) from error
     return found.file, (f"task.{what}: {found.file} has changed since the run began",) if has_changed else ()
 
 

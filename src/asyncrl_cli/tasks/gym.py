@@ -82,10 +82,8 @@ def _refused_params(name: str, params: Mapping[str, object], error: Exception) -
     reason = str(error) or type(error).__name__
     named = [key for key in params if key in reason] or list(params)
     given = ", ".join(f"task.params.{key} = {params[key]!r}" for key in named)
-    return ConfigError(
-        f'dataset "{name}" refuses {given or "its default parameters"}: {reason}',
-        hint="change task.params; parameters that are not given there have the dataset's defaults",
-    )
+    hint = "change task.params; parameters that are not given there have the dataset's defaults"
+    return ConfigError(f'dataset "{name}" refuses {given or "its default parameters"}: {reason}', hint=hint)
 
 
 def make_entries(spec: RewardSpec, num_prompts: Mapping[str, int]) -> dict[str, list[Item]]:

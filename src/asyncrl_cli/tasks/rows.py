@@ -43,9 +43,8 @@ def _prompt(row: Row, column: str, place: str) -> ChatPrompt:
     messages = tuple(_message(entry, f"{column}[{index}]", place) for index, entry in enumerate(value))
     if not messages or messages[-1]["role"] == "assistant":
         end = "ends with the assistant's message" if messages else "holds no messages"
-        raise ConfigError(
-            f'{place}: column "{column}" {end}', hint="a prompt ends where the model is to answer"
-        )
+        hint = "a prompt ends where the model is to answer"
+        raise ConfigError(f'{place}: column "{column}" {end}', hint=hint)
     return messages
 
 
@@ -91,9 +90,8 @@ def _number(value: int | float | Decimal, column: str, place: str) -> str:
 
 
 def _unfit(value: object, expected: str, column: str, place: str, key: str) -> ConfigError:
-    return ConfigError(
-        f'{place}: column "{column}" is neither {expected} but {_kind(value)}', hint=f"{key} names the column"
-    )
+    hint = f"{key} names the column"
+    return ConfigError(f'{place}: column "{column}" is neither {expected} but {_kind(value)}', hint=hint)
 
 
 def _kind(value: object) -> str:
@@ -102,17 +100,14 @@ def _kind(value: object) -> str:
 
 def _whole_text(value: str, column: str, place: str) -> str:
     if not value.strip():
-        raise ConfigError(
-            f'{place}: column "{column}" is empty', hint=f"remove the row, or name another column: {KEYS}"
-        )
+        hint = f"remove the row, or name another column: {KEYS}"
+        raise ConfigError(f'{place}: column "{column}" is empty', hint=hint)
     try:
         value.encode("utf-8")
     except UnicodeEncodeError as error:
         half = f"U+{ord(value[error.start]):04X}"
-        raise ConfigError(
-            f'{place}: column "{column}" holds the lone surrogate {half} at {error.start}',
-            hint="write the file again as UTF-8",
-        ) from error
+        why = f'{place}: column "{column}" holds the lone surrogate {half} at {error.start}'
+        raise ConfigError(why, hint="write the file again as UTF-8") from error
     return value
 
 

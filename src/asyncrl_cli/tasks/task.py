@@ -120,10 +120,9 @@ def load_task(profile: Profile, run_dir: Path | None = None) -> Task:
         task = _file_task(profile, file_of(source, "task.source"), run_dir)
     else:
         if profile.eval.sets:
-            raise ConfigError(
-                f"eval.sets are files, and the reward of {source} judges its own prompts only",
-                hint="leave eval.sets out; eval.prompts says how many prompts are held out",
-            )
+            why = f"eval.sets are files, and the reward of {source} judges its own prompts only"
+            hint = "leave eval.sets out; eval.prompts says how many prompts are held out"
+            raise ConfigError(why, hint=hint)
         if profile.task.eval_path is not None:
             raise ConfigError(
                 f"task.eval_path is for tasks that are read from a file; {source} makes its eval prompts "
@@ -169,10 +168,8 @@ def _verifiers_task(profile: Profile, name: str) -> Task:
     source, num_eval, wanted = profile.task.source, profile.eval.prompts, profile.task.train_prompts
     python = profile.task.python and shutil.which(expand(profile.task.python))
     if profile.task.python is not None and not python:
-        raise ConfigError(
-            f'task.python = "{profile.task.python}" is not a program',
-            hint="give the path of a virtual environment's bin/python",
-        )
+        hint = "give the path of a virtual environment's bin/python"
+        raise ConfigError(f'task.python = "{profile.task.python}" is not a program', hint=hint)
     spec = RewardSpec(kind="verifiers", dataset=name, params=profile.task.params, python=python or "")
     try:
         rows, eval_rows = call_once(
@@ -259,10 +256,8 @@ def _adapter(profile: Profile, dataset: str | None) -> Adapter:
 
 def _file_task(profile: Profile, path: Path, run_dir: Path | None) -> Task:
     if profile.task.params:
-        raise ConfigError(
-            f"task.params is for reasoning-gym and builtin tasks, not for {profile.task.source}",
-            hint="leave it out",
-        )
+        why = f"task.params is for reasoning-gym and builtin tasks, not for {profile.task.source}"
+        raise ConfigError(why, hint="leave it out")
     spec = RewardSpec(kind="none", adapter=_adapter(profile, ""))
     reward, notes_of_reward = resolve_reward(profile, spec, run_dir)
     prompt, answer = profile.task.prompt_key, profile.task.answer_key
