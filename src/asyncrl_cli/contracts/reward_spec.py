@@ -12,6 +12,17 @@ from asyncrl_cli.base.named_code import UserCode
 
 Adapter = Literal["plain", "worked"]
 AnswerFormat = Literal["final", "anywhere"]
+RewardKind = Literal[
+    "dataset",
+    "exact-match",
+    "math-verify",
+    "function",
+    "agent",
+    "verifiers",
+    "episode",
+    "none",
+    "several",
+]
 MAX_REWARD = 1e9
 """The largest reward, positive or negative. Larger ones are mistakes, and their sums or squares would not be
 finite."""
@@ -33,17 +44,7 @@ class RewardSpec:
     `answer_format`: where `math-verify` looks for the answer.
     """
 
-    kind: Literal[
-        "dataset",
-        "exact-match",
-        "math-verify",
-        "function",
-        "agent",
-        "verifiers",
-        "episode",
-        "none",
-        "several",
-    ]
+    kind: RewardKind
     dataset: str = ""
     params: Mapping[str, Any] = field(default_factory=dict)
     adapter: Adapter = "plain"

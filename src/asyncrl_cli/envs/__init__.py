@@ -20,20 +20,25 @@ ends with a reward.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
 
 from asyncrl_cli.base.named_code import find_plugin, is_user_code
+from asyncrl_cli.contracts.environment import Environment, Rewards
 
+Factory = Callable[[Rewards], Environment]
 ENVIRONMENTS = {
     "one-turn": "asyncrl_cli.contracts.environment:OneTurn",
     "guess": "asyncrl_cli.builtin.builtin_tasks:Guess",
 }
 
 
-def find_environment(name: str) -> Any:
+def find_environment(name: str) -> Factory:
     """The class or function that makes an environment. Raises ConfigError for an unknown name."""
     also = "a class of yours as module:Class"
-    return find_plugin("task.environment", name, ENVIRONMENTS, "asyncrl.environments", also=also)
+    make: Callable[[Rewards], Environment] = find_plugin(
+        "task.environment", name, ENVIRONMENTS, "asyncrl.environments", also=also
+    )
+    return make
 
 
 def check_environment(name: str) -> None:

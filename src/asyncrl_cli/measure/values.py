@@ -137,7 +137,7 @@ class Quantiles:
         return later if later.points else self
 
 
-KINDS: Mapping[str, type[Any]] = {
+KINDS: Mapping[str, type[Value]] = {
     kind.__name__: kind for kind in (Last, Sum, Max, Ratio, Spread, Overlap, Histogram, Quantiles)
 }
 
@@ -154,16 +154,16 @@ def shown(values: Mapping[str, Value]) -> dict[str, Scalar]:
     return {key: shown for key, value in values.items() if (shown := value.value) is not None}
 
 
-def to_json(values: Mapping[str, Value]) -> dict[str, Any]:
+def to_json(values: Mapping[str, Value]) -> dict[str, list[object]]:
     return {key: [type(value).__name__, *astuple(value)] for key, value in values.items()}  # type: ignore[call-overload]
 
 
-def from_json(content: Mapping[str, Sequence[Any]]) -> dict[str, Value]:
+def from_json(content: Mapping[str, Sequence[object]]) -> dict[str, Value]:
     """Raises ValueError for what `to_json` does not write."""
     return {key: _value(key, *entry) for key, entry in content.items()}
 
 
-def _value(key: str, kind: Any = None, *parts: Any) -> Value:
+def _value(key: str, kind: object = None, *parts: object) -> Value:
     if kind not in KINDS:
         raise ValueError(f"{key:.80}: {kind!r:.40} is not a known kind of value")
     try:
@@ -174,5 +174,5 @@ def _value(key: str, kind: Any = None, *parts: Any) -> Value:
 
 
 @cache
-def _reader(kind: str) -> TypeAdapter[Any]:
+def _reader(kind: str) -> TypeAdapter[Value]:
     return TypeAdapter(KINDS[kind])

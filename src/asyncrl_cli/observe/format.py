@@ -9,10 +9,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
+from typing import TYPE_CHECKING, TypeGuard, TypeVar
 
 if TYPE_CHECKING:  # `asyncrl --help` needs some of these functions, and no pydantic
     from asyncrl_cli.contracts.status import EvalPoint, Figures, Status
+    from asyncrl_cli.observe.run_lines import Line
 
 SPARKS = "▁▂▃▄▅▆▇█"
 NOTHING = "-"
@@ -104,7 +105,7 @@ LEADING: Mapping[str, tuple[str, Callable[[object], str]]] = {
 """The figures shown first in every view: metric -> (label, formatter)."""
 
 
-def event_text(event: Mapping[str, Any]) -> str | None:
+def event_text(event: Line) -> str | None:
     """The event as one line of text; None if its kind is not shown to people."""
     match event["event"]:
         case "warning":
@@ -145,7 +146,7 @@ def step_text(status: Status) -> str:
     return "  ".join(figures)
 
 
-def line_text(line: Mapping[str, Any]) -> str:
+def line_text(line: Line) -> str:
     """A train step's metrics as one line of the driver's log."""
     figures = [
         f"step {line['step']}",
@@ -211,7 +212,7 @@ def evals_text(points: Sequence[EvalPoint]) -> str:
     return f"{values}, {count(ends[-1].get('num_prompts'))} prompts"
 
 
-def scored(point: Mapping[str, Any]) -> str:
+def scored(point: Mapping[str, object]) -> str:
     """An eval's mean reward and, if it is known, its 95% interval: `0.250 [0.102..0.431]`."""
     mean, low, high = (number(point.get(f"reward_{key}"), 3) for key in ("mean", "low", "high"))
     return f"{mean} [{low}..{high}]" if "reward_low" in point else mean

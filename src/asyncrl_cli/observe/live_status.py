@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from copy import deepcopy
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, NotRequired, cast
+from typing import NotRequired, TypeVar, cast
 
 from typing_extensions import TypedDict  # pydantic reads typing's own from Python 3.12 on
 
@@ -28,12 +28,15 @@ from asyncrl_cli.contracts.status import (
     RunFacts,
     Status,
 )
+from asyncrl_cli.measure.values import Scalar
 from asyncrl_cli.observe.format import LEADING, event_text
 from asyncrl_cli.observe.metrics import Period, StepMetrics
+from asyncrl_cli.observe.run_lines import Line
 from asyncrl_cli.observe.step_values import FLOW, PARTIAL, SCORER, STATES
 from asyncrl_cli.profile.arithmetic import Schedule
 from asyncrl_cli.profile.schema import Profile
 
+T = TypeVar("T")
 HISTORY = 60
 """Number of points in the curves of reward, slot use and each eval set."""
 RATE_STEPS = 30
@@ -76,7 +79,7 @@ class LiveStatus:
         self._started_at = time.time()
         self._phase = "starting"
         self._error = ""
-        self._line: Mapping[str, Any] = {}
+        self._line: Line = {}
         self._overview: Overview | None = None
         self._began_s = 0.0
         self._pace: deque[tuple[float, int]] = deque(maxlen=RATE_STEPS)
@@ -84,7 +87,7 @@ class LiveStatus:
         self._notes: deque[Note] = deque(maxlen=NOTES)
         self._warnings: deque[Note] = deque(maxlen=WARNINGS)
 
-    def line(self, line: Mapping[str, Any]) -> None:
+    def line(self, line: Line) -> None:
         """A train step has ended. `StepMetrics` must have been updated with it before."""
         self._line = line
         self._pace.append((line["time_s"], line["step"]))
@@ -94,7 +97,7 @@ class LiveStatus:
                 curve.append(line[key])
                 del curve[:-HISTORY]
 
-    def event(self, event: Mapping[str, Any]) -> None:
+    def event(self, event: Line) -> None:
         """Note events that people want to read: evals, checkpoints, restarts, resumes, warnings, failures."""
         name, time_s, text = event["event"], event["time_s"], event_text(event)
         if name == "eval":
@@ -105,7 +108,7 @@ class LiveStatus:
             self._state["num_warnings"] += 1
             self._warnings.append(Note(time_s=time_s, text=str(text)))
 
-    def _add_eval(self, event: Mapping[str, Any]) -> None:
+    def _add_eval(self, event: Line) -> None:
         """Append it to the curve of its set. It replaces an earlier eval of the same version, else the oldest
         one of a full curve."""
         if event.get("reward_mean") is None or "version" not in event:
@@ -119,7 +122,7 @@ class LiveStatus:
             evals.remove(one)
         evals.append(point)
 
-    def recall(self, evals: Iterable[Mapping[str, Any]]) -> None:
+    def recall(self, evals: Iterable[Line]) -> None:
         """After a resume: all evals of the run that still hold. The checkpoint lacks those that ended after
         it."""
         self._state["evals"] = []
@@ -234,7 +237,7 @@ class LiveStatus:
             return steps
         return self._metrics.step_so_far(overview.reports, from_s, overview.time_s) or steps
 
-    def _utilization(self, period: Period | None) -> dict[str, Any]:
+    def _utilization(self, period: Period | None) -> dict[str, Scalar]:
         reports = list(self._overview.reports.values()) if self._overview else []
         scorers = [report.name for report in reports if report.role == SCORER]
         names = [*LEADING, *(f"{scorer}/{figure}" for scorer in scorers for figure in SCORER_FIGURES)]
@@ -246,7 +249,7 @@ class LiveStatus:
         return known
 
 
-def _under(prefix: str, figures: Mapping[str, Any]) -> dict[str, Any]:
+def _under(prefix: str, figures: Mapping[str, T]) -> dict[str, T]:
     """The figures whose keys begin with `prefix`, which is removed."""
     return {key.removeprefix(prefix): value for key, value in figures.items() if key.startswith(prefix)}
 

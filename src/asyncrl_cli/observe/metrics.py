@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import cast
 
 from typing_extensions import TypedDict  # pydantic reads typing's own from Python 3.12 on
 
@@ -37,7 +37,7 @@ class Period:
     """Figures, merged over the train steps of `time` (0 of them: over a part of one)."""
 
     time: CoveredTime
-    figures: Mapping[str, Any]
+    figures: Mapping[str, Scalar]
 
     @classmethod
     def of(cls, values: Mapping[str, Value], words: str, from_s: float, to_s: float, steps: int) -> Period:
@@ -50,8 +50,8 @@ class MetricsState(TypedDict):
 
     time_s: float
     window: Count | None
-    in_window: dict[str, list[Any]]
-    run: dict[str, list[Any]]
+    in_window: dict[str, list[object]]
+    run: dict[str, list[object]]
 
 
 class StepMetrics:

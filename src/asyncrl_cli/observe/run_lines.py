@@ -8,7 +8,7 @@ import re
 import sys
 import tomllib
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sized
 from functools import cache
 from importlib.resources import files
 from typing import Annotated, Any, Literal, NotRequired, TypeAlias, cast
@@ -139,13 +139,8 @@ class SampleLine(TypedDict, extra_items=Any):  # type: ignore[call-arg]
 
 def _with_equal_lengths(line: SampleLine) -> SampleLine:
     """All arrays cover the tokens of all segments. Dumps of older versions have no `pieces`."""
-    arrays: list[list[Any] | None] = [
-        line["versions"],
-        line["logprobs"],
-        line["mask"],
-        line.get("pieces"),
-        line.get("trainer_logprobs"),
-    ]
+    arrays: list[Sized | None] = [line["versions"], line["logprobs"], line["mask"]]
+    arrays += line.get("pieces"), line.get("trainer_logprobs")
     lengths = {sum(line["segment_lengths"]), *(len(array) for array in arrays if array is not None)}
     if len(lengths) > 1:
         raise ValueError(f"the arrays differ in length: {sorted(lengths)}")

@@ -14,7 +14,6 @@ import os
 from collections.abc import Mapping
 from itertools import takewhile
 from pathlib import Path
-from typing import Any
 
 from asyncrl_cli.base.named_code import find_plugin
 from asyncrl_cli.base.safe_files import MIB
@@ -93,8 +92,9 @@ def _wanted(profile: Profile) -> list[str]:
     return list(dict.fromkeys([name for name, is_on in switched_on.items() if is_on] + [*logging.sinks]))
 
 
-def _kind(name: str) -> Any:
-    return find_plugin("logging.sinks", name, SINKS, "asyncrl.sinks")
+def _kind(name: str) -> type[Sink]:
+    kind: type[Sink] = find_plugin("logging.sinks", name, SINKS, "asyncrl.sinks")
+    return kind
 
 
 class LineFile(Sink):
@@ -181,7 +181,7 @@ class TimelineFile(StepFile):
                 self._waits.setdefault(name, []).append((time_s, wait))
 
 
-def span_line(record: StepRecord, ahead_s: float) -> dict[str, Any]:
+def span_line(record: StepRecord, ahead_s: float) -> dict[str, object]:
     """A step's spans as JSON. `ahead_s` is the run's time minus the driver's clock."""
 
     def at(time_s: float) -> float:
@@ -218,7 +218,7 @@ def to_json(content: Line) -> str:
     return json.dumps(_finite(content), allow_nan=False)
 
 
-def _finite(value: Any) -> Any:
+def _finite(value: object) -> object:
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, Mapping):

@@ -15,7 +15,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from asyncrl_cli.base.paths import is_path
 
 
-def _exact(value: Any) -> Any:
+def _exact(value: object) -> object:
     """Turn an integer or a float into the decimal that it is written as. Validation refuses anything else."""
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         return Decimal(str(value))
@@ -30,7 +30,7 @@ def _path(text: str) -> str:
     return text
 
 
-def whole_ratios(ratios: Any) -> Any:
+def whole_ratios(ratios: object) -> object:
     """Fractions, as verl writes ratios, as the smallest whole numbers: [0.5, 0.25, 0.25] is [2, 1, 1]. Others
     are unchanged."""
     if not isinstance(ratios, list | tuple) or not all(

@@ -26,11 +26,7 @@ from asyncrl_cli.base.named_code import report
 from asyncrl_cli.contracts.item import Item
 from asyncrl_cli.contracts.reward_spec import NAMES_ANSWER, RewardSpec
 from asyncrl_cli.tasks.final_answer import names_answer
-from asyncrl_cli.tasks.reward_functions import (
-    build_reward,
-    checked_reward,
-    is_async,
-)
+from asyncrl_cli.tasks.reward_functions import build_reward, checked_reward, is_async
 
 if TYPE_CHECKING:
     import asyncio  # takes a fifth of a process's start: imported only for async rewards

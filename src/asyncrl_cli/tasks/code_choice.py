@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, Generic, TypeVar, cast
+from typing import Generic, TypeVar, cast
 
 from asyncrl_cli.base.child_process import ChildFailed, ChildTimedOut, call_once
 from asyncrl_cli.base.errors import ConfigError, RefusedError, did_you_mean
@@ -23,7 +23,7 @@ from asyncrl_cli.base.named_code import UserCode, describe, is_user_code
 from asyncrl_cli.base.paths import has_module
 from asyncrl_cli.base.safe_files import UnsafeFile, load_json, open_regular, reason
 from asyncrl_cli.builtin.builtin_tasks import BUILTIN
-from asyncrl_cli.contracts.reward_spec import RewardPart, RewardSpec
+from asyncrl_cli.contracts.reward_spec import RewardKind, RewardPart, RewardSpec
 from asyncrl_cli.profile.schema import Profile, TaskSection
 from asyncrl_cli.tasks.players import load_agent
 from asyncrl_cli.tasks.reward_functions import load_function
@@ -105,7 +105,7 @@ def _resolved(
             hint="leave it out",
         )
     if reward in BUILT_IN:
-        return replace(spec, kind=cast("Any", reward), answer_format=profile.task.answer_format), ()
+        return replace(spec, kind=cast("RewardKind", reward), answer_format=profile.task.answer_format), ()
     if not is_user_code(reward):
         raise ConfigError(
             f'task.reward = "{reward}" is not one of {", ".join(BUILT_IN)}, and not of the form '

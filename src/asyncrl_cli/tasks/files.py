@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from asyncrl_cli.base.errors import ConfigError, first_line
 from asyncrl_cli.base.paths import expand, missing_hint
@@ -24,6 +24,10 @@ from asyncrl_cli.base.safe_files import MAX_NESTING, UnsafeFile, nesting, open_r
 from asyncrl_cli.contracts.item import Item, make_item, prompt_key
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.tasks.rows import Row, prompt_and_answer
+
+if TYPE_CHECKING:  # pyarrow is imported only where a file needs it
+    from pyarrow import Array, DataType, Field
+    from pyarrow.parquet import ParquetFile
 
 KINDS = ("jsonl", "parquet")
 SET_NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,39}")
@@ -161,7 +165,7 @@ def _parquet_rows(path: Path) -> Iterator[tuple[str, Row]]:
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[Any]:
+def _opened(path: Path) -> Iterator[ParquetFile]:
     """The open ParquetFile. Raises ConfigError if it is not one, has a column twice, or turns out damaged
     while it is read."""
     import pyarrow
@@ -182,7 +186,7 @@ def _opened(path: Path) -> Iterator[Any]:
             raise ConfigError(why, hint="write or download it again") from error
 
 
-def _values(column: Any, where: str) -> list[object]:
+def _values(column: Array, where: str) -> list[object]:
     try:
         values: list[object] = column.cast(_without_nanoseconds(column.type), safe=False).to_pylist()
         return values
@@ -192,11 +196,11 @@ def _values(column: Any, where: str) -> list[object]:
         raise ConfigError(f"{what}: {first_line(error)}", hint=hint) from error
 
 
-def _without_nanoseconds(kind: Any) -> Any:
+def _without_nanoseconds(kind: DataType) -> DataType:
     """The type with microseconds in place of nanoseconds, at any depth of nesting."""
     from pyarrow import duration, large_list, list_, map_, struct, time64, timestamp, types
 
-    def element() -> Any:
+    def element() -> Field:
         return kind.value_field.with_type(_without_nanoseconds(kind.value_type))
 
     if types.is_timestamp(kind) and kind.unit == "ns":

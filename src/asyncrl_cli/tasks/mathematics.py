@@ -20,11 +20,10 @@ import logging
 import re
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
 
 from latex2sympy2_extended import NormalizationConfig, normalize_latex
 from math_verify import LatexExtractionConfig, parse, verify
-from sympy import Derivative, Integral, Limit, Product, Sum
+from sympy import Basic, Derivative, Integral, Limit, Product, Sum
 
 from asyncrl_cli.tasks.final_answer import final_answer
 
@@ -125,11 +124,13 @@ class Written:
         add."""
         return ROW.search(self.spelled) is not None
 
-    def parsed(self) -> Any:
+    def parsed(self) -> list[Basic | str]:
         """Without math-verify's second try, which takes any number out of what it cannot read."""
-        return parse(
-            f"\\boxed{{{self.latex}}}", extraction_config=[LatexExtractionConfig()], parsing_timeout=None
+        how = [LatexExtractionConfig()]
+        found: list[Basic | str] = parse(
+            f"\\boxed{{{self.latex}}}", extraction_config=how, parsing_timeout=None
         )
+        return found
 
 
 def _with_signs(text: str) -> str:
@@ -144,7 +145,7 @@ def _spelled(text: str) -> str:
 
 
 @lru_cache(maxsize=1024)
-def reference(answer: str) -> tuple[Written, Any]:
+def reference(answer: str) -> tuple[Written, list[Basic | str]]:
     """A dataset's answer, as text and parsed: all of it, or what it marks as the answer (GSM8K's `#### 72`, a
     boxed one). Raises ValueError if it is empty."""
     written = Written.of(final_answer(answer) or answer)
@@ -176,7 +177,7 @@ def is_right(answer: str, expected: str, prompt: str) -> bool:
     return bool(verify(parsed, answered, timeout_seconds=None))
 
 
-def _is_computed(parsed: Any) -> bool:
+def _is_computed(parsed: list[Basic | str]) -> bool:
     """Whether it holds no integral, derivative, sum, product or limit that somebody else would have to
     compute."""
     return not any(not isinstance(one, str) and one.has(*NOT_COMPUTED) for one in parsed)

@@ -17,17 +17,11 @@ import inspect
 import numbers
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, SupportsFloat
 
 from asyncrl_cli.base.named_code import UserCode
 from asyncrl_cli.contracts.item import Item, messages_of
-from asyncrl_cli.contracts.reward_spec import (
-    MAX_PARTS,
-    MAX_REWARD,
-    NoReward,
-    Reward,
-    RewardSpec,
-)
+from asyncrl_cli.contracts.reward_spec import MAX_PARTS, MAX_REWARD, NoReward, Reward, RewardSpec
 from asyncrl_cli.tasks.final_answer import after_prompt, final_answer, tagged
 from asyncrl_cli.tasks.players import agent_player, verifiers_player
 from asyncrl_cli.tasks.rows import DEFAULT_ANSWER, GROUND_TRUTHS, find
@@ -85,7 +79,7 @@ def _adapted(
     gets what it has parameters for."""
     takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in signature.parameters.values())
 
-    def note(figures: dict[str, float], name: object, value: Any) -> None:
+    def note(figures: dict[str, float], name: object, value: SupportsFloat) -> None:
         if len(figures) < MAX_PARTS:
             figures[str(name)[:80]] = float(value)
 

@@ -24,7 +24,7 @@ import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from asyncrl_cli.base.child_process import pickles, write_line
 from asyncrl_cli.base.named_code import UserCode, report
@@ -32,12 +32,15 @@ from asyncrl_cli.contracts.environment import Message, ToolSchema
 from asyncrl_cli.contracts.reward_spec import Reward, RewardPart, figures_of
 from asyncrl_cli.tasks.reward_functions import check_trl, checked_reward
 
+if TYPE_CHECKING:
+    import asyncio  # imported only where a class has coroutine functions
+
 GET_REWARD = "get_reward"
 NOT_TOOLS = ("reset", GET_REWARD)
 MAX_TEXT_CHARS = 10**6
 """Longest text that `reset` or a tool may return: far more than any context, little enough for a pipe."""
 
-Line = dict[str, Any]
+Line = dict[str, object]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,7 +91,7 @@ class Player:
         self._rewards = {part.name: (part.weight, code.load()) for part, code in parts}
         self._make = tool_class.code.load()
         self._environment: Any = None
-        self._runner: Any = None
+        self._runner: asyncio.Runner | None = None
 
     def serve(self, requests: BinaryIO, results: BinaryIO, *descriptors: int) -> None:
         """Answer requests until there are no more; each names one of the four methods below."""
@@ -110,12 +113,12 @@ class Player:
             raise TypeError(f"reset returned {type(observation).__name__}, not text or None")
         return [{"text": _bounded(observation or "")}]
 
-    def calls(self, calls: Sequence[tuple[str, object]]) -> Iterator[Line]:
+    def calls(self, calls: Sequence[tuple[str, Mapping[str, object]]]) -> Iterator[Line]:
         for name, arguments in calls:
             result = self._call(name, arguments)
             yield {**result, "done": bool(getattr(self._environment, "done", False))}
 
-    def _call(self, name: str, arguments: Any) -> Line:
+    def _call(self, name: str, arguments: Mapping[str, object]) -> Line:
         """The text for the model, and whether the call failed: the tool's result, or the error that it
         raised, in TRL's format."""
         try:
@@ -171,7 +174,7 @@ class Player:
             has_children = True
         return [{"clean": threading.active_count() == 1 and not has_tasks and not has_children}]
 
-    def _value(self, result: Any) -> Any:
+    def _value(self, result: object) -> Any:
         """The result, awaited if it is awaitable, on an event loop that lasts as long as the process."""
         if not inspect.isawaitable(result):
             return result
@@ -179,7 +182,7 @@ class Player:
 
         self._runner = self._runner or asyncio.Runner()
 
-        async def awaited() -> Any:
+        async def awaited() -> object:
             return await result
 
         return self._runner.run(awaited())

@@ -37,14 +37,14 @@ import json
 import logging
 import os
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from aiohttp import web
+from aiohttp.typedefs import Handler
 
 from asyncrl_cli.contracts.environment import End, EpisodeFailed, Rewards, SelfPlayed
 from asyncrl_cli.engines.port import Engine, Sampling
@@ -75,7 +75,6 @@ MAX_STARTS = 3
 KINDS = {"timed-out": "episode-timeout", "blocked": "tool-timeout", "died": "tool-died", "lost": "tool-died"}
 """Kinds of EpisodeFailed by those of RewardFailed. All others become `agent`: it raised, or returned no
 number."""
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 logger = logging.getLogger(__name__)
 
@@ -168,8 +167,7 @@ class Gateway:
         session = Session(id, self._engine, conversation, sampling, self._limits, seed, on_running)
         number, key = secrets.token_hex(8), secrets.token_urlsafe(32)
         self._sessions[number] = (key, session)
-        address = f"{self.url}/sessions/{number}/v1"
-        return session, Access(base_url=address, key=key, model=openai_api.MODEL)
+        return session, Access(f"{self.url}/sessions/{number}/v1", key, openai_api.MODEL)
 
     async def close_session(self, session: Session) -> None:
         """Close a session: from now on its requests get 410."""
@@ -300,41 +298,34 @@ class AgentEnvironment(SelfPlayed):
     agents: Rewards
 
     async def play(self, episode: Episode) -> End:
+        def on_running(running: int) -> None:
+            episode.waits_for("" if running else "agent")
+
         for start in range(1, MAX_STARTS + 1):
+            # Each start has a new conversation. The tokens of an earlier one are never trained.
+            episode.lost_tokens += episode.conversation.num_sampled
+            episode.conversation = Conversation(episode.means.chat)
+            session, access = self.gateway.open_session(
+                episode.id, episode.conversation, episode.sampling, episode.seed, on_running
+            )
+            playing = asyncio.ensure_future(self.agents.score(episode.item, access))
+            episode.waits_for("agent")
             try:
-                reward = await self._played(episode)
+                await asyncio.wait((playing, session.failed), return_when=asyncio.FIRST_COMPLETED)
+                if session.failed.done():
+                    session.failed.result()  # raises the engine's error
+                reward = await playing
                 break
             except RewardFailed as failed:
                 # "lost": another agent killed the process that they share; start again.
                 if failed.kind != "lost" or start == MAX_STARTS:
                     kind = KINDS.get(failed.kind, "agent")
                     raise EpisodeFailed(kind, f"agent of {episode.id}: {failed}") from None
+            finally:
+                playing.cancel()
+                episode.waits_for("")
+                episode.finish_reason = session.finish_reason
+                await self.gateway.close_session(session)
         if not episode.conversation.num_sampled:
             raise EpisodeFailed("agent", f"agent of {episode.id}: it ended without an answer from the model")
         return End(reward=float(reward))
-
-    async def _played(self, episode: Episode) -> float:
-        """Run the agent once, with a new conversation. Raises RewardFailed, and the engine's errors."""
-        # The tokens of an earlier start are never trained.
-        episode.lost_tokens += episode.conversation.num_sampled
-        episode.conversation = Conversation(episode.means.chat)
-
-        def on_running(running: int) -> None:
-            episode.waits_for("" if running else "agent")
-
-        session, access = self.gateway.open_session(
-            episode.id, episode.conversation, episode.sampling, episode.seed, on_running
-        )
-        playing = asyncio.ensure_future(self.agents.score(episode.item, access))
-        episode.waits_for("agent")
-        try:
-            waited: set[asyncio.Future[Any]] = {playing, session.failed}
-            await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
-            if session.failed.done():
-                session.failed.result()
-            return await playing
-        finally:
-            playing.cancel()
-            episode.waits_for("")
-            episode.finish_reason = session.finish_reason
-            await self.gateway.close_session(session)
