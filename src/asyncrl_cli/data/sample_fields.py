@@ -28,7 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncrl_cli.base.errors import ConfigError, first_line
-from asyncrl_cli.base.user_code import UserCode, describe
+from asyncrl_cli.base.named_code import UserCode, describe
 from asyncrl_cli.profile.arithmetic import CRITIC, PROX, REF
 from asyncrl_cli.profile.schema import Profile
 
