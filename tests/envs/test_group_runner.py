@@ -36,7 +36,7 @@ from asyncrl_cli.envs.group_runner import GroupRunner
 from asyncrl_cli.envs.slots import Slots
 from asyncrl_cli.sandbox.parent_rewards import RewardFailed
 from asyncrl_cli.train.batch import step_batches
-from asyncrl_cli.train.step_plan import OptimizerStepPlan, PlannedTrajectory
+from asyncrl_cli.train.step_plan import OptimizerStepPlan, PlannedTrajectory, RankPlan
 from tests.engines import tiny
 from tests.engines.brake import Brake
 from tests.engines.made import made_for
@@ -368,7 +368,8 @@ def trained_of(payload: GroupPayload) -> Counter[tuple[int, int, float]]:
         PlannedTrajectory(group=0, trajectory=i, advantage=float(i)) for i in range(len(payload.trajectories))
     )
     share = OptimizerStepPlan(trajectories=planned, num_loss_tokens=0, num_trajectories=len(planned))
-    (batch,) = step_batches([share], {0: payload}, window=0, max_tokens=100, ranks=OneRank())
+    plan = RankPlan(optimizer_steps=(share,), window=0)
+    (batch,) = step_batches(plan, {0: payload}, max_tokens=100, ranks=OneRank())
     found = Counter[tuple[int, int, float]]()
     for b in batch.microbatches:
         found.update(zip(b.advantages_N.tolist(), b.targets_N.tolist(), b.logp_mu_N.tolist(), strict=True))

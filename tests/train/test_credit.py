@@ -43,7 +43,7 @@ def credited(seed, max_tokens=8192, **keys):
     (plan,) = planned(metas, **keys)
     groups, algorithm, ranks = dict(enumerate(payloads)), AlgorithmSection(**keys), OneRank()
     (step,) = plan.optimizer_steps
-    (batch,) = step_batches([step], groups, window=0, max_tokens=max_tokens, ranks=ranks)
+    (batch,) = step_batches(plan, groups, max_tokens=max_tokens, ranks=ranks)
     counts = batch.counts_P
     rng = np.random.default_rng(seed)
     columns = {name: rng.normal(mean, 0.3, sum(counts)) for name, mean in ((REF, -4.0), (VALUES, 0.5))}

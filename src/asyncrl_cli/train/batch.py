@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 from asyncrl_cli.contracts.trajectories import NOT_SAMPLED, GroupPayload, Segment
 from asyncrl_cli.profile import arithmetic
 from asyncrl_cli.train.ranks import Ranks
-from asyncrl_cli.train.step_plan import OptimizerStepPlan
+from asyncrl_cli.train.step_plan import OptimizerStepPlan, RankPlan
 
 PROX, REF, VALUES = arithmetic.PROX, arithmetic.REF, arithmetic.CRITIC
 PENALTIES, ADVANTAGES, RETURNS = "penalties", "advantages", "returns"
@@ -106,11 +106,10 @@ class BatchRow(NamedTuple):
 
 
 def step_batches(
-    plans: Sequence[OptimizerStepPlan],
+    plan: RankPlan,
     payloads: Mapping[int, GroupPayload],
     columns: Columns | None = None,
     *,
-    window: int,
     max_tokens: int,
     ranks: Ranks,
     are_packed: bool = False,
@@ -119,9 +118,9 @@ def step_batches(
     segments of a trajectory share its advantage. `max_tokens` is per rank; it counts padding unless rows
     `are_packed` (packed_rows.py)."""
     batches, budget = list[StepBatch](), max_tokens * ranks.sequence_size
-    for plan in plans:
+    for step in plan.optimizer_steps:
         rows, counts_P, first_token = list[BatchRow](), list[int](), 0
-        for planned in plan.trajectories:
+        for planned in step.trajectories:
             segments = payloads[planned.group].trajectories[planned.trajectory].segments
             counts = [int(segment.mask_T.sum()) for segment in segments]
             counts_P.append(sum(counts))
@@ -132,8 +131,9 @@ def step_batches(
         lengths = [len(row.segment.tokens_T) - 1 for row in rows]
         split_cost = SPLIT_COST_TOKENS[ranks.device.type]
         cut = cut_packed(lengths, budget) if are_packed else cut_padded(lengths, budget, split_cost)
-        microbatches = [build_microbatch([rows[i] for i in indices], window, ranks.device) for indices in cut]
-        batches.append(StepBatch(plan, microbatches, counts_P))
+        parts = ([rows[i] for i in indices] for indices in cut)
+        microbatches = [build_microbatch(part, plan.window, ranks.device) for part in parts]
+        batches.append(StepBatch(step, microbatches, counts_P))
     # Every rank must take part in every FSDP collective: those with fewer microbatches add empty ones, of two
     # tokens that were not sampled.
     most = torch.tensor([max(len(batch.microbatches), 1) for batch in batches], device=ranks.device)

@@ -56,7 +56,6 @@ from asyncrl_cli.train.batch import (
     Columns,
     Microbatch,
     StepBatch,
-    step_batches,
 )
 from asyncrl_cli.train.losses import Metric, mean_of, sum_of
 from asyncrl_cli.train.optimizer import (
@@ -191,15 +190,7 @@ class CriticApart(Critic):
         """Run a train step's optimizer steps. A collective. `columns`: the values, and whatever else the
         returns need."""
         began_s = time.monotonic()
-        batches = step_batches(
-            plan.optimizer_steps,
-            payloads,
-            columns,
-            window=plan.window,
-            max_tokens=self.profile.trainer.max_tokens_per_microbatch,
-            ranks=self.ranks,
-            are_packed=self.is_packed,
-        )
+        batches = self.step_batches(plan, payloads, columns)
         credit(batches, self.profile.algorithm, self.ranks)
         metrics, skipped = self.update(batches)
         self.ranks.synchronize()

@@ -68,7 +68,6 @@ class PolicyLoss:
         microbatch: Microbatch,
         scored: Scored,
         plan: OptimizerStepPlan,
-        *,
         steps_done: int,
         normalizer: float = 1.0,
     ) -> tuple[torch.Tensor, dict[str, Metric]]:
@@ -88,8 +87,10 @@ class PolicyLoss:
         return loss, {"train/loss": sum_of(loss), "train/entropy": mean_of(scored.entropy_N), **metrics}
 
     def weight_normalizer(self, batch: StepBatch, ranks: Ranks) -> float:
-        """For `rollout_is_batch_normalize`: 1 / the mean of all ranks' importance weights in this optimizer
-        step, all of whose microbatches have the column of prox. A collective."""
+        """With `rollout_is_batch_normalize`: 1 / the mean of all ranks' importance weights in this optimizer
+        step, all of whose microbatches have the column of prox. Else 1. A collective."""
+        if not self._algorithm.rollout_is_batch_normalize:
+            return 1.0
         total = torch.zeros(2, dtype=torch.float64, device=ranks.device)
         for microbatch in batch.microbatches:
             loss_batch = self._batch(microbatch, microbatch.columns[PROX], 0)

@@ -32,7 +32,9 @@ from asyncrl_cli.train.logprobs import ForwardPass, Scored
 from asyncrl_cli.train.ranks import Ranks
 from asyncrl_cli.train.sharded_model import ShardedModel, fill
 from asyncrl_cli.weights.buckets import Bucket, Spec, dtype_name, torch_dtype, unpack
-from asyncrl_cli.weights.versions import Manifest, mean_abs_diff
+from asyncrl_cli.weights.versions import Manifest, make_probes, mean_abs_diff
+
+FIXED_PROBES = 4
 
 
 class PolicyModel(ShardedModel[PreTrainedModel]):
@@ -79,6 +81,12 @@ class PolicyModel(ShardedModel[PreTrainedModel]):
             return []
         found = iter(self.numbers_N(scoring_microbatch(sequences, self.ranks.device)).tolist())
         return [list(islice(found, len(tokens) - 1)) for tokens in sequences]
+
+    def fixed_logprob(self) -> float:
+        """The mean logprob of tokens that are the same in each run: it tells these weights from others. A
+        collective."""
+        tokens = make_probes(FIXED_PROBES, self.vocab_size, self.profile.run.seed)
+        return self.numbers_N(scoring_microbatch(tokens, self.ranks.device)).mean().item()
 
     def load(self, manifest: Manifest, buckets: Iterable[Bucket]) -> None:
         """Load a published version, without adapters. A collective. Raises ValueError if its tensors do not

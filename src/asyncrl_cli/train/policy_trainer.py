@@ -33,7 +33,7 @@ from asyncrl_cli.contracts.trajectories import GroupPayload
 from asyncrl_cli.measure.values import Sum, Value
 from asyncrl_cli.profile.arithmetic import MAX_LOGPROB_DIFF, is_apart
 from asyncrl_cli.profile.schema import ProcessPlace, Profile
-from asyncrl_cli.train.batch import PROX, REF, VALUES, Columns, StepBatch, scoring_microbatch, step_batches
+from asyncrl_cli.train.batch import PROX, REF, VALUES, Columns, StepBatch, step_batches
 from asyncrl_cli.train.critic import Critic, credit
 from asyncrl_cli.train.losses import Metric
 from asyncrl_cli.train.optimizer import PolicyOptimizer, StepResult, finite, host_like, step_metrics
@@ -54,8 +54,6 @@ from asyncrl_cli.train.trainer_state import (
 from asyncrl_cli.weights.buckets import BYTES_PER_MB, Bucket, Packing, plan_layout
 from asyncrl_cli.weights.senders import BufferPool, Publication
 from asyncrl_cli.weights.versions import Manifest, make_probes
-
-FROZEN_PROBES = 4
 
 
 class PolicyTrainer:
@@ -97,7 +95,10 @@ class PolicyTrainer:
         self._buffers = BufferPool(pins=self.ranks.device.type == "cuda")
         num_probes = profile.weights.probe_sequences
         self._probes = make_probes(num_probes, self.model.vocab_size, profile.run.seed, text=probe_text)
-        self._frozen_logprobs = self._score_frozen()
+        # Before anything is trained or loaded: LoRA's adapters are still zero, so the policy is its base.
+        base = self.model if profile.lora.rank else None
+        frozen = {"base_logprob": base, "reference_logprob": self.reference}
+        self._frozen_logprobs = {name: model.fixed_logprob() for name, model in frozen.items() if model}
         self.snapshots: dict[int, tuple[HostState, Counters, Publication | None]] = {}
         self._hand_over()
 
@@ -120,10 +121,9 @@ class PolicyTrainer:
         began_s, algorithm, ranks = time.monotonic(), self.profile.algorithm, self.ranks
         models = [model for model in (self.model, self.reference, self.critic) if model is not None]
         batches = step_batches(
-            plan.optimizer_steps,
+            plan,
             payloads,
             columns,
-            window=plan.window,
             max_tokens=self.profile.trainer.max_tokens_per_microbatch,
             ranks=ranks,
             are_packed=all(model.is_packed for model in models),  # all of them take the same microbatches
@@ -147,18 +147,11 @@ class PolicyTrainer:
         seen, results = list[dict[str, Metric]](), list[StepResult]()
         trained = batches[plan.critic_only :]  # in its head start, the critic learns alone
         for steps_done, batch in enumerate(trained, step_in_window * len(batches) + plan.critic_only):
-            batch_normalizes = algorithm.rollout_is_batch_normalize
-            normalizer = self._loss.weight_normalizer(batch, ranks) if batch_normalizes else 1.0
+            normalizer = self._loss.weight_normalizer(batch, ranks)
             for microbatch in batch.microbatches:
-                is_last = microbatch is batch.microbatches[-1]
-                self.model.gathered.before_backward(is_last=is_last)
-                loss, found = self._loss(
-                    microbatch,
-                    self.model.scored(microbatch),
-                    batch.plan,
-                    steps_done=steps_done,
-                    normalizer=normalizer,
-                )
+                self.model.gathered.before_backward(is_last=microbatch is batch.microbatches[-1])
+                scored = self.model.scored(microbatch)
+                loss, found = self._loss(microbatch, scored, batch.plan, steps_done, normalizer)
                 # FSDP averages gradients over ranks, but the loss is a share of all ranks' mean already.
                 (loss * ranks.world_size).backward()
                 seen.append(found)
@@ -334,20 +327,6 @@ class PolicyTrainer:
         it."""
         if self.profile.placement.colocate:
             self.ranks.release_cache()
-
-    def _score_frozen(self) -> dict[str, float]:
-        """Mean logprobs of fixed tokens under the base model and the reference, by counter name. A
-        collective. Call it before anything is trained or loaded: LoRA's adapters are still zero then, so the
-        policy equals its base model."""
-        base = self.model if self.profile.lora.rank else None
-        models = {"base_logprob": base, "reference_logprob": self.reference}
-        found = dict[str, float]()
-        for name, model in models.items():
-            if model is not None:
-                tokens = make_probes(FROZEN_PROBES, model.vocab_size, self.profile.run.seed)
-                microbatch = scoring_microbatch(tokens, self.ranks.device)
-                found[name] = model.numbers_N(microbatch).mean().item()
-        return found
 
     def _parameters(self) -> dict[str, DTensor]:
         """Parameters of the policy and the critic, by their names in the trainer's state."""

@@ -31,10 +31,10 @@ from asyncrl_cli.models.model_files import tensor_files
 from asyncrl_cli.models.saved_form import SavedForm, persistent_buffers, skeleton
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.train import keeps_whole_gradients
-from asyncrl_cli.train.batch import Column, Microbatch, step_batches
+from asyncrl_cli.train.batch import Column, Columns, Microbatch, StepBatch, step_batches
 from asyncrl_cli.train.packed_rows import Divide, choose_division, is_packed
 from asyncrl_cli.train.ranks import Ranks
-from asyncrl_cli.train.step_plan import OptimizerStepPlan, PlannedTrajectory
+from asyncrl_cli.train.step_plan import OptimizerStepPlan, PlannedTrajectory, RankPlan
 
 T = TypeVar("T")
 Content = TypeVar("Content", bound=torch.nn.Module)
@@ -138,6 +138,15 @@ class ShardedModel(ABC, Generic[Content]):
         self.gathered.release()
         return numbers_N
 
+    def step_batches(
+        self, plan: RankPlan, payloads: Mapping[int, GroupPayload], columns: Columns | None = None
+    ) -> list[StepBatch]:
+        """The microbatches of a plan, if this model alone takes them. A collective."""
+        max_tokens, packs = self.profile.trainer.max_tokens_per_microbatch, self.is_packed
+        return step_batches(
+            plan, payloads, columns, max_tokens=max_tokens, ranks=self.ranks, are_packed=packs
+        )
+
     def column(self, payloads: Mapping[int, GroupPayload]) -> Column:
         """The numbers of the groups' sampled tokens. A collective; each rank may have its own groups, or
         none."""
@@ -147,15 +156,7 @@ class ShardedModel(ABC, Generic[Content]):
             for index in range(len(payload.trajectories))
         )
         everything = OptimizerStepPlan(trajectories=trajectories, num_loss_tokens=0, num_trajectories=0)
-        max_tokens = self.profile.trainer.max_tokens_per_microbatch
-        (batch,) = step_batches(
-            [everything],
-            payloads,
-            window=0,
-            max_tokens=max_tokens,
-            ranks=self.ranks,
-            are_packed=self.is_packed,
-        )
+        (batch,) = self.step_batches(RankPlan(optimizer_steps=(everything,), window=0), payloads)
         batch.fill("column", self.numbers_N)
         values_F = batch.column("column").cpu().numpy()
         arrays = iter(np.split(values_F, np.cumsum(batch.counts_P)[:-1]))

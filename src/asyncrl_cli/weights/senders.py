@@ -27,7 +27,7 @@ import weakref
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -131,6 +131,7 @@ class Publication(NamedTuple):
             return cls(parse_json(file.metadata()["manifest"], Manifest), packing)
 
 
+@dataclass(eq=False)
 class DiskSender(Sender):
     """`root` must be the same directory on all nodes; configuration and tokenizer are copied from
     `model_dir`.
@@ -139,14 +140,13 @@ class DiskSender(Sender):
     damaged version.
     """
 
-    def __init__(self, root: Path, model_dir: Path, *, durable: bool = False) -> None:
-        self._root = root
-        self._model_dir = model_dir
-        self._durable = durable
+    root: Path
+    model_dir: Path
+    durable: bool = False
 
     def begin(self, version: int, num_buckets: int) -> None:
-        self._final = version_directory(self._root, version)
-        self._working = self._root / f".{self._final.name}.writing"
+        self._final = version_directory(self.root, version)
+        self._working = self.root / f".{self._final.name}.writing"
         self._num_buckets = num_buckets
         self._put: list[BucketFile] = []
         shutil.rmtree(self._working, ignore_errors=True)
@@ -170,28 +170,28 @@ class DiskSender(Sender):
         # Parameters, which share a dtype, come before buffers.
         dtype = next((spec.dtype for spec in file_of if torch_dtype(spec.dtype).is_floating_point), None)
         with self._named_errors():
-            copy_model_files(self._model_dir, self._working, dtype)
+            copy_model_files(self.model_dir, self._working, dtype)
             names = {spec.name: file for spec, file in file_of.items()}
             write_index(self._working, names, manifest.num_bytes)
             write_manifest(self._working, manifest.version)
-            if self._durable:
+            if self.durable:
                 sync_files(self._working)
             remove_tree(self._final)
             self._working.rename(self._final)
 
     def keep(self, wanted: Collection[int]) -> None:
-        for version in kept_versions(self._root):
+        for version in kept_versions(self.root):
             if version not in wanted:
-                remove_tree(version_directory(self._root, version))
+                remove_tree(version_directory(self.root, version))
 
     @contextmanager
     def _named_errors(self) -> Iterator[None]:
         try:
             yield
         except (OSError, SafetensorError) as error:
-            without = "keep_versions=0" if self._durable else "transport=object-store"
+            without = "keep_versions=0" if self.durable else "transport=object-store"
             hint = f"check its free space and permissions, or --set weights.{without}"
-            raise AsyncrlError(f"a version cannot be written to {self._root}: {error}", hint=hint) from error
+            raise AsyncrlError(f"a version cannot be written to {self.root}: {error}", hint=hint) from error
 
 
 def write_manifest(directory: Path, version: int) -> None:

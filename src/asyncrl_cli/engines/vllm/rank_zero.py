@@ -36,6 +36,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, wait
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -111,23 +112,21 @@ class _Link:
             self.group.add_done_callback(lambda made: None if made.exception() else made.result().destroy())
 
 
+@dataclass(eq=False)
 class NcclLinks:
-    """The groups of all workers, by name. Calls for different workers may come in different threads."""
+    """The groups of all workers, by name. Calls for different workers may come in different threads.
 
-    def __init__(
-        self,
-        held: HeldVersions,
-        open_group: Callable[[Meeting], Group],
-        *,
-        timeout_s: float,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        """`timeout_s` bounds each meeting and each transfer; the wait for a turn is bounded by `timeout_s`
-        per worker."""
-        self.timeout_s = timeout_s
-        self._held = held
-        self._open_group = open_group
-        self._clock = clock
+    `timeout_s` bounds each meeting and each transfer; the wait for a turn is bounded by `timeout_s` per
+    worker.
+    """
+
+    held: HeldVersions
+    open_group: Callable[[Meeting], Group]
+    _: KW_ONLY
+    timeout_s: float
+    clock: Callable[[], float] = time.monotonic
+
+    def __post_init__(self) -> None:
         self._links: dict[str, _Link] = {}
         self._turn_changed = threading.Condition()
         self._turn_of: _Link | None = None
@@ -139,14 +138,14 @@ class NcclLinks:
         self.leave(worker)
         link = self._links[worker] = _Link(worker)
         waits = f"for {worker}'s vLLM processes to meet it by NCCL"
-        self._bounded(link, link.group, lambda: self._open_group(meeting), waits)
+        self._bounded(link, link.group, lambda: self.open_group(meeting), waits)
 
     def broadcast(self, worker: str, version: int, names: Mapping[str, str]) -> None:
         """Send a version's tensors to the worker. A failed broadcast ends the group.
 
         Raises AsyncrlError as `join` does, ValueError if the version is not held.
         """
-        tensors = self._held.tensors(version, names)
+        tensors = self.held.tensors(version, names)
         link, sent = self._joined(worker), Future[None]()
         group, waits = link.group.result(), f"for {worker}'s vLLM processes to take version {version}"
         self._take_turn(link, begins_in_s=math.inf)
@@ -177,11 +176,11 @@ class NcclLinks:
     def _take_turn(self, link: _Link, *, begins_in_s: float) -> None:
         """Wait for the turn. A holder that does not begin to broadcast within `begins_in_s` loses the turn to
         a waiting worker."""
-        came_s = self._clock()
+        came_s = self.clock()
         with self._turn_changed:
-            while (holder := self._turn_of) and holder is not link and self._clock() <= self._begins_by_s:
+            while (holder := self._turn_of) and holder is not link and self.clock() <= self._begins_by_s:
                 workers = len(self._links)
-                is_late = self._clock() - came_s > turn_s(self.timeout_s, workers)
+                is_late = self.clock() - came_s > turn_s(self.timeout_s, workers)
                 if link.ended.is_set() or is_late:
                     how = self._how_it_ended(link, f" for each of {workers} workers")
                     why = f"which was sending to {holder.worker}: {how}"
@@ -189,7 +188,7 @@ class NcclLinks:
                 self._turn_changed.wait(LOOK_S)
             if link.ended.is_set():
                 raise ExecutorFailed(f"{link.worker} waited for rank 0: {self._how_it_ended(link)}")
-            self._turn_of, self._begins_by_s = link, self._clock() + begins_in_s
+            self._turn_of, self._begins_by_s = link, self.clock() + begins_in_s
 
     def _give_turn(self, link: _Link) -> None:
         with self._turn_changed:
@@ -212,9 +211,9 @@ class NcclLinks:
             except Exception as error:  # `made.exception()` has it
                 made.set_exception(error)
 
-        ends_s = self._clock() + self.timeout_s
+        ends_s = self.clock() + self.timeout_s
         threading.Thread(target=make, name=f"nccl with {link.worker}", daemon=True).start()
-        while not (made.done() or link.ended.is_set() or self._clock() > ends_s):
+        while not (made.done() or link.ended.is_set() or self.clock() > ends_s):
             wait([made], timeout=LOOK_S)
         error: BaseException | None = AsyncrlError(f"rank 0 waited {waits}: {self._how_it_ended(link)}")
         if made.done() and not link.ended.is_set():
@@ -256,24 +255,22 @@ class _Export(NamedTuple):
     chunks: Iterator[Chunk]
 
 
+@dataclass(eq=False)
 class IpcExports:
     """Rank 0's exports to all workers, one load at a time per worker. `leave` may be called in another thread
-    during `export`."""
+    during `export`.
 
-    def __init__(
-        self,
-        held: HeldVersions,
-        produce: Produce,
-        *,
-        buffer_bytes: int,
-        collect: Callable[[], None] = torch.cuda.ipc_collect,
-    ) -> None:
-        """`buffer_bytes`: minimum size of the buffer, which grows to the largest tensor. `collect` frees
-        closed exports."""
-        self._held = held
-        self._produce = produce
-        self._buffer_bytes = buffer_bytes
-        self._collect = collect
+    `buffer_bytes`: minimum size of the buffer, which grows to the largest tensor. `collect` frees closed
+    exports.
+    """
+
+    held: HeldVersions
+    produce: Produce
+    _: KW_ONLY
+    buffer_bytes: int
+    collect: Callable[[], None] = torch.cuda.ipc_collect
+
+    def __post_init__(self) -> None:
         self._open: dict[str, _Export] = {}
         self._lock = threading.Lock()
 
@@ -286,10 +283,10 @@ class IpcExports:
         """
         if part == 0:
             self.leave(worker)
-            tensors = list(self._held.tensors(version, names))
-            size_bytes = max([self._buffer_bytes, *(tensor.nbytes for _, tensor in tensors)])
+            tensors = list(self.held.tensors(version, names))
+            size_bytes = max([self.buffer_bytes, *(tensor.nbytes for _, tensor in tensors)])
             with self._lock:
-                self._open[worker] = _Export(version, 0, self._produce(iter(tensors), size_bytes))
+                self._open[worker] = _Export(version, 0, self.produce(iter(tensors), size_bytes))
         with self._lock:
             begun, expected, chunks = self._open.get(worker, _Export(-1, -1, iter(())))
             if (version, part) != (begun, expected):
@@ -301,7 +298,7 @@ class IpcExports:
             has_left = self._open.get(worker) is not following
         if has_left:  # `leave` could not free the buffer while this call was using it
             del following, chunks, chunk
-            self._collect()
+            self.collect()
             raise ExecutorFailed(f"{worker} has left while rank 0 made part {part} of version {version}")
         return None if chunk is None else update_info(chunk)
 
@@ -311,7 +308,7 @@ class IpcExports:
         with self._lock:
             is_open = self._open.pop(worker, None) is not None
         if is_open:
-            self._collect()
+            self.collect()
 
 
 def update_info(chunk: Chunk) -> UpdateInfo:
