@@ -136,13 +136,8 @@ def test_on_gpus_the_twin_takes_turns_on_as_many(tmp_path: Path) -> None:
     gpus = f"{rollout}[placement]\ndevice = 'cuda'\ngpus = 8\nratio = '1:3'\n"
     (tmp_path / "my.toml").write_text(f'extends = "partial-rollout"\n{gpus}', encoding="utf-8")
     (tmp_path / "at.toml").write_text(COSTS, encoding="utf-8")
-    made = contest_of(
-        None,
-        [str(tmp_path / "my.toml")],
-        directory=tmp_path,
-        workload=load_workload(str(tmp_path / "at.toml")),
-    )
-    twin, own = made.entries
+    at = load_workload(str(tmp_path / "at.toml"))
+    twin, own = contest_of(None, [str(tmp_path / "my.toml")], directory=tmp_path, workload=at).entries
     assert (twin.plan.gpus, own.plan.gpus, twin.plan.trainer_workers) == (8, 8, 8)
     assert twin.profile.weights.transport == "object-store"
 

@@ -87,18 +87,11 @@ def test_the_help_has_examples_and_says_which_profile_is_compared_by_default(cap
 
 
 def test_the_screen_says_which_runs_are_missing_and_that_there_is_no_page(tmp_path, monkeypatch, capsys):
+    figures = {"timing/step_s": 2.0, "response_tokens/mean": 10.0, "staleness/histogram": [16]}
+    totals = {"version": 1, "groups_trained": 16, "tokens_trained": 160, "time_s": 2.0}
     lines = [
-        {
-            "window": window,
-            "version": window + 1,
-            "groups_trained": 16 * (window + 1),
-            "tokens_trained": 160 * (window + 1),
-            "time_s": 2.0 * (window + 1),
-            "timing/step_s": 2.0,
-            "response_tokens/mean": 10.0,
-            "staleness/histogram": [16],
-        }
-        for window in range(4)
+        {"window": number - 1, **figures, **{key: number * each for key, each in totals.items()}}
+        for number in range(1, 5)
     ]
     contestants = [
         Contestant(name=name, mode=name, step_groups=16, window_groups=16)
@@ -122,9 +115,8 @@ def test_the_screen_says_which_runs_are_missing_and_that_there_is_no_page(tmp_pa
 
     monkeypatch.setattr(bench_comparison, "compare", lambda contest, directory, watcher: comparison)
     monkeypatch.setattr(write, "write_report", unreadable)
-    assert (
-        run(["bench", "--set", "placement.device=cpu", "--out", str(tmp_path / "out")]) == failure.exit_code
-    )
+    words = ["--set", "placement.device=cpu", "--out", str(tmp_path / "out")]
+    assert run(["bench", *words]) == failure.exit_code
     said = capsys.readouterr()
     assert "not finished: partial-rollout-r0" in said.out
     assert "doubtful: [why]" in said.out

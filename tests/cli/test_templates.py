@@ -68,6 +68,9 @@ def test_what_init_says_next_works_on_a_machine_without_gpus(capsys, tmp_path):
 def test_a_task_that_was_copied_can_be_planned(template, capsys, tmp_path):
     """Its small twin is trained in tests/run/test_rehearsals.py."""
     assert run(["init", template, str(tmp_path / "mine")]) == 0
+    printed = set(capsys.readouterr().out.splitlines())
+    assert printed == {str(path) for path in (tmp_path / "mine").rglob("*") if path.is_file()}
+    assert str(tmp_path / "mine" / "profile.schema.json") in printed
     assert "asyncrl train --profile small.toml " in (tmp_path / "mine" / "README.md").read_text()
     for profile in ("profile.toml", "small.toml"):
         capsys.readouterr()

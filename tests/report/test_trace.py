@@ -6,6 +6,7 @@ from __future__ import annotations
 import gzip
 import json
 import re
+import tomllib
 import tracemalloc
 from collections import Counter, defaultdict
 from pathlib import Path
@@ -22,6 +23,7 @@ from asyncrl_cli.simulate.workload_files import profile_for
 from asyncrl_cli.simulate.world import simulate
 from tests.report.recorded_run import line, make_run
 from tests.report.trace_processor import TraceProcessor
+from tests.simulate.small_workload import COSTS
 
 GROUPS, SLOTS = 96, 16
 DOCS = Path(__file__).parents[2] / "docs" / "trace.md"
@@ -35,15 +37,7 @@ WORKLOAD = Workload.model_validate(
             "rollout": {"n": 4, "slots": SLOTS},
             "logging": {"trace_sequences": True},
         },
-        "lengths": {"median_tokens": 20.0, "sigma": 0.5},
-        "decoding": {"step_s": 0.02, "step_s_per_sequence": 0.002},
-        "training": {"s_per_token": 0.002},
-        "syncing": {
-            "parameter_bytes": 1e6,
-            "gather_bytes_per_s": 1e7,
-            "send_bytes_per_s": 1e7,
-            "load_bytes_per_s": 1e7,
-        },
+        **tomllib.loads(COSTS),
     }
 )
 

@@ -124,12 +124,26 @@ class Story:
         self.versions: list[Version] = []
         self.marks: list[EventLine] = []
         self.last_event = 0
-        self._open: dict[str, Group] = {}
+        under_way: dict[str, Group] = {}
         for event in events:
-            name, time = event["event"], micros(event.get("time_s", 0.0))
+            name, time, key = event["event"], micros(event.get("time_s", 0.0)), event.get("group", "")
             self.last_event = max(self.last_event, time)
+            if name == "running":
+                workers = " ".join(event.get("workers", {}))
+                facts: dict[str, object] = {"group": key, "version": event.get("version"), "workers": workers}
+                under_way[key] = Group(key, facts)
+                self.groups.append(under_way[key])
             if name in (*STAGES, *LOSSES):
-                self._move(name, event.get("group", ""), event, time)
+                if (group := under_way.get(key)) is None:
+                    continue
+                group.times.append(time)
+                if name == "trained":
+                    group.step, group.window = event.get("step", 0), event.get("version", 0)
+                    group.facts |= {"step": group.step, "window": group.window, "tokens": event.get("tokens")}
+                if name == "trained" or name in LOSSES:
+                    group.facts["became"] = f"{name} ({event['reason']})" if event.get("reason") else name
+                    group.has_ended = True
+                    del under_way[key]
             elif name == "published":
                 self.versions.append(Version(event.get("version", 0), time, event.get("step", 0)))
             elif name == "loaded" and self.versions:
@@ -142,22 +156,6 @@ class Story:
         self.end = self.last_event if last is None else ends.get(last, self.last_event)
         if last is not None and (publish := self.version_after(self.end, 0)) is not None:
             self.end = publish.published
-
-    def _move(self, name: str, key: str, event: EventLine, time: int) -> None:
-        if name == "running":
-            workers = " ".join(event.get("workers", {}))
-            self._open[key] = Group(key, {"group": key, "version": event.get("version"), "workers": workers})
-            self.groups.append(self._open[key])
-        if (group := self._open.get(key)) is None:
-            return
-        group.times.append(time)
-        if name == "trained":
-            group.step, group.window = event.get("step", 0), event.get("version", 0)
-            group.facts |= {"step": group.step, "window": group.window, "tokens": event.get("tokens")}
-        if name == "trained" or name in LOSSES:
-            group.facts["became"] = f"{name} ({event['reason']})" if event.get("reason") else name
-            group.has_ended = True
-            del self._open[key]
 
     def version_after(self, time: int, number: int) -> Version | None:
         later = (one for one in self.versions if one.number >= number and one.published >= time)
