@@ -8,7 +8,7 @@ import re
 import pytest
 from rich.console import Console
 
-from asyncrl_cli.observe.startup import ProgressLine
+from asyncrl_cli.observe.screen import ProgressLine
 
 
 class Clock:

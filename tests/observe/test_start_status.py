@@ -7,10 +7,10 @@ import time
 import pytest
 
 from asyncrl_cli.checkpoint.run_directory import RunDirectory
-from asyncrl_cli.observe import startup
+from asyncrl_cli.observe import observers
+from asyncrl_cli.observe.observers import StartStatus
 from asyncrl_cli.observe.run_status import read_status
 from asyncrl_cli.observe.screen import print_status
-from asyncrl_cli.observe.startup import StartStatus
 from asyncrl_cli.observe.terminal import SafeConsole
 
 
@@ -24,11 +24,11 @@ def test_a_start_is_shown_with_what_it_does_before_anything_else_is_known(tmp_pa
     run = RunDirectory.create(tmp_path, "first", profile_toml="", resolved={})
     doing = StartStatus(run.status, facts)
     assert read_status("first", tmp_path).liveness == "live"
-    monkeypatch.setattr(startup, "STATUS_EVERY_S", float("inf"))
+    monkeypatch.setattr(observers, "STATUS_EVERY_S", float("inf"))
     doing("warm start")
     doing("warm start  120/500  24%", is_new=False)
     assert shown(run.path).count("starting: warm start\n") == 1
-    monkeypatch.setattr(startup, "STATUS_EVERY_S", 0.0)
+    monkeypatch.setattr(observers, "STATUS_EVERY_S", 0.0)
     doing("warm start  121/500  24%", is_new=False)
     assert "starting: warm start  121/500  24%" in shown(run.path)
     run.close()
@@ -84,7 +84,7 @@ def test_a_first_status_that_the_disk_refuses_is_the_error(tmp_path, facts, monk
         raise OSError(28, "No space left on device", str(path))
 
     run = RunDirectory.create(tmp_path, "first", profile_toml="", resolved={})
-    monkeypatch.setattr(startup, "replace_text", full)
+    monkeypatch.setattr(observers, "replace_text", full)
     with pytest.raises(OSError, match="No space left"):
         StartStatus(run.status, facts)
     run.close()

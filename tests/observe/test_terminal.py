@@ -7,8 +7,7 @@ import io
 import pytest
 from rich.table import Table
 
-from asyncrl_cli.observe.screen import Plain
-from asyncrl_cli.observe.startup import ProgressLine
+from asyncrl_cli.observe.screen import Plain, ProgressLine
 from asyncrl_cli.observe.terminal import SafeConsole, neutral, uncoloured
 
 HOSTILE = {

@@ -29,10 +29,8 @@ def expand(text: str | Path) -> Path:
 def is_path(text: str) -> bool:
     """Whether `text` is a possible path: within Linux's limits and without NUL bytes."""
     encoded = text.encode("utf-8", "surrogatepass")
-    is_short = len(encoded) <= MAX_PATH_BYTES and all(
-        len(part) <= MAX_NAME_BYTES for part in encoded.split(b"/")
-    )
-    return is_short and b"\0" not in encoded
+    are_short = all(len(part) <= MAX_NAME_BYTES for part in encoded.split(b"/"))
+    return are_short and len(encoded) <= MAX_PATH_BYTES and b"\0" not in encoded
 
 
 def missing_hint(path: Path, otherwise: str = "") -> str:
@@ -43,9 +41,8 @@ def missing_hint(path: Path, otherwise: str = "") -> str:
             names = sorted(entry.name for entry in islice(entries, MAX_LISTED))
     except (OSError, ValueError):
         return otherwise or f"there is no directory {path.parent!s:.300}"
-    similar = [
-        name for name in names if get_close_matches(path.stem[:LONGEST_NAME], [Path(name).stem], cutoff=0.7)
-    ]
+    stem = path.stem[:LONGEST_NAME]
+    similar = [name for name in names if get_close_matches(stem, [Path(name).stem], cutoff=0.7)]
     if guesses := get_close_matches(path.name, similar, n=1, cutoff=0.0):
         return f"did you mean {path.parent / guesses[0]}?"
     held = first_names([f"{name:.80}" for name in names], 5) or "no files"

@@ -47,9 +47,8 @@ def open_regular(path: Path, *, max_bytes: int | None = None) -> BufferedReader:
     try:
         found = os.fstat(descriptor)
         if not stat.S_ISREG(found.st_mode):
-            raise UnsafeFile(
-                f"it is {_KINDS.get(stat.filemode(found.st_mode)[0], 'of another kind')}, not a file"
-            )
+            kind = _KINDS.get(stat.filemode(found.st_mode)[0], "of another kind")
+            raise UnsafeFile(f"it is {kind}, not a file")
         if max_bytes is not None and found.st_size > max_bytes:
             raise UnsafeFile(f"it has {found.st_size:,} bytes; at most {max_bytes:,} are read")
         return os.fdopen(descriptor, "rb")

@@ -269,9 +269,8 @@ def builtin_task(name: str, params: Mapping[str, object]) -> Builtin:
         first = error.errors()[0]
         where = ".".join(["task.params", *map(str, first["loc"])])
         given = f" = {first['input']!r:.80}" if first["loc"] else ""
-        raise ConfigError(
-            f"{where}{given}: {first['msg'].removeprefix('Value error, ').lower()} (builtin:{name})"
-        ) from None
+        why = first["msg"].removeprefix("Value error, ").lower()
+        raise ConfigError(f"{where}{given}: {why} (builtin:{name})") from None
 
 
 def drawn(task: Builtin, name: str, form: Adapter, stream: str, num: int, taken: set[str]) -> list[Item]:

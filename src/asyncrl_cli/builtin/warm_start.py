@@ -41,9 +41,8 @@ def warm_start(
     `progress` is called after each step with the losses so far.
     """
     if len(lessons) < recipe.steps * recipe.batch_size:
-        raise ValueError(
-            f"{recipe.steps} steps of {recipe.batch_size} lessons need more than the {len(lessons)} given"
-        )
+        needed = f"{recipe.steps} steps of {recipe.batch_size} lessons"
+        raise ValueError(f"{needed} need more than the {len(lessons)} given")
     matrices, others = list[torch.nn.Parameter](), list[torch.nn.Parameter]()
     for name, weight in model.named_parameters():
         (matrices if weight.ndim == 2 and ".layers." in name else others).append(weight)
@@ -86,9 +85,8 @@ def batches_of(lessons: Sequence[Taught], recipe: Recipe, rng: Random) -> Iterat
     size = recipe.batch_size
     wanted = lessons[: recipe.steps * size]
     for start in range(0, len(wanted), size * recipe.bucket_batches):
-        bucket = sorted(
-            wanted[start : start + size * recipe.bucket_batches], key=lambda lesson: len(lesson[0])
-        )
+        end = start + size * recipe.bucket_batches
+        bucket = sorted(wanted[start:end], key=lambda lesson: len(lesson[0]))
         batches = [bucket[first : first + size] for first in range(0, len(bucket), size)]
         rng.shuffle(batches)
         yield from batches

@@ -136,7 +136,7 @@ def doctor(
     With --address: check that the nodes of a cluster have the same versions, see the runs directory, and
     reach each other."""
     from asyncrl_cli.engines.vllm import vllm_kind
-    from asyncrl_cli.observe.startup import ProgressLine
+    from asyncrl_cli.observe.screen import ProgressLine
     from asyncrl_cli.plan import machine
 
     if fix and (broken := vllm_kind.broken_packages()):

@@ -125,7 +125,7 @@ def _write(
     search: bool = False,
     target: float | None = None,
 ) -> None:
-    from asyncrl_cli.observe.startup import ProgressLine
+    from asyncrl_cli.observe.screen import ProgressLine
     from asyncrl_cli.report.write import write_report
 
     with ProgressLine("auto") as progress:
@@ -258,7 +258,7 @@ def export(
     """Write a run's weights as a Hugging Face model directory."""
     from asyncrl_cli.base.errors import counted
     from asyncrl_cli.export.exported import export as export_weights
-    from asyncrl_cli.observe.startup import ProgressLine
+    from asyncrl_cli.observe.screen import ProgressLine
 
     with ProgressLine("auto") as progress:
         progress("looking for the weights")

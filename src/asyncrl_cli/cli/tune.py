@@ -78,7 +78,7 @@ def tune(
     """Search for the settings with which a workload, or a run of yours, would be fastest. Simulated."""
     from asyncrl_cli.bench.recommendation import Asked
     from asyncrl_cli.bench.recommendation import tune as search
-    from asyncrl_cli.observe.startup import ProgressLine
+    from asyncrl_cli.observe.screen import ProgressLine
 
     given = tuple(sets or ())
     asked = Asked(

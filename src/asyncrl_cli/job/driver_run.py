@@ -33,10 +33,9 @@ from asyncrl_cli.job.ray.session import ray_session
 from asyncrl_cli.models.model_files import keep_model_files
 from asyncrl_cli.models.shape import ShapeUnknown, shape_of_directory
 from asyncrl_cli.observe.live_status import facts_of
-from asyncrl_cli.observe.observers import Observers
-from asyncrl_cli.observe.screen import make_ui
+from asyncrl_cli.observe.observers import Observers, StartStatus
+from asyncrl_cli.observe.screen import ProgressLine, make_ui
 from asyncrl_cli.observe.sinks import EventsFile, MetricsFile, Sink, StatusFile, TimelineFile, make_sinks
-from asyncrl_cli.observe.startup import ProgressLine, StartStatus
 from asyncrl_cli.observe.terminal import neutral
 from asyncrl_cli.plan.cluster import local_cluster
 from asyncrl_cli.plan.compiler import device_of

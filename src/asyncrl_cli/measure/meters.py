@@ -123,16 +123,13 @@ class RolloutMeter:
             self._clock.sums["waiting_trajectory_s"] += len(self._waiting) * elapsed_s
 
     def _settle(self) -> None:
-        before = self._clock.state
+        before, drains = self._clock.state, self._interrupt == "drain"
         if self._is_paused:
             self._clock.enter(State.PAUSED, "trainer")
-        elif self._interrupt is not None and (
-            self._interrupt != "drain" or not (self._running or self._waiting)
-        ):
+        elif self._interrupt is not None and not (drains and (self._running or self._waiting)):
             self._clock.enter(State.LOADING, "weights")
         elif self._running:
-            draining = "running sequences before a load" if self._interrupt == "drain" else ""
-            self._clock.enter(State.BUSY, draining)
+            self._clock.enter(State.BUSY, "running sequences before a load" if drains else "")
         elif self._waiting:
             # what the longest-waiting trajectory waits for, and how many others wait
             trajectory, (for_what, since_s) = next(iter(self._waiting.items()))

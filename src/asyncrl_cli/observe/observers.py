@@ -1,5 +1,5 @@
 """The loop's one Observer: it computes metrics and status once and hands them to all sinks (files, screen,
-W&B).
+W&B). Before the loop runs, StartStatus writes status.json.
 
     loop --StepRecord--> StepMetrics --line----+
                          span_line ----spans---+--> sinks: metrics.jsonl, events.jsonl, timeline.jsonl,
@@ -10,20 +10,24 @@ W&B).
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import logging
+import threading
+import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from copy import deepcopy
+from dataclasses import replace
+from pathlib import Path
 from typing import Any, TypeVar
 
 from typing_extensions import TypedDict  # pydantic reads typing's own from Python 3.12 on
 
 from asyncrl_cli.base.errors import RefusedError
 from asyncrl_cli.base.safe_files import parse_json
-from asyncrl_cli.base.storage import storage_error
+from asyncrl_cli.base.storage import replace_text, storage_error
 from asyncrl_cli.contracts.events import Event, Observer, Overview, StepRecord
-from asyncrl_cli.contracts.status import RunFacts
+from asyncrl_cli.contracts.status import RunFacts, parse_status
 from asyncrl_cli.measure.values import from_json
 from asyncrl_cli.observe.format import line_text
 from asyncrl_cli.observe.live_status import LiveState, LiveStatus
@@ -33,6 +37,7 @@ from asyncrl_cli.observe.sinks import Sink, span_line, to_json
 
 log = logging.getLogger("asyncrl")
 T = TypeVar("T")
+STATUS_EVERY_S = 1.0
 
 
 class ObserversState(TypedDict):
@@ -61,9 +66,8 @@ class Observers(Observer):
         self._sinks = list(sinks)
         self._failed: list[Sink] = []
         self._further = further
-        self.metrics = StepMetrics(
-            trigger_parameter_sync_step=facts.trigger_parameter_sync_step, started_s=self._clock()
-        )
+        window_steps, now_s = facts.trigger_parameter_sync_step, self._clock()
+        self.metrics = StepMetrics(trigger_parameter_sync_step=window_steps, started_s=now_s)
         self.live = LiveStatus(facts, self.metrics)
         self._each(lambda sink: sink.status, self.live.picture())
 
@@ -116,7 +120,7 @@ class Observers(Observer):
         self._each(lambda sink: sink.close, status)
         # Try again: a full disk may have room now that a failed checkpoint was removed.
         for sink in self._failed:
-            with contextlib.suppress(OSError):
+            with suppress(OSError):
                 sink.close(status)
         self._sinks, self._failed = [], []
         return status.to_json()
@@ -154,3 +158,55 @@ def read_state(content: Line) -> ObserversState:
         hint = "take another checkpoint"
         raise RefusedError(f"the checkpoint's figures are malformed: {error}", hint=hint) from None
     return state
+
+
+class StartStatus:
+    """Writes status.json while a run starts: `doing = StartStatus(path, facts); doing("loading the task")`.
+
+    Imports and the start of Ray may block the process for minutes: the run's lock shows readers that it is
+    alive. A resumed run's earlier figures stay in the file until its loop runs; `take_back` restores the old
+    file.
+    """
+
+    def __init__(self, path: Path, facts: RunFacts) -> None:
+        self._path = path
+        self._before = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else None
+        metrics = StepMetrics(trigger_parameter_sync_step=facts.trigger_parameter_sync_step, started_s=0.0)
+        self._status = fresh = LiveStatus(facts, metrics).picture()
+        with suppress(ValueError):  # there was no status, or it is malformed: the fresh one counts
+            self._status = replace(
+                parse_status(self._before or ""),
+                phase=fresh.phase,
+                executors=fresh.executors,
+                admission=fresh.admission,
+                error=fresh.error,
+                pid=fresh.pid,
+                host=fresh.host,
+                started_at=fresh.started_at,
+            )
+        self._lock = threading.Lock()
+        self._is_over = False
+        self._write("")
+
+    def __call__(self, line: str, is_new: bool = True) -> None:
+        """`line` goes into the status, at most once a second; a new stage of the start is also logged."""
+        if is_new:
+            log.info("%s", line)
+        with self._lock:
+            is_due = is_new or time.time() - self._status.updated_at >= STATUS_EVERY_S
+            if is_due and not self._is_over:  # a thread of the start may go on for a while
+                try:
+                    self._write(line)
+                except OSError as error:
+                    log.warning("the status of the start cannot be written: %s", error)
+
+    def take_back(self) -> None:
+        """The run has not begun: restore what the file said before, and write no more."""
+        with self._lock:
+            if self._before is not None:
+                replace_text(self._path, self._before)
+            self._is_over = True
+
+    def _write(self, doing: str) -> None:
+        self._status = replace(self._status, doing=doing, updated_at=time.time())
+        replace_text(self._path, to_json(self._status.to_json()), durable=False)

@@ -99,9 +99,8 @@ class Prometheus(Sink):
             if is_number(value := document[section].get(key)):
                 yield self._gauge(name, text, {(): value})
         states = {(one.name, one.role, one.state): 1 for one in status.executors}
-        yield self._gauge(
-            "executor_state", "1 for the state that an executor is in", states, "executor", "role", "state"
-        )
+        text = "1 for the state that an executor is in"
+        yield self._gauge("executor_state", text, states, "executor", "role", "state")
         versions = {(name,): version for name, version in status.versions.items()}
         yield self._gauge("worker_version", "Weight version that a rollout worker holds", versions, "worker")
         groups = {(account,): number for account, number in status.ledger.items()}

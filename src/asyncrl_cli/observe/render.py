@@ -267,9 +267,8 @@ def _engine(gauges: Mapping[str, Figure]) -> str:
 
 def _staleness(status: Status) -> list[Text]:
     figures, partial = status.staleness, status.partial
-    first = label("staleness").append(
-        f"mean {number(figures.get('mean'))}  max {figures.get('max', NOTHING)}"
-    )
+    shown = f"mean {number(figures.get('mean'))}  max {figures.get('max', NOTHING)}"
+    first = label("staleness").append(shown)
     policy = "" if status.on_stale == "wait" else f" ({status.on_stale})"
     lines = [first.append(f"  bound {status.max_staleness}{policy}", "dim")]
     histogram = listed(figures, "histogram")

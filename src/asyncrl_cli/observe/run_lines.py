@@ -162,9 +162,8 @@ def meaning_of(metric: str) -> str | None:
     """None for an unknown metric."""
     for names, meaning in meanings().items():
         # `{a,b}` in a name stands for each of them, `<name>` for anything but a slash.
-        pattern = re.sub(
-            r"\{(.*?)\}", lambda found: f"(?:{found[1].replace(',', '|')})", "|".join(names.split())
-        )
+        pattern = "|".join(names.split())
+        pattern = re.sub(r"\{(.*?)\}", lambda found: f"(?:{found[1].replace(',', '|')})", pattern)
         if re.fullmatch(re.sub(r"<\w+>", "[^/]+", pattern), metric):
             return meaning
     return None

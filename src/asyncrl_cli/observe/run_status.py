@@ -148,9 +148,8 @@ def read_status(run: str, runs_dir: Path) -> RunStatus:
         hint = f"a live run rewrites it within a second; its log: {log}"
         raise UnreadableStatus(f"{path} cannot be read: {reason(error)}", hint=hint) from None
     age_s = max(0.0, time.time() - status.updated_at)
-    return RunStatus(
-        directory=directory, status=status, liveness=_liveness(status, age_s, is_held), age_s=age_s
-    )
+    liveness = _liveness(status, age_s, is_held)
+    return RunStatus(directory=directory, status=status, liveness=liveness, age_s=age_s)
 
 
 def _liveness(status: Status, age_s: float, is_held: bool) -> Liveness:

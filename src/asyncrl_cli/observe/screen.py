@@ -1,4 +1,5 @@
-"""Shows runs to people: the live screen, plain lines where there is no terminal, and `asyncrl status`."""
+"""Shows runs to people: the progress of a start, the live screen, plain lines where there is no terminal, and
+`asyncrl status`."""
 
 from __future__ import annotations
 
@@ -8,11 +9,12 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import IO
+from typing import IO, Literal
 
 from rich.console import Console, Group
 from rich.live import Live
-from rich.table import Table
+from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, Task, TimeElapsedColumn
+from rich.table import Column, Table
 from rich.text import Text
 
 from asyncrl_cli.contracts.events import ENDED
@@ -28,7 +30,12 @@ REDRAWS_PER_S = 2
 """Twice as often as a new status is made."""
 CLOSE_TIMEOUT_S = 5.0
 PLAIN_EVERY_S = 5.0
-"""Minimum time between two step lines: a fast run must not flood a log."""
+"""Minimum time between two lines of a start, or of steps: a fast run must not flood a log."""
+AROUND_WORDS = 1 + 1 + 7 + 4
+"""Cells of spinner, shortest bar and clock, and of the four gaps between the columns."""
+PACE_OVER_S = 15.0
+"""The time left is estimated from the pace over this many last seconds: long enough to smooth out one slow
+step."""
 MOST_ROWS = 20
 """Rows of the table; `--json` has all."""
 STYLES = {
@@ -42,6 +49,93 @@ LEGEND = (
     "idle: trainer, rollouter; stale: versions per token; age: time since its last report; "
     "next: asyncrl NEXT RUN"
 )
+
+
+class ProgressLine:
+    """`with ProgressLine(ui) as show: show("loading the task")`; `show(text, done, total, figures)` draws a
+    bar and the time left.
+
+    On a terminal this is one live line that disappears at the end; elsewhere a plain line at the beginning of
+    each stage (a new text) and every five seconds. `listen(line, is_new)` gets every line, whatever is shown;
+    `is_new`: it is the first of its stage.
+    """
+
+    def __init__(
+        self,
+        ui: str,
+        console: Console | None = None,
+        now: Callable[[], float] = time.monotonic,
+        listen: Callable[[str, bool], None] = lambda line, is_new: None,
+    ) -> None:
+        self._console = console or SafeConsole(stderr=True)
+        self._now = now
+        self._listen = listen
+        is_live = ui == "live" or (ui == "auto" and self._console.is_terminal)
+        self._is_plain = ui != "none" and not is_live
+        self._printed_s = 0.0
+        self.bar = Progress(
+            SpinnerColumn(),
+            _Words("text"),
+            BarColumn(bar_width=None, table_column=Column(max_width=40)),
+            _Words("how_far"),
+            TimeElapsedColumn(table_column=Column(no_wrap=True, min_width=7)),
+            console=self._console,
+            transient=True,
+            get_time=now,
+            speed_estimate_period=PACE_OVER_S,
+            disable=not is_live,
+        )
+
+    def __enter__(self) -> ProgressLine:
+        self.bar.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.bar.stop()
+
+    def __call__(self, text: str, done: int = 0, total: int = 0, figures: str = "") -> None:
+        bar = self.bar
+        if is_new := [stage.description for stage in bar.tasks] != [text]:
+            for earlier in bar.task_ids:
+                bar.remove_task(earlier)
+            bar.add_task(text, how_far="", width=self._console.width)
+        (stage,) = bar.tasks
+        bar.update(stage.id, completed=done, total=total or None, width=self._console.width)
+        # "120/300 40% loss 0.61 0:00:25 left", as far as it is known: no count before the first item is done.
+        counted, left = "", ""
+        if stage.completed and stage.total:
+            counted = f"{stage.completed:.0f}/{stage.total:.0f}  {stage.percentage:.0f}%"
+            # When a new stage began is not known.
+            pace = stage.speed or (not is_new and stage.elapsed and stage.completed / stage.elapsed)
+            left = f"{clock(stage.remaining / pace)} left" if pace and stage.remaining else ""
+        how_far = "  ".join(words for words in (counted, figures, left) if words)
+        bar.update(stage.id, how_far=how_far)
+        line = f"{text}  {how_far}".rstrip()
+        self._listen(line, is_new)
+        if self._is_plain and (is_new or self._now() - self._printed_s >= PLAIN_EVERY_S):
+            self._printed_s = self._now()
+            print(neutral(line), file=self._console.file, flush=True)
+
+    def show(self, line: str) -> None:
+        """Print a line that stays."""
+        if self._is_plain or not self.bar.disable:
+            self._console.print(Text(neutral(line)), soft_wrap=True)
+
+
+class _Words(ProgressColumn):
+    """A stage's text, or how far it is. On a narrow terminal they are cut, the text first: spinner, bar and
+    clock keep their room. Markup is off, because paths may contain brackets."""
+
+    def __init__(self, field: Literal["text", "how_far"]) -> None:
+        super().__init__(table_column=Column(no_wrap=True))
+        self._field = field
+
+    def render(self, task: Task) -> Text:
+        is_text, how_far = self._field == "text", str(task.fields["how_far"])
+        words = Text(neutral(task.description if is_text else how_far))
+        room = task.fields["width"] - AROUND_WORDS - (len(how_far) if is_text else 1)
+        words.truncate(max(1, room), overflow="ellipsis")
+        return words
 
 
 class Screen(Sink):

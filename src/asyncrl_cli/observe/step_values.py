@@ -160,6 +160,7 @@ def staleness_values(record: StepRecord, window_steps: int) -> dict[str, Value]:
     newest = [window - trajectory.newest for trajectory in sampled]
     spans = [trajectory.span for trajectory in sampled]
     num_partial = sum(span > 0 for span in spans)
+    num_trajectories = sum(len(group.trajectories) for group in record.groups)
     num_stale_groups = sum(bool(group) and all(one.newest < window for one in group) for group in groups)
     return {
         "staleness/mean": _weighted_mean(ages),
@@ -173,9 +174,7 @@ def staleness_values(record: StepRecord, window_steps: int) -> dict[str, Value]:
         f"{STALE}stale_samples_processed": Sum(num_stale_groups),
         f"{STALE}stale_trajectory_processed": Sum(sum(age > 0 for age in newest)),
         f"{PARTIAL}total_partial_num": Sum(num_partial),
-        f"{PARTIAL}partial_ratio": Ratio(
-            num_partial, sum(len(group.trajectories) for group in record.groups)
-        ),
+        f"{PARTIAL}partial_ratio": Ratio(num_partial, num_trajectories),
         f"{PARTIAL}max_partial_span": Max(max(spans, default=None)),
     }
 

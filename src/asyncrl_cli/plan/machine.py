@@ -45,7 +45,7 @@ SHARED_MEMORY = Path("/dev/shm")
 LEAST_SHARED_MEMORY_BYTES = 512 * 2**20
 GIB = 2**30
 Say = Callable[..., None]
-"""Called as `observe.startup.ProgressLine`: (what is done), and `figures`, how far it is."""
+"""Called as `observe.screen.ProgressLine`: (what is done), and `figures`, how far it is."""
 
 
 def engine_refusal(profile: Profile, device: str) -> PreflightError | None:

@@ -77,9 +77,8 @@ class Schedule:
 def window_groups_of(profile: Profile) -> int:
     """W"""
     training = profile.async_training
-    return (
-        training.trigger_parameter_sync_step * training.require_batches * profile.trainer.ppo_mini_batch_size
-    )
+    step_groups = training.require_batches * profile.trainer.ppo_mini_batch_size
+    return training.trigger_parameter_sync_step * step_groups
 
 
 def groups_ahead(profile: Profile) -> int:

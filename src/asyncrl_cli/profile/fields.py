@@ -33,9 +33,9 @@ def _path(text: str) -> str:
 def whole_ratios(ratios: object) -> object:
     """Fractions, as verl writes ratios, as the smallest whole numbers: [0.5, 0.25, 0.25] is [2, 1, 1]. Others
     are unchanged."""
-    if not isinstance(ratios, list | tuple) or not all(
-        isinstance(ratio, float) and 0 < ratio < 1 for ratio in ratios
-    ):
+    if not isinstance(ratios, list | tuple):
+        return ratios
+    if not all(isinstance(ratio, float) and 0 < ratio < 1 for ratio in ratios):
         return ratios
     exact = [Fraction(ratio).limit_denominator(MOST_DENOMINATOR) for ratio in ratios]
     unit = lcm(*(ratio.denominator for ratio in exact))

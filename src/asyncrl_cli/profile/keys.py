@@ -85,9 +85,8 @@ def flatten(content: Values, where: str) -> Table:
         if len(problems) > MOST_PROBLEMS:
             break
         if section not in sections() and (meant := _section(section, table)):
-            problems.append(
-                ConfigError(f"{where}: unknown section {shortened(section)}", hint=f"did you mean {meant}?")
-            )
+            why = f"{where}: unknown section {shortened(section)}"
+            problems.append(ConfigError(why, hint=f"did you mean {meant}?"))
             unknown = (f"{meant}.{name}" for name in table if f"{meant}.{name}" not in keys())
             problems += [unknown_key(key, where, keys()) for key in islice(unknown, MOST_PROBLEMS + 1)]
         elif section not in sections():
@@ -98,9 +97,8 @@ def flatten(content: Values, where: str) -> Table:
             problems.append(ConfigError(f"{where}: {section} is a section, not a value", hint=hint))
         else:
             given = {f"{section}.{name}": value for name, value in table.items()}
-            unknown = (
-                name for key, value in given.items() if key not in keys() for name in _meant(key, value)
-            )
+            others = {key: value for key, value in given.items() if key not in keys()}
+            unknown = (name for key, value in others.items() for name in _meant(key, value))
             problems += [unknown_key(key, where, keys()) for key in islice(unknown, MOST_PROBLEMS + 1)]
             flat |= given
     if problems:
@@ -113,20 +111,16 @@ def flatten(content: Values, where: str) -> Table:
 def _section(name: str, table: Value) -> str | None:
     """The section that an unknown one probably means, if it has no keys of another trainer: the one with a
     similar name, whose name begins with this one, or the only one that has most of the table's keys."""
-    if (
-        not isinstance(table, Mapping)
-        or not table
-        or any(map(foreign, islice(_leaves(name, table), MOST_PROBLEMS)))
-    ):
+    if not isinstance(table, Mapping) or not table:
         return None
-    shared = {
-        own: sum(f"{own}.{key}" in keys() for key in islice(table, MOST_PROBLEMS)) for own in sections()
-    }
-    having_most = [own for own, number in shared.items() if 2 * number > len(table)]
-    begins = (own for own in sections() if len(name) > 2 and own.startswith(name))
-    return (
-        nearest(name, sections()) or next(begins, None) or (having_most[0] if len(having_most) == 1 else None)
-    )
+    if any(map(foreign, islice(_leaves(name, table), MOST_PROBLEMS))):
+        return None
+    some = list(islice(table, MOST_PROBLEMS))
+    shared = {section: sum(f"{section}.{key}" in keys() for key in some) for section in sections()}
+    having_most = [section for section, number in shared.items() if 2 * number > len(table)]
+    only = having_most[0] if len(having_most) == 1 else None
+    begins = (section for section in sections() if len(name) > 2 and section.startswith(name))
+    return nearest(name, sections()) or next(begins, None) or only
 
 
 def _meant(key: str, value: Value) -> Iterator[str]:

@@ -258,9 +258,9 @@ def _anchored(values: Values, directory: Path) -> Table:
     found = {key: values[key] for key in paths if isinstance(values.get(key), str) and values[key]}
     anchored: Table = {key: _anchor(key, value, directory) for key, value in found.items()}
     if isinstance(sets := values.get("eval.sets"), Mapping):
-        sources = {name: source for name, source in sets.items() if isinstance(source, str)}
-        anchored["eval.sets"] = {**sets} | {
-            name: _anchor("task.source", source, directory) for name, source in sources.items()
+        anchored["eval.sets"] = {
+            name: _anchor("task.source", source, directory) if isinstance(source, str) else source
+            for name, source in sets.items()
         }
     return {**values, **anchored}
 

@@ -106,9 +106,8 @@ def _describe(option: Values) -> str:
         return f"an array, each entry {_describe(option['items'])}"
     if option.get("format") == "path":
         return f"a string, with at most {MAX_NAME_BYTES} bytes in a name and {MAX_PATH_BYTES} in a path"
-    return _NAMES[option["type"]] + "".join(
-        text.format(option[name]) for name, text in _LIMITS.items() if name in option
-    )
+    limits = (text.format(option[name]) for name, text in _LIMITS.items() if name in option)
+    return _NAMES[option["type"]] + "".join(limits)
 
 
 _NAMES = {

@@ -66,9 +66,8 @@ def resolve_reward(profile: Profile, spec: RewardSpec, run_dir: Path | None) -> 
         return replace(spec, kind="agent", function=tried.code), tried.notes
     spec = replace(spec, answer_key=profile.task.answer_key)
     if has_tool_class(profile):  # it calls the user's functions itself, in TRL's signature
-        rewards = {
-            name: weight for name, weight in rewards.items() if name != "auto" and not is_user_code(name)
-        }
+        names = [name for name in rewards if name != "auto" and not is_user_code(name)]
+        rewards = {name: rewards[name] for name in names}
         if not rewards:
             return replace(spec, kind="episode"), ()
     if isinstance(profile.task.reward, str):
@@ -280,9 +279,8 @@ def recorded_file(run_dir: Path, what: str, name: str, record: str = "") -> tupl
         )
     found = load_json(path, Record, hint="it was written when the run began; restore it from a copy")
     if found.schema_version != SCHEMA_VERSION or found.function != name:
-        raise RefusedError(
-            f"{path} is not of this run: it is the record of {found.function} (schema {found.schema_version})"
-        )
+        what = f"it is the record of {found.function} (schema {found.schema_version})"
+        raise RefusedError(f"{path} is not of this run: {what}")
     if found.file == "":
         return "", ()
     try:
@@ -299,9 +297,8 @@ def origin(run_dir: Path, record: str, code: UserCode | None) -> str:
     module."""
     if code is None or not (code.only_there and code.file):
         return ""
-    return (
-        f"task.{record.partition('-')[0]} is imported from {code.file}, as {run_dir / f'{record}.json'} says"
-    )
+    key, path = record.partition("-")[0], run_dir / f"{record}.json"
+    return f"task.{key} is imported from {code.file}, as {path} says"
 
 
 def _sha256(file: str) -> str:

@@ -126,10 +126,8 @@ class Written:
 
     def parsed(self) -> list[Basic | str]:
         """Without math-verify's second try, which takes any number out of what it cannot read."""
-        how = [LatexExtractionConfig()]
-        found: list[Basic | str] = parse(
-            f"\\boxed{{{self.latex}}}", extraction_config=how, parsing_timeout=None
-        )
+        text, how = f"\\boxed{{{self.latex}}}", [LatexExtractionConfig()]
+        found: list[Basic | str] = parse(text, extraction_config=how, parsing_timeout=None)
         return found
 
 

@@ -70,9 +70,8 @@ def agent_player(code: UserCode) -> Callable[[Item, Access], Awaitable[float]]:
         if reward is None:
             async with opened(access) as client:  # the agent may have closed the first client
                 at_once = client.with_options(timeout=REWARD_TIMEOUT_S, max_retries=0)
-                reward = (await at_once.get(f"{access.base_url.removesuffix('/v1')}/reward", cast_to=object))[
-                    "reward"
-                ]
+                url = f"{access.base_url.removesuffix('/v1')}/reward"
+                reward = (await at_once.get(url, cast_to=object))["reward"]
         if reward is None:
             raise ValueError("the agent returned None and did not post a reward")
         return reward

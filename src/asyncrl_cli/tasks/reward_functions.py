@@ -142,9 +142,8 @@ def checked_reward(value: object) -> Reward:
         raise TypeError(f"the reward returned {type(value).__name__}, not a number: {value!r:.80}")
     reward = float(value)
     if not abs(reward) <= MAX_REWARD:
-        raise ValueError(
-            f"the reward returned {reward:g}; a reward is a number from {-MAX_REWARD:g} to {MAX_REWARD:g}"
-        )
+        limits = f"from {-MAX_REWARD:g} to {MAX_REWARD:g}"
+        raise ValueError(f"the reward returned {reward:g}; a reward is a number {limits}")
     return value if isinstance(value, Reward) else Reward(reward)
 
 
@@ -153,9 +152,8 @@ def _weighted_sum(spec: RewardSpec) -> RewardFunction:
     functions = {part.name: (part.weight, build_reward(part.spec)) for part in spec.parts}
 
     def summed(values: Mapping[str, object]) -> Reward:
-        given = {
-            name: checked_reward(value) for name, value in values.items() if not isinstance(value, NoReward)
-        }
+        rewarded = {name: value for name, value in values.items() if not isinstance(value, NoReward)}
+        given = {name: checked_reward(value) for name, value in rewarded.items()}
         if not given:
             raise ValueError("none of the rewards applies to the item")
         figures = {name: figure for reward in given.values() for name, figure in reward.parts.items()}

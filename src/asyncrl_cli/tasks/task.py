@@ -145,9 +145,8 @@ def _builtin_task(profile: Profile, name: str, run_dir: Path | None) -> Task:
     reward, notes = resolve_reward(profile, RewardSpec(kind="none"), run_dir)
     taken: set[str] = set()
     held_out = drawn(task, name, form, "eval", max(num_eval, HELD_OUT_AT_LEAST), taken)[:num_eval]
-    train = drawn(
-        task, name, form, f"train/{profile.run.seed}", profile.task.train_prompts or DRAWN_PROMPTS, taken
-    )
+    stream, num_train = f"train/{profile.run.seed}", profile.task.train_prompts or DRAWN_PROMPTS
+    train = drawn(task, name, form, stream, num_train, taken)
     return Task(
         name=profile.task.source,
         train=tuple(train),
