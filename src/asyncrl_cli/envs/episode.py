@@ -51,13 +51,8 @@ class Limits(NamedTuple):
 
     @classmethod
     def of(cls, profile: Profile) -> Limits:
-        env = profile.env
-        return cls(
-            profile.rollout.max_prompt_tokens,
-            max_context_tokens(profile),
-            env.max_turns,
-            env.episode_timeout_s,
-        )
+        env, prompt_tokens = profile.env, profile.rollout.max_prompt_tokens
+        return cls(prompt_tokens, max_context_tokens(profile), env.max_turns, env.episode_timeout_s)
 
 
 class Means(NamedTuple):

@@ -215,8 +215,7 @@ class Gateway:
             raise session.too_long(f"the request has more than {self._max_body_bytes:,} bytes") from None
         async with self._admitted():
             reply = await session.reply(asked)
-            # it decodes each token for logprobs
-            answer = await asyncio.to_thread(openai_api.answer, reply, asked)
+            answer = await asyncio.to_thread(openai_api.answer, reply, asked)  # for logprobs it decodes
         ignored = asked.ignored(session.sampling)
         headers = {"x-asyncrl-ignored": ", ".join(ignored)} if ignored else {}
         if not asked.stream:
