@@ -27,7 +27,8 @@ from asyncrl_cli.observe.live_status import facts_of
 from asyncrl_cli.observe.observers import Observers
 from asyncrl_cli.observe.sinks import EventsFile, MetricsFile, StatusFile, TimelineFile
 from asyncrl_cli.profile.arithmetic import LoopSettings
-from asyncrl_cli.profile.loaded import Loaded, load, to_document, to_toml
+from asyncrl_cli.profile.loaded import Loaded, load
+from asyncrl_cli.profile.resolved import to_document, to_toml
 from asyncrl_cli.simulate.simulated_trainer import SimulatedTrainer, TrainerTimes
 from asyncrl_cli.simulate.simulated_worker import SimulatedWorker
 from asyncrl_cli.simulate.world import run_virtual

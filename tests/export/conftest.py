@@ -17,7 +17,7 @@ from asyncrl_cli.builtin.tiny import tiny_tokenizer
 from asyncrl_cli.checkpoint.writer import CheckpointStore
 from asyncrl_cli.contracts.ports import LoopSnapshot
 from asyncrl_cli.models.model_files import keep_model_files
-from asyncrl_cli.profile.loaded import to_document, to_toml
+from asyncrl_cli.profile.resolved import to_document, to_toml
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.train.policy_trainer import PolicyTrainer
 from asyncrl_cli.weights.senders import keep_version

@@ -19,8 +19,8 @@ from asyncrl_cli.job.driver_run import Run
 from asyncrl_cli.models.shape import ModelShape, shape_of_config
 from asyncrl_cli.plan.compiler import compile_job
 from asyncrl_cli.plan.job_plan import for_device, for_job
-from asyncrl_cli.profile.loaded import Loaded, from_document, load, to_document, to_toml
-from asyncrl_cli.profile.resumption import changed
+from asyncrl_cli.profile.loaded import Loaded, load
+from asyncrl_cli.profile.resolved import changed, from_document, to_document, to_toml
 from asyncrl_cli.profile.schema import CheckpointSection
 
 from .crew import nodes, small_profile

@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl_cli.base.errors import RefusedError
-from asyncrl_cli.profile.loaded import Loaded, from_document, load, to_document, to_toml
+from asyncrl_cli.profile.loaded import Loaded, load
+from asyncrl_cli.profile.resolved import from_document, to_document, to_toml
 from asyncrl_cli.profile.schema import Profile
 
 SETS = [

@@ -10,8 +10,8 @@ import pytest
 from asyncrl_cli.base.errors import ConfigError
 from asyncrl_cli.profile.arithmetic import train_steps_of
 from asyncrl_cli.profile.keys import keys, sections
-from asyncrl_cli.profile.loaded import from_document, load, to_document
-from asyncrl_cli.profile.resumption import FIXED, MAY_CHANGE, changed
+from asyncrl_cli.profile.loaded import load
+from asyncrl_cli.profile.resolved import FIXED, MAY_CHANGE, changed, from_document, to_document
 
 
 def resumed(*sets):

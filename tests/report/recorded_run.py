@@ -6,7 +6,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from asyncrl_cli.profile.loaded import load, to_document, to_toml
+from asyncrl_cli.profile.loaded import load
+from asyncrl_cli.profile.resolved import to_document, to_toml
 from tests.statuses import write_status
 
 STEPS = 6

@@ -9,7 +9,8 @@ import pytest
 
 from asyncrl_cli.cli.app import run
 from asyncrl_cli.observe.recorded import Recorded
-from asyncrl_cli.profile.loaded import load, to_document
+from asyncrl_cli.profile.loaded import load
+from asyncrl_cli.profile.resolved import to_document
 from asyncrl_cli.report.side_by_side import compared
 from tests.statuses import write_status
 

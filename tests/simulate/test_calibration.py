@@ -11,7 +11,8 @@ import pytest
 
 from asyncrl_cli.base.errors import ConfigError
 from asyncrl_cli.contracts.events import Event, Observer
-from asyncrl_cli.profile.loaded import load, to_document, to_toml
+from asyncrl_cli.profile.loaded import load
+from asyncrl_cli.profile.resolved import to_document, to_toml
 from asyncrl_cli.simulate.calibration import calibrate
 from asyncrl_cli.simulate.observations import Point, fit_line
 from asyncrl_cli.simulate.workload import Workload

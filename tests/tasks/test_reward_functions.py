@@ -16,7 +16,8 @@ from asyncrl_cli.contracts.item import make_item
 from asyncrl_cli.contracts.reward_spec import MAX_REWARD, Reward, RewardSpec, figures_of
 from asyncrl_cli.observe.step_values import episode_values
 from asyncrl_cli.profile.check import check
-from asyncrl_cli.profile.loaded import from_document, load, to_document, to_toml
+from asyncrl_cli.profile.loaded import load
+from asyncrl_cli.profile.resolved import from_document, to_document, to_toml
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.sandbox.parent_rewards import RewardFailed, RewardPool
 from asyncrl_cli.tasks.code_choice import resolve_reward

@@ -23,7 +23,8 @@ from asyncrl_cli.plan.compiler import compile_job
 from asyncrl_cli.plan.job_plan import ROLLOUT, JobPlan, for_device
 from asyncrl_cli.profile.arithmetic import Schedule, mode_of
 from asyncrl_cli.profile.keys import values_of
-from asyncrl_cli.profile.loaded import DEFAULT, Loaded, load, to_toml
+from asyncrl_cli.profile.loaded import DEFAULT, Loaded, load
+from asyncrl_cli.profile.resolved import to_toml
 from asyncrl_cli.profile.schema import DIRECT_TRANSPORTS, Profile
 from asyncrl_cli.profile.toml_files import is_file_reference, toml_value
 from asyncrl_cli.simulate.workload import Workload

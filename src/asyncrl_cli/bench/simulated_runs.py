@@ -32,7 +32,8 @@ from asyncrl_cli.observe.live_status import facts_of
 from asyncrl_cli.observe.observers import Observers
 from asyncrl_cli.observe.sinks import EventsFile, MetricsFile, Sink, StatusFile, TimelineFile
 from asyncrl_cli.plan.cluster import usable_cores
-from asyncrl_cli.profile.loaded import Loaded, to_document, to_toml
+from asyncrl_cli.profile.loaded import Loaded
+from asyncrl_cli.profile.resolved import to_document, to_toml
 from asyncrl_cli.simulate.costs import Costs
 from asyncrl_cli.simulate.workload import Workload
 from asyncrl_cli.simulate.workload_files import Residual, residuals

@@ -155,7 +155,7 @@ def show(
     as_json: JsonOption = False,
 ) -> None:
     """Print a profile as it would run: every key, including defaults."""
-    from asyncrl_cli.profile.loaded import to_document, to_toml
+    from asyncrl_cli.profile.resolved import to_document, to_toml
 
     loaded = load_profile(name, sets)
     warn(*loaded.warnings)

@@ -33,7 +33,7 @@ from asyncrl_cli.models.model_directory import BUILTIN, HUB_PATTERNS, from_hub, 
 from asyncrl_cli.models.model_files import CONFIG, RUN_COPY, TOKENIZER_FILES, check_config
 from asyncrl_cli.observe.recorded import Recorded
 from asyncrl_cli.profile.arithmetic import Schedule
-from asyncrl_cli.profile.loaded import read_document
+from asyncrl_cli.profile.resolved import read_document
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.weights.versions import PUBLISHED_FILE, VERSIONS, kept_versions, version_directory
 

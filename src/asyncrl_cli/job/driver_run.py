@@ -41,8 +41,8 @@ from asyncrl_cli.plan.cluster import local_cluster
 from asyncrl_cli.plan.compiler import device_of
 from asyncrl_cli.plan.job_plan import DTYPE, for_device, for_job
 from asyncrl_cli.profile.arithmetic import train_steps_of
-from asyncrl_cli.profile.loaded import DEFAULT, Loaded, read_document, to_document, to_toml
-from asyncrl_cli.profile.resumption import changed
+from asyncrl_cli.profile.loaded import DEFAULT, Loaded
+from asyncrl_cli.profile.resolved import changed, read_document, to_document, to_toml
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.profile.toml_files import Table
 from asyncrl_cli.tasks.code_choice import keep_record, origin

@@ -47,7 +47,8 @@ from asyncrl_cli.observe.run_lines import (
     TimelineLine,
 )
 from asyncrl_cli.observe.run_status import MAX_STATUS_BYTES
-from asyncrl_cli.profile.loaded import Loaded, read_document
+from asyncrl_cli.profile.loaded import Loaded
+from asyncrl_cli.profile.resolved import read_document
 
 DUMP_NAME = re.compile(r"step-(\d{6,})\.jsonl")
 LISTS = frozenset({"staleness/histogram", "staleness/span_histogram", "response_tokens/quantiles"})

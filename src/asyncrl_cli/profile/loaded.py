@@ -6,12 +6,7 @@ A layer is a flat table of dotted keys. A higher layer replaces the values of lo
 also clear keys of lower layers that no longer apply (`CLEARS`): a run has one length, and a new task source
 has its own parameters.
 
-The result is written as `config.resolved.json` (every value with its origin), and as TOML for people:
-
-    {"schema_version": 1, "profile": {"run": {"train_steps": 200, ...}, ...}, "origins": {"run.seed": "--set",
-    ...}}
-
-In the JSON, eta is a string, so that it stays an exact decimal.
+resolved.py writes the result.
 """
 
 from __future__ import annotations
@@ -19,15 +14,13 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from decimal import Decimal
 from itertools import islice
 from pathlib import Path
 
-from pydantic import ValidationError, create_model
+from pydantic import create_model
 
-from asyncrl_cli.base.errors import MOST_PROBLEMS, ConfigError, RefusedError, combine, did_you_mean
+from asyncrl_cli.base.errors import MOST_PROBLEMS, ConfigError, combine, did_you_mean
 from asyncrl_cli.base.paths import expand, has_module
-from asyncrl_cli.base.safe_files import first_of, load_json
 from asyncrl_cli.profile.check import check
 from asyncrl_cli.profile.keys import PARAMS, entries_of, flatten, foreign, keys, sections, unknown_key
 from asyncrl_cli.profile.schema import Profile
@@ -40,8 +33,6 @@ from asyncrl_cli.profile.toml_files import (
     chain,
     parse_value,
     shortened,
-    toml_key,
-    toml_value,
 )
 from asyncrl_cli.profile.validation import validate
 
@@ -49,8 +40,6 @@ ENV_PREFIX = "ASYNCRL_"
 DEFAULT = "default"
 """Origin of a value that no layer gives. If it follows from the machine or the model, the origin goes on:
 "default for cuda"."""
-SCHEMA_VERSION = 1
-"""The format version of `config.resolved.json`."""
 MODELS = ("model.path", "ref.path", "critic.path", "reward_model.path")
 """Each is a directory, or a name on the hub."""
 IMPORT_PATH, CODE_KEYS = "task.import_path", ("task.reward", "task.environment", "task.agent", "task.fields")
@@ -276,65 +265,3 @@ def _anchor(key: str, value: str, directory: Path) -> str:
     if key in MODELS and not os.path.exists(path) and not value.startswith((".", "~")):
         return value
     return str(path)
-
-
-def to_document(profile: Profile, origins: Mapping[str, str]) -> Table:
-    """The content of `config.resolved.json`, from which `from_document` restores the same profile and
-    origins."""
-    return {
-        "schema_version": SCHEMA_VERSION,
-        "profile": profile.model_dump(mode="json"),
-        "origins": dict(origins),
-    }
-
-
-def read_document(path: Path) -> Loaded:
-    """Read `config.resolved.json`. Raises RefusedError if it has another schema version or does not describe
-    a profile."""
-    return from_document(load_json(path, Table, hint="take another checkpoint"), where=str(path))
-
-
-def from_document(document: Values, *, where: str = "config.resolved.json") -> Loaded:
-    """Raises RefusedError if the document has another schema version or does not describe a profile."""
-    version = document.get("schema_version")
-    if version != SCHEMA_VERSION:
-        why = f"{where} has schema_version {version!r:.40}; this asyncrl reads {SCHEMA_VERSION}"
-        raise RefusedError(why, hint="resume with the version of asyncrl that started the run")
-    try:
-        tables, origins = document["profile"], document["origins"]
-        training = tables["async_training"]
-        exact = {**training, "staleness_threshold": Decimal(training["staleness_threshold"])}
-        profile = Profile.model_validate({**tables, "async_training": exact})
-        for section, _, name in (key.partition(".") for key in origins if key in keys()):
-            if name not in tables.get(section, {}):
-                raise ConfigError(f"{section}.{name} is missing")
-        check(profile)
-        return Loaded(profile=profile, origins={str(key): str(origin) for key, origin in origins.items()})
-    except ValidationError as error:
-        why = first_of(error)
-    except ConfigError as error:
-        why = error.message
-    except (KeyError, TypeError, AttributeError, ValueError, ArithmeticError) as error:
-        why = f"{type(error).__name__} {error}"
-    raise RefusedError(f"{where} does not describe a profile: {why}", hint="take another checkpoint")
-
-
-def to_toml(
-    profile: Profile, origins: Mapping[str, str], *, only_given: bool = True, with_origins: bool = False
-) -> str:
-    """A self-contained profile file with the values that some layer gave or, with `only_given=False`, every
-    value that is set."""
-    tables: dict[str, list[str]] = {section: [] for section in sections()}
-    for key, value in entries_of(profile).items():
-        section, _, name = key.partition(".")
-        if key.startswith(f"{PARAMS}."):  # older runs did not record its origin
-            name, origin = f"params.{toml_key(key.removeprefix(f'{PARAMS}.'))}", origins.get(key, "unknown")
-        else:
-            origin = origins.get(key, DEFAULT)
-        if value not in (None, {}) and not (only_given and is_default(origin)):
-            text = f"{name} = {toml_value(value)}"
-            tables[section].append(f"{text:<48}  # {origin}" if with_origins else text)
-    lines = [f"name = {toml_value(profile.name)}", f"purpose = {toml_value(profile.purpose)}"]
-    for section, entries in tables.items():
-        lines += ["", f"[{section}]", *entries] if entries else []
-    return "\n".join(lines) + "\n"

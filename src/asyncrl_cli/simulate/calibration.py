@@ -28,7 +28,8 @@ from asyncrl_cli.observe.run_lines import Line, spent_s
 from asyncrl_cli.plan.compiler import compile_job
 from asyncrl_cli.plan.job_plan import ROLLOUT, TRAINER
 from asyncrl_cli.profile.arithmetic import CRITIC, PROX, REF, REWARD, SCORERS
-from asyncrl_cli.profile.loaded import Layer, load, read_document
+from asyncrl_cli.profile.loaded import Layer, load
+from asyncrl_cli.profile.resolved import read_document
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.profile.toml_files import shipped_profiles
 from asyncrl_cli.simulate.costs import LEARNING

@@ -24,7 +24,8 @@ from pathlib import Path, PurePosixPath
 from asyncrl_cli.base.errors import ConfigError
 from asyncrl_cli.base.named_code import is_user_code
 from asyncrl_cli.base.paths import has_module
-from asyncrl_cli.profile.loaded import Loaded, to_toml
+from asyncrl_cli.profile.loaded import Loaded
+from asyncrl_cli.profile.resolved import to_toml
 
 PROFILE = "asyncrl-job.toml"
 PATH = re.compile(r'"((?:jsonl|parquet):)?(/[^"]+)"')
