@@ -127,9 +127,8 @@ def export(
         _check_target(out)  # fail before the whole checkpoint is read
     source = find_source(argument, runs_dir, version, progress)
     if adapter and not source.has_adapters:
-        raise RefusedError(
-            f"{source.path} has whole weights, not adapters", hint="export it without --adapter"
-        )
+        hint = "export it without --adapter"
+        raise RefusedError(f"{source.path} has whole weights, not adapters", hint=hint)
     name = source.path.name if version is None else f"version-{version:06d}"
     name += "-adapter" if adapter else ""
     target = out or (
@@ -167,9 +166,8 @@ def find_source(argument: str, runs_dir: Path, version: int | None, progress: Pr
     checkpoint = _whole(newest, progress)
     if version not in (None, checkpoint.version):
         hint = f"the whole run may hold it: asyncrl export {run_dir_of(newest) or 'RUN'} --version {version}"
-        raise RefusedError(
-            f"checkpoint {newest} holds version {checkpoint.version}, not {version}", hint=hint
-        )
+        why = f"checkpoint {newest} holds version {checkpoint.version}, not {version}"
+        raise RefusedError(why, hint=hint)
     return _of_checkpoint(checkpoint, version)
 
 
@@ -295,9 +293,8 @@ def find_model_files(run_dir: Path | None, profile: Profile, given: Path | None)
     found = next((place for place in places if not _missing_in(place)), None)
     if found is None:
         missing = _missing_in(places[-1]) if places else "the checkpoint is not inside its run"
-        raise PreflightError(
-            f'configuration and tokenizer of model.path = "{path}" were not found: {missing}', hint=WAY_OUT
-        )
+        why = f'configuration and tokenizer of model.path = "{path}" were not found: {missing}'
+        raise PreflightError(why, hint=WAY_OUT)
     return found
 
 

@@ -78,9 +78,8 @@ def saved_weights(source: Source) -> SavedWeights:
 
         def read(names: Collection[str]) -> dict[str, torch.Tensor]:
             with ExitStack() as stack:
-                files = {
-                    path: stack.enter_context(_opened(path)) for path in {path_of[name] for name in names}
-                }
+                paths = {path_of[name] for name in names}
+                files = {path: stack.enter_context(_opened(path)) for path in paths}
                 return {name: files[path_of[name]].get_tensor(name) for name in names}
 
     else:
@@ -106,10 +105,8 @@ def _opened(path: Path) -> Iterator[Any]:
         with safe_open(path, framework="pt") as file:
             yield file
     except (SafetensorError, OSError) as error:
-        raise RefusedError(
-            f"weights in {path} cannot be read: {error}",
-            hint="a live run may have replaced them: export again, or take another checkpoint or --version",
-        ) from error
+        hint = "a live run may have replaced them: export again, or take another checkpoint or --version"
+        raise RefusedError(f"weights in {path} cannot be read: {error}", hint=hint) from error
 
 
 def merged_weights(source: Source, adapters: SavedWeights, given: Path | None) -> SavedWeights:
@@ -135,10 +132,8 @@ def merged_weights(source: Source, adapters: SavedWeights, given: Path | None) -
     for name in sorted(adapted):
         a, b = adapter_names(name)
         if name not in base or base[name].shape != (shapes[b][0], shapes[a][1]):
-            raise RefusedError(
-                f"{base_dir} is not the run's base model: {name} is missing or has another shape",
-                hint="name the base model's directory with --model DIR",
-            )
+            why = f"{base_dir} is not the run's base model: {name} is missing or has another shape"
+            raise RefusedError(why, hint="name the base model's directory with --model DIR")
 
     def read(names: Collection[str]) -> dict[str, torch.Tensor]:
         tensors = {name: base[name].detach() for name in names}
@@ -238,9 +233,8 @@ def _fitted(form: SavedForm, weights: SavedWeights, model_files: Path) -> tuple[
     if is_as_in_files or not form.converts:
         return {name: tensor.numel() for name, tensor in in_files.items()}, weights.read
     whole = form.to_files(weights.read(list(form.memory)))
-    return {name: tensor.numel() for name, tensor in whole.items()}, lambda names: {
-        name: whole[name] for name in names
-    }
+    sizes = {name: tensor.numel() for name, tensor in whole.items()}
+    return sizes, lambda names: {name: whole[name] for name in names}
 
 
 @contextmanager
@@ -252,6 +246,5 @@ def _appearing(target: Path) -> Iterator[Path]:
             yield working
     except (OSError, SafetensorError) as error:  # safetensors raises its own error on a full disk
         why = getattr(error, "strerror", None) or str(error)
-        raise AsyncrlError(
-            f"{target} cannot be written: {why}", hint="choose another place with --out DIR"
-        ) from error
+        hint = "choose another place with --out DIR"
+        raise AsyncrlError(f"{target} cannot be written: {why}", hint=hint) from error

@@ -179,11 +179,9 @@ def check_heads(config: PretrainedConfig, sequence_size: int) -> None:
     (`trainer.sequence_parallel_size`)."""
     heads = getattr(config, "num_attention_heads", 1)
     if heads % sequence_size:
-        raise ConfigError(
-            f"trainer.sequence_parallel_size = {sequence_size} does not divide the model's {heads} attention "
-            "heads",
-            hint=f"--set trainer.sequence_parallel_size={math.gcd(sequence_size, heads)}",
-        )
+        key, divisor = "trainer.sequence_parallel_size", math.gcd(sequence_size, heads)
+        why = f"{key} = {sequence_size} does not divide the model's {heads} attention heads"
+        raise ConfigError(why, hint=f"--set {key}={divisor}")
 
 
 def positions_of(config: PretrainedConfig) -> int | None:

@@ -73,10 +73,8 @@ class ClusterResources:
         return sum(node.gpus for node in self.nodes)
 
     def __str__(self) -> str:
-        return (
-            f"{counted(self.gpus, 'GPU')} and {counted(self.cpus, 'CPU')} on "
-            f"{counted(len(self.nodes), 'node')}"
-        )
+        devices = f"{counted(self.gpus, 'GPU')} and {counted(self.cpus, 'CPU')}"
+        return f"{devices} on {counted(len(self.nodes), 'node')}"
 
 
 def cache_bytes_left(memory_bytes: int, share: float, held_bytes: int) -> int:
@@ -203,10 +201,8 @@ def check_fit(plan: JobPlan, cluster: ClusterResources) -> None:
     `--set` that would fit. Checks nothing if there is an autoscaler, which may add what is missing."""
     if not plan.autoscaler and isinstance(found := assigned(plan, cluster), Unplaced):
         lines = "" if cluster.elastic_cpus else f"; {found}:{node_lines(cluster, cluster)}"
-        raise PreflightError(
-            f"the cluster is too small: {asked(plan)}; it has {cluster}{lines}",
-            hint=fitting_hint(plan, cluster),
-        )
+        why = f"the cluster is too small: {asked(plan)}; it has {cluster}{lines}"
+        raise PreflightError(why, hint=fitting_hint(plan, cluster))
 
 
 def node_lines(cluster: ClusterResources, free: ClusterResources) -> str:

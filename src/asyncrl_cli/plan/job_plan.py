@@ -209,10 +209,9 @@ class JobPlan:
 
     def __str__(self) -> str:
         scorers = "".join(f"{processes} {task} + " for task, processes in self.scorers.items())
-        sides = (
-            f"{self.trainer_workers} {TRAINER} + {scorers}{self.rollout_workers} {ROLLOUT} with {self.engine}"
-        )
-        return f"{sides} ({'colocated' if self.colocate else 'apart'}): {self.gpus} GPUs and {self.cpus} CPUs"
+        sides = f"{self.trainer_workers} {TRAINER} + {scorers}{self.rollout_workers} {ROLLOUT}"
+        where = "colocated" if self.colocate else "apart"
+        return f"{sides} with {self.engine} ({where}): {self.gpus} GPUs and {self.cpus} CPUs"
 
 
 def place_of(plan: JobPlan, name: str, model_dir: Path, version: int = 0) -> ProcessPlace:

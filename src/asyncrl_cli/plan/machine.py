@@ -128,14 +128,11 @@ def cpu_finding() -> Finding:
         return Finding("CPU", "its instructions are not known on this system")
     meaning = "computes in bfloat16 as well as in float32"
     if not computes_bfloat16():
-        meaning = (
-            "has no bfloat16 instructions: model.dtype = bfloat16 would be emulated, several times slower "
-        )
-        meaning += "than float32"
+        emulated = "would be emulated, several times slower than float32"
+        meaning = f"has no bfloat16 instructions: model.dtype = bfloat16 {emulated}"
     name = cpu_facts().get("model name", "CPU")
-    return Finding(
-        "CPU", f"{name}: {' '.join(features) or 'no vector instructions that count here'}; {meaning}"
-    )
+    has = " ".join(features) or "no vector instructions that count here"
+    return Finding("CPU", f"{name}: {has}; {meaning}")
 
 
 def threads_finding() -> Finding:

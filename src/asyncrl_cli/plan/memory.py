@@ -123,10 +123,8 @@ def estimate_memory(
     profile: Profile, plan: JobPlan, shape: ModelShape, available_bytes: int | None = None
 ) -> MemoryEstimate:
     """Raises ShapeUnknown if the path of a reference, critic or reward model is not known here."""
-    engine = kind_of(profile).memory(profile, plan.device)
-    job = MemoryEstimate(
-        profile=profile, plan=plan, shape=shape, available_bytes=available_bytes, engine=engine
-    )
+    engine, known = kind_of(profile).memory(profile, plan.device), available_bytes
+    job = MemoryEstimate(profile=profile, plan=plan, shape=shape, available_bytes=known, engine=engine)
     trainer = replace(job, items=tuple(_trainer(job)))
     left_bytes = available_bytes
     if left_bytes is not None and plan.colocate and engine is None:
@@ -369,9 +367,8 @@ def _wires(job: MemoryEstimate, role: str, processes: int) -> Iterator[MemoryIte
         buffers, phase, beside = (3, "step", ", beside training") if role == TRAINER else (2, "sync", "")
         wire = buffers * (wire_mb * MIB + largest)
         how = f"{buffers} of {wire_mb} MB and the largest tensor{beside}"
-    yield MemoryItem(
-        role, processes, "device", phase, WIRE_BUFFERS, wire, f"weights.transport = {transport}: {how}"
-    )
+    how = f"weights.transport = {transport}: {how}"
+    yield MemoryItem(role, processes, "device", phase, WIRE_BUFFERS, wire, how)
 
 
 def _rollout(job: MemoryEstimate, left_bytes: int | None) -> Iterator[MemoryItem]:

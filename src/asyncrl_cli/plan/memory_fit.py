@@ -157,9 +157,8 @@ def cannot_fit(estimate: MemoryEstimate) -> PreflightError | None:
         hint = f"--set rollout.gpu_memory_utilization={engine.default_share}"
     else:
         return None
-    return PreflightError(
-        f"{what} take {num_bytes / GIB:.1f} GiB of a GPU, {has}: this cannot run", hint=hint
-    )
+    why = f"{what} take {num_bytes / GIB:.1f} GiB of a GPU, {has}: this cannot run"
+    return PreflightError(why, hint=hint)
 
 
 def cache_warnings(estimate: MemoryEstimate) -> list[str]:

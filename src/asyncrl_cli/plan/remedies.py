@@ -108,39 +108,32 @@ def _changes(item: MemoryItem, estimate: MemoryEstimate) -> list[Values]:
         processes = plan.role(role).workers
         return [] if on_gpus or plan.colocate else halved(key, processes, 1)
 
-    bfloat16: list[Values] = (
-        [{"model.dtype": "bfloat16"}] if on_gpus and profile.model.dtype == "float32" else []
-    )
+    def change(values: Values, possible: object) -> list[Values]:
+        return [values] if possible else []
+
+    bfloat16 = change({"model.dtype": "bfloat16"}, on_gpus and profile.model.dtype == "float32")
     tokens = halved("trainer.max_tokens_per_microbatch", trainer.max_tokens_per_microbatch, 256)
     wires = halved("weights.load_bucket_size_mb", weights.load_bucket_size_mb, 64)
     slots = halved("rollout.slots", rollout.slots, rollout.n)
     fewer_workers = fewer_processes("rollout.workers", ROLLOUT)
-    stronger = {"none": "selective", "selective": "full"}.get(trainer.activation_checkpointing)
-    recompute: list[Values] = [{"trainer.activation_checkpointing": stronger}] if stronger else []
-    offload: list[Values] = (
-        [{"trainer.offload_optimizer": True}] if on_gpus and not trainer.offload_optimizer else []
-    )
-    sum_each_time: list[Values] = (
-        [{"trainer.whole_gradients": False}] if on_gpus and trainer.whole_gradients is not False else []
-    )
-    more_ranks: list[Values] = []
+    stronger = {"none": "selective", "selective": "full"}.get(trainer.activation_checkpointing, "")
+    recompute = change({"trainer.activation_checkpointing": stronger}, stronger)
+    offload = change({"trainer.offload_optimizer": True}, on_gpus and not trainer.offload_optimizer)
+    sums_once = on_gpus and trainer.whole_gradients is not False
+    sum_each_time = change({"trainer.whole_gradients": False}, sums_once)
     counts_nodes = trainer.n_gpus_per_node or rollout.n_gpus_per_node
-    if is_alone and workers > 1 and not counts_nodes and not profile.placement.tasks:
-        # from the rollout's GPUs
-        ranks = plan.trainer_workers + each
-        more_ranks = [{"placement.trainer_workers": ranks, "rollout.workers": workers - 1}]
-    more_gpus: list[Values] = []
-    if is_alone and workers > 1 and engine != "transformers":
-        wider: Table = {"placement.gpus_per_rollout_worker": 2 * each}
-        wider |= {"rollout.workers": workers // 2} if rollout.workers or workers % 2 else {}
-        wider |= {"rollout.tensor_parallel_size": 2 * each} if rollout.tensor_parallel_size else {}
-        more_gpus = [wider]
-    past_the_store: list[Values] = []
-    if weights.transport == "object-store":
-        # vLLM on GPUs of its own gets versions over NCCL, without a copy in any host's memory but rank 0's.
-        direct = {"weights.transport": "nccl", "placement.device": "cuda"}
-        past_the_store = [direct if is_alone and engine == "vllm" else {"weights.transport": "disk"}]
-    one_buffer: list[Values] = [{"weights.dual_buffer": False}] if weights.dual_buffer else []
+    from_rollout = {"placement.trainer_workers": plan.trainer_workers + each, "rollout.workers": workers - 1}
+    may_take = is_alone and workers > 1 and not counts_nodes and not profile.placement.tasks
+    more_ranks = change(from_rollout, may_take)
+    wider: Table = {"placement.gpus_per_rollout_worker": 2 * each}
+    wider |= {"rollout.workers": workers // 2} if rollout.workers or workers % 2 else {}
+    wider |= {"rollout.tensor_parallel_size": 2 * each} if rollout.tensor_parallel_size else {}
+    more_gpus = change(wider, is_alone and workers > 1 and engine != "transformers")
+    # vLLM on GPUs of its own gets versions over NCCL, without a copy in any host's memory but rank 0's.
+    nccl: Table = {"weights.transport": "nccl", "placement.device": "cuda"}
+    direct = nccl if is_alone and engine == "vllm" else {"weights.transport": "disk"}
+    past_the_store = change(direct, weights.transport == "object-store")
+    one_buffer = change({"weights.dual_buffer": False}, weights.dual_buffer)
 
     fewer_ranks = fewer_processes("placement.trainer_workers", TRAINER)
     state = [*bfloat16, *offload, *more_ranks, *fewer_ranks]

@@ -156,17 +156,14 @@ def choose_division(decoder: PreTrainedModel, attention: Attention, ranks: Ranks
     if size == 1:
         return padded
     if attention == "eager":
-        raise ConfigError(
-            f"trainer.sequence_parallel_size = {size} needs sdpa, but this {config.model_type} model "
-            "uses its own attention (eager)",
-            hint="--set trainer.sequence_parallel_size=1; the trainer's log says why it is not sdpa",
-        )
-    raise ConfigError(
-        f"trainer.sequence_parallel_size = {size}: a {config.model_type} model mixes positions by more than "
-        "causal attention (sliding windows, soft-caps, recurrent layers), which cannot be divided",
-        hint="--set trainer.sequence_parallel_size=1, with trainer.activation_checkpointing=full for less "
-        "memory",
-    )
+        why = f" needs sdpa, but this {config.model_type} model uses its own attention (eager)"
+        hint = "; the trainer's log says why it is not sdpa"
+    else:
+        why = f": a {config.model_type} model mixes positions by more than causal attention (sliding "
+        why += "windows, soft-caps, recurrent layers), which cannot be divided"
+        hint = ", with trainer.activation_checkpointing=full for less memory"
+    key = "trainer.sequence_parallel_size"
+    raise ConfigError(f"{key} = {size}{why}", hint=f"--set {key}=1{hint}")
 
 
 @torch.no_grad()

@@ -207,9 +207,8 @@ def adapted_layers(model: PreTrainedModel, lora: LoraSection) -> dict[str, torch
     linears = {name: m for name, m in model.named_modules() if type(m) is torch.nn.Linear and m is not head}
     ends = {name.rpartition(".")[2] for name in linears}
     if unknown := [end for end in lora.target_modules if end not in ends]:
-        raise ConfigError(
-            f"lora.target_modules: the model has no linear layer {', '.join(unknown)}",
-            hint=f"it has {', '.join(sorted(ends))}; without this key all of them get an adapter",
-        )
+        why = f"lora.target_modules: the model has no linear layer {', '.join(unknown)}"
+        hint = f"it has {', '.join(sorted(ends))}; without this key all of them get an adapter"
+        raise ConfigError(why, hint=hint)
     chosen = lora.target_modules or ends
     return {name: layer for name, layer in linears.items() if name.rpartition(".")[2] in chosen}

@@ -308,11 +308,8 @@ class PolicyTrainer:
         if counters["has_window_first"]:
             self._window_first = host_like(self.model.locals())
         elif self._needs_window_first and counters["step"]:
-            raise RefusedError(
-                f"{directory}: lacks the weights of the window's start, which algorithm.old_logprobs = "
-                "recompute needs",
-                hint="resume with the profile that wrote it",
-            )
+            why = "the weights of the window's start, which algorithm.old_logprobs = recompute needs"
+            raise RefusedError(f"{directory}: lacks {why}", hint="resume with the profile that wrote it")
         restore(self._parameters(), self.state_tensors(), saved)
         restore_random_state(self.ranks, saved)
         self.optimizer.restore_steps(counters["optimizer_steps"])

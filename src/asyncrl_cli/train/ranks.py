@@ -179,11 +179,8 @@ def first_collective(
             return summed.result()
         missing = [other for other in range(world_size) if not progress.check([f"summed/{other}"])]
         names = "none of them" if len(missing) == world_size else f"not {_names(missing)} of {world_size}"
-        raise ExecutorFailed(
-            f"all ranks joined, but {names} finished the first sum over {dist.get_backend()} within {KEY} = "
-            f"{timeout_s:g} s",
-            hint=NETWORK_HINT,
-        ) from error
+        why = f"{names} finished the first sum over {dist.get_backend()} within {KEY} = {timeout_s:g} s"
+        raise ExecutorFailed(f"all ranks joined, but {why}", hint=NETWORK_HINT) from error
 
 
 def _names(ranks: Sequence[int]) -> str:

@@ -10,14 +10,18 @@ tokens.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import torch
-from transformers import AutoModelForSequenceClassification, AutoTokenizer
+from transformers import (
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from asyncrl_cli.base.errors import AsyncrlError, PreflightError, first_names
-from asyncrl_cli.contracts.item import messages_of
+from asyncrl_cli.contracts.item import Item, messages_of
 from asyncrl_cli.contracts.trajectories import GroupPayload, Trajectory
 from asyncrl_cli.models.model_files import positions_of
 from asyncrl_cli.profile.schema import ProcessPlace, Profile
@@ -37,35 +41,27 @@ class RewardModel:
         self._device = device_of(place)
         self._decode = decode
         self._max_tokens = profile.trainer.max_tokens_per_microbatch
-        self._tokenizer: Any = AutoTokenizer.from_pretrained(directory, trust_remote_code=trusts)
+        tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=trusts)
+        how = {"dtype": torch_dtype(profile.model.dtype), "trust_remote_code": trusts}
         model, info = AutoModelForSequenceClassification.from_pretrained(
-            directory,
-            dtype=torch_dtype(profile.model.dtype),
-            trust_remote_code=trusts,
-            output_loading_info=True,
+            directory, output_loading_info=True, **how
         )
         if missing := sorted(info["missing_keys"]):  # transformers would initialize them at random
-            raise PreflightError(
-                f"reward_model.path: {directory} is not a sequence classifier: it lacks "
-                f"{first_names(missing)}",
-                hint="use a model with a trained classification head",
-            )
-        self._model: Any = model.eval().to(self._device)
+            why = f"{directory} is not a sequence classifier: it lacks {first_names(missing)}"
+            hint = "use a model with a trained classification head"
+            raise PreflightError(f"reward_model.path: {why}", hint=hint)
+        self._model: PreTrainedModel = model.eval().to(self._device)
         # Classifiers find a row's last token by the configuration's padding token.
-        tokenizer = self._tokenizer
         if tokenizer.pad_token is None:
             tokenizer.pad_token = tokenizer.eos_token
         if tokenizer.pad_token_id is None:
-            raise PreflightError(
-                f"reward_model.path: the tokenizer in {tokenizer.name_or_path} has neither a padding token "
-                "nor an end of sequence",
-                hint="set tokenizer.pad_token, and save the tokenizer beside the model",
-            )
+            why = f"{tokenizer.name_or_path} has neither a padding token nor an end of sequence"
+            hint = "set tokenizer.pad_token, and save the tokenizer beside the model"
+            raise PreflightError(f"reward_model.path: the tokenizer in {why}", hint=hint)
+        self._tokenizer: PreTrainedTokenizerBase = tokenizer
         self._model.config.get_text_config().pad_token_id = tokenizer.pad_token_id
 
-    def score(
-        self, groups: Sequence[GroupPayload], items: Sequence[Mapping[str, Any]]
-    ) -> list[tuple[float, ...]]:
+    def score(self, groups: Sequence[GroupPayload], items: Sequence[Item]) -> list[tuple[float, ...]]:
         """The scores of each group's trajectories. `items`: the groups' prompts. AsyncrlError if one is too
         long or not finite."""
         pairs = zip(groups, items, strict=True)
@@ -86,7 +82,7 @@ class RewardModel:
         left = iter(scores)
         return [tuple(next(left) for _ in group.trajectories) for group in groups]
 
-    def _text(self, item: Mapping[str, Any], trajectory: Trajectory) -> str:
+    def _text(self, item: Item, trajectory: Trajectory) -> str:
         sampled = [token for part in trajectory.segments for token in part.tokens_T[part.mask_T].tolist()]
         messages = [*messages_of(item["prompt"]), {"role": "assistant", "content": self._decode(sampled)}]
         if self._tokenizer.chat_template is None:

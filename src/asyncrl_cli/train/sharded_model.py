@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from asyncrl_cli.contracts.item import Item
 from asyncrl_cli.contracts.trajectories import GroupPayload
 from asyncrl_cli.models.attention import Attention, choose_attention
 from asyncrl_cli.models.model_files import tensor_files
@@ -162,7 +163,7 @@ class ShardedModel(ABC, Generic[Content]):
         arrays = iter(np.split(values_F, np.cumsum(batch.counts_P)[:-1]))
         return {group: tuple(next(arrays) for _ in one.trajectories) for group, one in payloads.items()}
 
-    def score(self, groups: Sequence[GroupPayload], items: Sequence[Mapping[str, Any]]) -> list[Any]:
+    def score(self, groups: Sequence[GroupPayload], items: Sequence[Item]) -> list[Any]:
         """`column` as a list, one entry per group, for a scorer with processes of its own. `items`: of its
         groups' prompts, which only a reward model reads."""
         return list(self.column(dict(enumerate(groups))).values())

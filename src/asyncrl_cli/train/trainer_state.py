@@ -196,10 +196,9 @@ class SavedState:
             before = cast(Mapping[str, float], self.counters).get(name, logprob)
             if abs(logprob - before) > most_diff:
                 what, where = FROZEN[name]
-                raise RefusedError(
-                    f"{self.directory}: was trained with {what} that had other weights",
-                    hint=f"resume with the model that {where} held when the run began",
-                )
+                why = f"{self.directory}: was trained with {what} that had other weights"
+                hint = f"resume with the model that {where} held when the run began"
+                raise RefusedError(why, hint=hint)
 
     def read(self, key: str, into: torch.Tensor, first_row: int = 0) -> None:
         """Fill `into` with a tensor's rows from `first_row` on. Raises RefusedError if the files lack any of
@@ -220,11 +219,8 @@ def restore(like: dict[str, DTensor], live: dict[str, torch.Tensor], saved: Save
     state = to_host(like, live)
     for key, rows in sorted(state.items()):
         if (found := saved.shapes.get(key)) != rows.whole_shape:
-            raise RefusedError(
-                f"{saved.directory}: checkpoint is of another model: {key} is {found or 'absent'}, not "
-                f"{rows.whole_shape}",
-                hint=ANOTHER_MODEL,
-            )
+            why = f"of another model: {key} is {found or 'absent'}, not {rows.whole_shape}"
+            raise RefusedError(f"{saved.directory}: checkpoint is {why}", hint=ANOTHER_MODEL)
         saved.read(key, rows.tensor, rows.first_row)
     for key, tensor in live.items():
         tensor.copy_(state[key].tensor)

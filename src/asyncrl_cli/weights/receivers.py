@@ -133,12 +133,10 @@ class SharedWeights(dict[str, torch.Tensor]):
         available = psutil.virtual_memory().available
         if missing > available:
             held = f" beside the {self.num_bytes / 2**20:.0f} MiB that have arrived" if self.num_bytes else ""
-            raise AsyncrlError(
-                f"received weights take {missing / 2**20:.0f} MiB of memory{held}, but only "
-                f"{available / 2**20:.0f} MiB are free",
-                hint="a rollout worker holds the next version's weights in memory beside the engine: give "
-                "the machine more",
-            )
+            taken, free = (f"{size / 2**20:.0f} MiB" for size in (missing, available))
+            why = f"received weights take {taken} of memory{held}, but only {free} are free"
+            hint = "a rollout worker holds the next version's weights in memory beside the engine"
+            raise AsyncrlError(why, hint=f"{hint}: give the machine more")
         os.posix_fallocate(self._descriptor, self.num_bytes, missing)
         self.num_bytes = num_bytes
 
@@ -223,11 +221,8 @@ class BaseFiles:
         required, known, files = form.required, form.known, tensor_files(model_dir)
         if form.converts or (missing := sorted(required.keys() - files.keys())):
             why = "are joined in memory" if form.converts else f"lack {first_names(missing)}"
-            raise ConfigError(
-                f'lora.sync = "adapter": the tensors of {model_dir} {why}, so workers cannot merge adapters '
-                "into them",
-                hint="--set lora.sync=merged",
-            )
+            why = f"the tensors of {model_dir} {why}, so workers cannot merge adapters into them"
+            raise ConfigError(f'lora.sync = "adapter": {why}', hint="--set lora.sync=merged")
         self._files = {name: path for name, path in files.items() if name in known}
         # rank 0 sends parameters in the profile's dtype, and buffers in their own
         self._dtypes = {

@@ -258,8 +258,6 @@ class HeldVersions(Sender):
         placed = [(bucket, entry) for bucket in buckets for entry in bucket.entries]
         found = [(bucket, entry) for bucket, entry in placed if entry.spec.name in names]
         if not buckets or len(found) != len(names):
-            raise ValueError(
-                f"rank 0 holds only {len(found)} of {len(names)} requested tensors of version {version} "
-                f"(versions held: {held})"
-            )
+            what = f"{len(found)} of {len(names)} requested tensors of version {version}"
+            raise ValueError(f"rank 0 holds only {what} (versions held: {held})")
         return ((names[entry.spec.name], view_of(bucket.data, entry)) for bucket, entry in found)

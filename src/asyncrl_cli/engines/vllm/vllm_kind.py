@@ -58,10 +58,8 @@ def check_stray_packages() -> None:
     """Raises PreflightError if installed packages break transformers, which the driver imports, too."""
     if broken := broken_packages():
         do = "does" if len(broken) == 1 else "do"
-        raise PreflightError(
-            f"{', '.join(broken)} {do} not load beside this torch, which makes transformers fail",
-            hint="asyncrl doctor --fix removes what vLLM does not need",
-        )
+        why = f"{', '.join(broken)} {do} not load beside this torch, which makes transformers fail"
+        raise PreflightError(why, hint="asyncrl doctor --fix removes what vLLM does not need")
 
 
 def installed_version() -> str | None:
