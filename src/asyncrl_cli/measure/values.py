@@ -155,7 +155,10 @@ def shown(values: Mapping[str, Value]) -> dict[str, Scalar]:
 
 
 def to_json(values: Mapping[str, Value]) -> dict[str, list[object]]:
-    return {key: [type(value).__name__, *astuple(value)] for key, value in values.items()}  # type: ignore[call-overload]
+    return {
+        key: [type(value).__name__, *astuple(value)]  # type: ignore[call-overload]
+        for key, value in values.items()
+    }
 
 
 def from_json(content: Mapping[str, Sequence[object]]) -> dict[str, Value]:
