@@ -4,6 +4,7 @@ run-out of any length."""
 from __future__ import annotations
 
 import random
+import tomllib
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from asyncrl_cli.simulate.workload import Workload
 from asyncrl_cli.simulate.workload_files import profile_for
 from asyncrl_cli.simulate.world import simulate
 from tests.bench.test_figures import line, run_lines
+from tests.simulate.small_workload import COSTS
 
 PROFILES = ("on-policy-pipeline", "stream-off-policy", "stale-samples", "partial-rollout", "one-step-off")
 CHUNK_SEEDS = 3
@@ -52,9 +54,7 @@ def drawn(rng: random.Random) -> Workload:
                 old_logprob_s_per_token=1e-5,
                 interference_ratio=rng.choice([0.0, 0.3]),
             ),
-            syncing=dict(
-                parameter_bytes=1e6, gather_bytes_per_s=1e8, send_bytes_per_s=1e8, load_bytes_per_s=1e8
-            ),
+            syncing=tomllib.loads(COSTS)["syncing"],
         )
     )
 

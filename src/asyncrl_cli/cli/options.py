@@ -53,6 +53,22 @@ def workload_names() -> list[str]:
     return list(shipped_workloads())
 
 
+def key_names() -> list[str]:
+    from asyncrl_cli.profile import keys
+
+    return [*keys.sections(), *keys.keys()]
+
+
+def template_names() -> list[str]:
+    from asyncrl_cli.profile.toml_files import shipped_templates
+
+    return list(shipped_templates())
+
+
+def text_argument(metavar: str, help: str, complete: Complete) -> object:
+    return typer.Argument(metavar=metavar, help=help, autocompletion=complete)
+
+
 def text_option(name: str, metavar: str, help: str, complete: Complete | None = None) -> object:
     """An option with a text or a path."""
     return typer.Option(name, metavar=metavar, help=help, autocompletion=complete)
@@ -87,7 +103,7 @@ def _finite(number: float | None) -> float | None:
 
 
 def run_argument(metavar: str, help: str) -> object:
-    return typer.Argument(metavar=metavar, help=help, autocompletion=run_names)
+    return text_argument(metavar, help, run_names)
 
 
 ProfileOption = Annotated[

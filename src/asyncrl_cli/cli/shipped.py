@@ -25,9 +25,12 @@ from asyncrl_cli.cli.options import (
     MOST_DEVICES,
     JsonOption,
     SetOption,
+    key_names,
     number_option,
     profile_names,
     profile_option,
+    template_names,
+    text_argument,
     text_option,
 )
 
@@ -71,12 +74,6 @@ profiles = typer.Typer(
 )
 
 
-def key_names() -> list[str]:
-    from asyncrl_cli.profile import keys
-
-    return [*keys.sections(), *keys.keys()]
-
-
 @profiles.callback(invoke_without_command=True)
 def list_profiles(context: typer.Context, as_json: JsonOption = False) -> None:
     """List the profiles that come with asyncrl; [bold]show NAME[/] prints one."""
@@ -111,11 +108,7 @@ def list_profiles(context: typer.Context, as_json: JsonOption = False) -> None:
 def list_keys(
     name: Annotated[
         str,
-        typer.Argument(
-            metavar="[SECTION|KEY]",
-            help="List only this section, e.g. rollout, or this key.",
-            autocompletion=key_names,
-        ),
+        text_argument("[SECTION|KEY]", "List only this section, e.g. rollout, or this key.", key_names),
     ] = "",
     as_json: JsonOption = False,
 ) -> None:
@@ -146,9 +139,7 @@ def list_keys(
 def show(
     name: Annotated[
         str,
-        typer.Argument(
-            metavar="NAME|FILE", help="A profile by name, or a TOML file.", autocompletion=profile_names
-        ),
+        text_argument("NAME|FILE", "A profile by name, or a TOML file.", profile_names),
     ],
     origin: Annotated[bool, typer.Option("--origin", help="Show where each value comes from.")] = False,
     sets: SetOption = None,
@@ -181,20 +172,14 @@ def schema(
         print_json(workload_schema())
 
 
-def template_names() -> list[str]:
-    from asyncrl_cli.profile.toml_files import shipped_templates
-
-    return list(shipped_templates())
-
-
 def init(
     template: Annotated[
         str,
-        typer.Argument(
-            metavar="TEMPLATE",
-            help="Name of the template: agent, grafana, gsm8k-8gpu, jsonl or parquet-verl; for a cluster: "
+        text_argument(
+            "TEMPLATE",
+            "Name of the template: agent, grafana, gsm8k-8gpu, jsonl or parquet-verl; for a cluster: "
             "kuberay, ray-cluster, skypilot or slurm.",
-            autocompletion=template_names,
+            template_names,
         ),
     ],
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="Directory to write, new or empty.")],

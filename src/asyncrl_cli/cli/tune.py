@@ -9,8 +9,6 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
 from asyncrl_cli.cli.console import print_json, print_prose, print_text, say, stderr, stdout, warn
 from asyncrl_cli.cli.options import (
     MOST_DEVICES,
@@ -20,6 +18,7 @@ from asyncrl_cli.cli.options import (
     SetOption,
     number_option,
     profile_option,
+    text_argument,
     text_option,
     workload_names,
 )
@@ -49,11 +48,7 @@ now: the current setting; > S: beyond the bound
 def tune(
     reference: Annotated[
         str,
-        typer.Argument(
-            metavar="WORKLOAD|RUN",
-            help="A workload by name or file, or a recorded run.",
-            autocompletion=workload_names,
-        ),
+        text_argument("WORKLOAD|RUN", "A workload by name or file, or a recorded run.", workload_names),
     ],
     profile: Annotated[
         str | None, profile_option("The profile to begin with. Default: the run's own, or partial-rollout.")
