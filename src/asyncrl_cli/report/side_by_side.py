@@ -24,10 +24,6 @@ SMOOTHING = 0.1
 """Width of the trailing window, as a share of the samples that all runs have trained."""
 NOT_COMPARED = ("run.name", PARAMS)
 """A key that differs between any two runs, and tables of parameters, whose entries are keys themselves."""
-READING = (
-    "rewards: mean over the last tenth of the samples that all runs have trained; last eval: with its 95% "
-    "interval over prompts; idleness, staleness, speed: the whole run"
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
