@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 
 from asyncrl_cli.base.errors import AsyncrlError, ConfigError, Interrupted, PreflightError
@@ -39,17 +40,17 @@ def compare(contest: Contest, directory: Path, bars: Bars) -> Comparison:
         return _compare_real(contest, runs_dir, bars)
     loaded = [profile_for(workload, entry.reference, entry.sets, groups=groups) for entry in contest.entries]
     jobs = []
-    for seed in contest.seeds:
+    for seed, one in product(contest.seeds, loaded):
         recorded_in = runs_dir if seed == contest.seeds[0] else None  # the first run of each profile
-        jobs += [
-            SimulatedJob(loaded=one, workload=workload, seed=seed, runs_dir=recorded_in) for one in loaded
-        ]
+        jobs.append(SimulatedJob(loaded=one, workload=workload, seed=seed, runs_dir=recorded_in))
+
+    def progress(name: str, trained: int) -> None:
+        bars.run(name, trained, groups)
+
     for job in jobs:
-        bars.run(job.name, 0, groups)
+        progress(job.name, 0)
     try:
-        runs, fit = simulate_all(
-            jobs, contest.longest_window, lambda name, trained: bars.run(name, trained, groups)
-        )
+        runs, fit = simulate_all(jobs, contest.longest_window, progress)
     except BaseException:
         remove(runs_dir)
         raise
