@@ -327,11 +327,7 @@ def reseal(directory: Path) -> None:
         if not path.is_file():
             return seal_by_hand(directory, known)
     writer.seal(
-        directory,
-        step=known["step"],
-        version=known["version"],
-        run=known["run"],
-        profile=known["profile"],
+        directory, step=known["step"], version=known["version"], run=known["run"], profile=known["profile"]
     )
 
 

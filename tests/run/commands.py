@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -104,6 +105,37 @@ def lines(path: Path) -> list[dict[str, Any]]:
         return []
     text = path.read_text(encoding="utf-8")
     return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+
+
+@dataclass(frozen=True)
+class Finished:
+    """What a run has written that has ended: the lines of metrics.jsonl, those of events.jsonl, and
+    status.json."""
+
+    steps: list[dict[str, Any]]
+    events: list[dict[str, Any]]
+    status: dict[str, Any]
+
+    @classmethod
+    def of(cls, run: Path) -> Finished:
+        status = json.loads((run / "status.json").read_text())
+        return cls(lines(run / "metrics.jsonl"), lines(run / "events.jsonl"), status)
+
+    def largest(self, key: str) -> float:
+        return max(step[key] for step in self.steps)
+
+    def named(self, event: str) -> list[dict[str, Any]]:
+        return [found for found in self.events if found["event"] == event]
+
+    def assert_all_admitted_was_trained(self, steps: int) -> None:
+        """Four groups in each step; no response was cut."""
+        assert self.status["phase"] == "done"
+        assert [step["step"] for step in self.steps] == list(range(1, steps + 1))
+        assert [step["ledger/trained"] for step in self.steps] == [4 * step["step"] for step in self.steps]
+        last = self.steps[-1]
+        assert last["ledger/admitted_total"] - last["ledger/requeued"] == 4 * steps
+        assert last["ledger/dropped"] == 0
+        assert self.largest("fully_async/partial/max_partial_span") == 0
 
 
 def wait_until(process: subprocess.Popen[str], look: Callable[[], T], what: str) -> T:

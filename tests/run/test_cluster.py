@@ -19,7 +19,7 @@ from asyncrl_cli.plan.job_plan import JobPlan
 from asyncrl_cli.plan.machine import Finding
 from asyncrl_cli.profile.loaded import load
 from tests.cluster import RayNodes, processes_of, ray_nodes
-from tests.run.commands import SMALL, finish, lines, log_of, start
+from tests.run.commands import SMALL, Finished, finish, log_of, start
 
 pytestmark = pytest.mark.slow
 GPUS = ("placement.device=cpu", "placement.gpu_bundles=true")
@@ -32,29 +32,22 @@ def cluster() -> Iterator[RayNodes]:
         yield nodes
 
 
-def test_a_profile_for_gpus_trains_on_logical_gpus_of_two_nodes(cluster, tmp_path):
-    sets = (*SMALL, *GPUS, *SHAPES, "run.train_steps=2", "checkpoint.every_steps=0", "eval.prompts=0")
-    words = ("--profile", "partial-rollout", "--name", "far", "--ui", "plain", "--address", cluster.address)
-    code, out, err = finish(start(tmp_path, "train", *words, sets=sets))
-    assert code == 0, (out, err)
-    assert "examining 2 nodes" in err
-    assert [line["step"] for line in lines(tmp_path / "runs" / "far" / "metrics.jsonl")] == [1, 2]
-    logs = {path.stem for path in (tmp_path / "runs" / "far" / "logs" / "latest").glob("*.log")}
-    assert logs == {"driver", "trainer-0", "trainer-1", "rollout-0", "rollout-1"}
-    assert not list((tmp_path / "runs" / "far").glob(".preflight*"))
-
-
-def test_a_bench_makes_its_runs_on_the_cluster(cluster, tmp_path):
+def test_a_bench_trains_profiles_for_gpus_on_logical_gpus_of_two_nodes_and_each_keeps_its_promise(
+    cluster, tmp_path
+):
     # bench sets these itself
     own = ("run.train_steps=10", "checkpoint.every_steps=2", "eval.every_versions=0")
     sets = (
         *(text for text in SMALL if text not in own),
-        "placement.device=cpu",
+        *GPUS,
+        *SHAPES,
+        "rollout.n_gpus_per_node=1",
         "rollout.max_response_tokens=24",
         "eval.prompts=0",
     )
-    words = ("--compare", "colocate", "--groups", "48", "--out", "out", "--address", cluster.address)
-    process, are_there = start(tmp_path, "bench", *words, sets=sets), False
+    words = ("--compare", "one-step-off", "--profile", "stream-off-policy", "--groups", "48", "--out", "out")
+    process = start(tmp_path, "bench", *words, "--address", cluster.address, sets=sets)
+    are_there = False
     while process.poll() is None and not are_there:
         are_there = any(
             log_of(found.pid) == "trainer-0.log" for node in cluster.nodes for found in processes_of(node)
@@ -63,18 +56,33 @@ def test_a_bench_makes_its_runs_on_the_cluster(cluster, tmp_path):
     code, out, err = finish(process)
     assert (code, are_there) == (0, True), (out, err)
     results = json.loads((tmp_path / "out" / "results.json").read_text())
-    base, partial = results["results"]
-    assert (base["profile"], base["speedup"], partial["profile"]) == ("colocate", 1.0, "partial-rollout")
-    assert partial["speedup"] > 0
+    base, other = results["results"]
+    assert (base["profile"], base["speedup"], other["profile"]) == ("one-step-off", 1.0, "stream-off-policy")
+    assert other["speedup"] > 0
     assert (results["groups"], results["simulated"], results["missing"]) == (48, False, [])
-    assert all(0 < result["bound_ratio"] <= 1 for result in (base, partial))
+    assert all(0 < result["bound_ratio"] <= 1 for result in (base, other))
     table = [line.split() for line in out.splitlines()]
-    assert ["speedup", "1.00x", f"{partial['speedup']:.2f}x"] in table
+    assert ["speedup", "1.00x", f"{other['speedup']:.2f}x"] in table
     names = {"results.json", "report.md", "report.html", "runs"}
     assert {path.name for path in (tmp_path / "out").iterdir()} == names
-    for name in ("colocate-r0", "partial-rollout-r0"):
-        trained = lines(tmp_path / "out" / "runs" / name / "metrics.jsonl")
-        assert trained[-1]["groups_trained"] == 48
+    one_step_off, stream = (
+        Finished.of(tmp_path / "out" / "runs" / name) for name in ("one-step-off-r0", "stream-off-policy-r0")
+    )
+    for ran in (one_step_off, stream):
+        assert ran.steps[-1]["groups_trained"] == 48
+        ran.assert_all_admitted_was_trained(steps=12)
+    run = tmp_path / "out" / "runs" / "one-step-off-r0"
+    logs = {path.stem for path in (run / "logs" / "latest").glob("*.log")}
+    assert logs == {"driver", "trainer-0", "trainer-1", "rollout-0"}
+    assert not list(run.glob(".preflight*"))
+    # what was sampled one version ago
+    assert one_step_off.steps[0]["staleness/max"] == 0
+    assert one_step_off.largest("staleness/max") == 1
+    assert [step["version"] for step in one_step_off.steps] == [step["step"] for step in one_step_off.steps]
+    # each window of four steps on its own version's groups
+    assert stream.largest("staleness/max") == 0
+    assert [step["staleness/steps_max"] for step in stream.steps] == [0, 1, 2, 3] * 3
+    assert [event["version"] for event in stream.named("loaded")] == [0, 1, 2, 3]
 
 
 def test_plan_and_doctor_look_where_they_are_told(cluster, tmp_path, monkeypatch, capsys):

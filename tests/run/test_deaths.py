@@ -1,9 +1,8 @@
-"""Processes are killed in the middle of a run: a worker's or its engine's, which a restart replaces, and
-Ray's, which end it."""
+"""A worker's process or its engine's is killed in the middle of a run, and a restart replaces it. The
+raylet's death: test_ends.py."""
 
 import json
 import os
-import re
 import signal
 import time
 from collections import Counter
@@ -17,14 +16,12 @@ from tests.run.commands import (
     LIMIT_S,
     LONG,
     SOON_S,
-    command_line,
     descendants,
     finish,
     lines,
     log_of,
     start,
     suspend,
-    wait_for_checkpoint,
     wait_for_steps,
     wait_until,
     wait_until_gone,
@@ -91,29 +88,6 @@ def test_a_killed_process_is_replaced_and_the_next_death_fails_the_run_after_a_c
     assert named(events, "lost")[0]["error"].rstrip(".") in err
     assert f"{worker} was restarted in" in err
     assert_all_is_trained_once_and_kept(run)
-
-
-def test_the_death_of_the_raylet_is_what_the_run_ends_with(tmp_path):
-    """The raylet ends its actors before itself: their deaths are not what is told."""
-    process = start(
-        tmp_path, "train", "--profile", "partial-rollout", "--name", "cut", "--ui", "plain", sets=LONG
-    )
-    run = tmp_path / "runs" / "cut"
-    wait_for_checkpoint(process, run)
-    family = descendants(process.pid)
-    raylet = next(pid for pid in family if os.path.basename(command_line(pid).split(b"\0")[0]) == b"raylet")
-    os.kill(raylet, signal.SIGKILL)
-    killed_s = time.monotonic()
-    code, _, err = finish(process)
-    assert (code, time.monotonic() - killed_s < SOON_S) == (1, True)
-    assert not wait_until_gone(family)
-    error, hint = err.splitlines()[-2:]
-    if "process" in error:  # Ray has ended the driver, within milliseconds: the reaper says why
-        assert error == "error: ray's raylet has ended, and with it this run's process"
-        assert hint.startswith("hint: `asyncrl status` says how to resume")
-    else:
-        assert error == "error: ray's raylet has ended (SIGKILL), and with it this session"
-        assert re.fullmatch(r"hint: `asyncrl resume cut` continues from step \d+", hint)
 
 
 def wait_for(process, run, found):

@@ -73,6 +73,7 @@ def test_a_run_outlives_a_rollout_node_and_its_checkpoint_the_trainers(tmp_path)
         code, _, err = finish(process)
         assert code == 1
         assert time.monotonic() - killed_s < SOON_S
+        assert "examining 3 nodes" in err
         error, hint = err.splitlines()[-2:]
         assert error.startswith("error: trainer-0 failed: its process on 127.0.0."), error
         assert "asyncrl resume torn" in hint

@@ -19,7 +19,7 @@ import psutil
 import pytest
 
 from tests.free_port import free_port
-from tests.run.commands import ENDLESS, LIMIT_S, SMALL, finish, lines, start
+from tests.run.commands import LIMIT_S, LONG, SMALL, finish, lines, start
 
 pytestmark = pytest.mark.slow
 
@@ -112,9 +112,8 @@ def no_variable_of_ray(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_run_is_submitted_watched_and_stopped_on_a_head_that_asks_for_its_users_token(tmp_path):
     with plain_head() as head:
         there, run = ("--address", head.dashboard), tmp_path / "runs" / "sent"
-        cache = (f"model.cache_dir={tmp_path / 'models'}",)
         words = ("--profile", "partial-rollout", "--name", "sent", "--runs-dir", str(run.parent), "--json")
-        code, _, err = asked(tmp_path, head, "submit", *words, *there, sets=(*ENDLESS, *cache))
+        code, _, err = asked(tmp_path, head, "submit", *words, *there, sets=LONG)
         assert code == 0, err
         until_s = time.monotonic() + LIMIT_S
         while not lines(run / "metrics.jsonl"):
@@ -132,18 +131,11 @@ def test_a_run_is_submitted_watched_and_stopped_on_a_head_that_asks_for_its_user
             assert time.monotonic() < until_s
             time.sleep(0.1)
 
-        words = (
-            "--profile",
-            "partial-rollout",
-            "--name",
-            "joined",
-            "--runs-dir",
-            str(run.parent),
-            "--ui",
-            "plain",
+        words = ("--profile", "partial-rollout", "--name", "joined", "--runs-dir", str(run.parent))
+        sets = (*SMALL, "run.train_steps=1")
+        code, _, err = asked(
+            tmp_path, head, "train", *words, "--ui", "plain", sets=sets, RAY_ADDRESS=head.address
         )
-        sets = (*SMALL, *cache, "run.train_steps=1")
-        code, _, err = asked(tmp_path, head, "train", *words, sets=sets, RAY_ADDRESS=head.address)
         assert code == 0, err
 
         for another in (

@@ -12,10 +12,12 @@ from pathlib import Path
 
 import pytest
 from ray.job_submission import JobSubmissionClient
+from safetensors.torch import load_file
+from torch import Tensor
 
 from asyncrl_cli.checkpoint.run_directory import RunDirectory
 from tests.cluster import RayNodes, ray_nodes
-from tests.run.commands import ENDLESS, LIMIT_S, finish, lines, start
+from tests.run.commands import ENDLESS, LIMIT_S, SOON_S, finish, lines, start
 from tests.run.test_ends import trained_that_count
 from tests.statuses import write_status
 
@@ -30,7 +32,21 @@ def score(item, response):
     time.sleep(0.03)  # as in rewards/paced.py
     return float(length(response) % 2)
 """
-SETS = (*ENDLESS, "task.reward=rewards:score", "task.rehearsal_items=0", 'run.ship=["helpers.py"]')
+SETS = (
+    *ENDLESS,
+    "task.reward=rewards:score",
+    "task.rehearsal_items=0",
+    'run.ship=["helpers.py"]',
+    "algorithm.adv_estimator=gae",
+    'placement.tasks=[["train"],["critic"],["rollout"]]',
+    "placement.ratios=[1,1,1]",
+    "algorithm.overlong_buffer_tokens=47",  # whatever the task's rewards are, there is something to learn
+    "async_training.trigger_parameter_sync_step=1",
+    "async_training.staleness_threshold=1",
+)
+"""The critic has a process of its own."""
+BETA = 0.99
+"""`trainer.betas`, the second of them."""
 
 
 @pytest.fixture(scope="module")
@@ -75,33 +91,66 @@ def test_commands_are_run_where_the_files_are(tmp_path, cluster):
     assert "Running entrypoint" not in err
 
 
-def test_a_submitted_run_is_stopped_by_ray_and_resumed_from_elsewhere(tmp_path, cluster):
+def test_a_submitted_run_with_stale_samples_is_stopped_by_ray_and_resumed_with_what_its_critic_has_learned(
+    tmp_path, cluster
+):
     run, here = tmp_path / "runs" / "sent", tmp_path / "here"
     here.mkdir()
     (here / "rewards.py").write_text(REWARDS)
     (here / "helpers.py").write_text("length = len\n")
-    words = ("--profile", "partial-rollout", "--name", "sent", "--runs-dir", str(run.parent), "--json")
+    words = ("--profile", "stale-samples", "--name", "sent", "--runs-dir", str(run.parent), "--json")
     code, out, err = asked(here, cluster, "submit", *words, sets=SETS)
     assert code == 0, err
     for path in here.iterdir():
         path.unlink()  # the job has its own
     wait_for_step(run, 2)
+    assert (run / "logs" / "latest" / "critic-0.log").exists()
     client, job = JobSubmissionClient(cluster.dashboard), json.loads(out)["job"]
     client.stop_job(job)  # SIGTERM, and by default SIGKILL after 3 s
     first = wait_for_end(run)
+    steps, moments = critic_at(run)
 
     code, _, err = asked(tmp_path / "elsewhere", cluster, "resume", "sent")
     assert code == 0, err
     wait_for_step(run, first + 1)
     assert finish(start(run.parent, "stop", "sent", "--runs-dir", "."))[0] == 0  # the directory is shared
-    wait_for_end(run)
+    last = wait_for_end(run)
+    assert exit_code_of_newest(client) == 130
     assert [job["run"] for job in json.loads(asked(tmp_path, cluster, "status", "--json")[1])][:2] == [
         "sent",
         "sent",
     ]
     trained = trained_that_count(lines(run / "events.jsonl"))
     assert set(Counter(event["step"] for event in trained).values()) == {4}
-    assert max(Counter((event["uid"], event["epoch"]) for event in trained).values()) == 1
+    assert len(trained) == len({(event["uid"], event["epoch"]) for event in trained}) == 4 * last
+    metrics = lines(run / "metrics.jsonl")
+    assert [step["step"] for step in metrics] == list(range(1, last + 1))
+    assert [step["ledger/trained"] for step in metrics] == [4 * step["step"] for step in metrics]
+    assert max(step["fully_async/partial/max_partial_span"] for step in metrics) == 0
+    assert max(step["staleness/max"] for step in metrics) <= 1
+    steps_then, moments_then = critic_at(run)
+    assert (steps, steps_then) == (first, last)
+    assert any(bool(moment.any()) for moment in moments.values())
+    for name, moment in moments.items():
+        assert bool((moments_then[name] >= BETA ** (last - first) * moment * (1 - 1e-4)).all()), name
+
+
+def exit_code_of_newest(client: JobSubmissionClient) -> int:
+    """Of the job that was submitted last, once it has ended."""
+    until_s = time.monotonic() + SOON_S
+    while (job := max(client.list_jobs(), key=lambda job: job.start_time)).driver_exit_code is None:
+        assert time.monotonic() < until_s, job
+        time.sleep(0.1)
+    return int(job.driver_exit_code)
+
+
+def critic_at(run: Path) -> tuple[int, dict[str, Tensor]]:
+    """In the newest checkpoint: its optimizer steps, and the second moments of its gradients. AdamW makes
+    these smaller by `BETA` in a step, and no faster: a critic that begins anew has smaller ones."""
+    directory = run / "checkpoints" / "latest"
+    steps = json.loads((directory / "critic.json").read_text())["critic_steps"]
+    tensors = load_file(directory / "critic-00000.safetensors")
+    return steps, {name: tensor for name, tensor in tensors.items() if name.startswith("exp_avg_sq/")}
 
 
 def wait_for_step(run: Path, step: int) -> None:
