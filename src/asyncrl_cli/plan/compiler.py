@@ -44,10 +44,9 @@ def compile_job(profile: Profile, cluster: ClusterResources) -> JobPlan:
     on_gpus = placement.gpu_bundles or device == "cuda"
     ranks, workers = cuda_counts(profile, cluster) if on_gpus else cpu_counts(profile)
     if ranks % (sharing := profile.trainer.sequence_parallel_size):
-        raise ConfigError(
-            f"trainer.sequence_parallel_size = {sharing} does not divide {counted(ranks, 'trainer rank')}",
-            hint=f"--set trainer.sequence_parallel_size={gcd(ranks, sharing)}",
-        )
+        key, present = "trainer.sequence_parallel_size", counted(ranks, "trainer rank")
+        why = f"{key} = {sharing} does not divide {present}"
+        raise ConfigError(why, hint=f"--set {key}={gcd(ranks, sharing)}")
     spots = {}
     for role, labels in ((TRAINER, placement.trainer_labels), (ROLLOUT, placement.rollout_labels)):
         shape = shape_of(getattr(profile, role)) if on_gpus else None
@@ -120,11 +119,9 @@ def cuda_counts(profile: Profile, cluster: ClusterResources) -> Counts:
     # Where the cluster lacks them, too, a later error says what fits it.
     if gpus is not None and gpus < needed <= _there(cluster, needed):
         beside = f" beside {scorers} for scorers" if scorers else ""
-        raise ConfigError(
-            f"placement.gpus = {gpus}, but {ranks} trainer ranks and {workers} rollout workers of "
-            f"{per_worker}{beside} need {needed}",
-            hint=f"--set placement.gpus={needed}",
-        )
+        roles = f"{ranks} trainer ranks and {workers} rollout workers of {per_worker}{beside}"
+        why = f"placement.gpus = {gpus}, but {roles} need {needed}"
+        raise ConfigError(why, hint=f"--set placement.gpus={needed}")
     return ranks, workers
 
 
@@ -139,33 +136,26 @@ def _scorer_processes(profile: Profile, cluster: ClusterResources, *, on_gpus: b
             continue
         if share is None or ratios is None:
             is_named = tasks is not None and (task,) in tasks
-            given = (
-                "placement.tasks without placement.ratios" if is_named else f"no placement.tasks with {task}"
-            )
+            without, no = "placement.tasks without placement.ratios", f"no placement.tasks with {task}"
             name = f'--set placement.tasks=[["train"],["{task}"],["rollout"]] ' if tasks is None else ""
-            raise ConfigError(
-                f"{given}: nothing says how many GPUs {task} gets",
-                hint=f"{name}--set placement.ratios=[{','.join('1' * len(tasks or (1, 1, 1)))}]",
-            )
+            hint = f"{name}--set placement.ratios=[{','.join('1' * len(tasks or (1, 1, 1)))}]"
+            why = f"{without if is_named else no}: nothing says how many GPUs {task} gets"
+            raise ConfigError(why, hint=hint)
         total, parts = _total(profile, cluster), sum(ratios)
         processes[task], remainder = divmod(total * share, parts)
         if remainder:
             there = _there(cluster, total)
-            raise ConfigError(
-                f"GPUs not divisible: placement.ratios = {list(ratios)} of {counted(total, 'GPU')}",
-                hint=f"--set placement.gpus={there - there % parts or parts}",
-            )
+            why = f"GPUs not divisible: placement.ratios = {list(ratios)} of {counted(total, 'GPU')}"
+            raise ConfigError(why, hint=f"--set placement.gpus={there - there % parts or parts}")
     return processes
 
 
 def _colocated_counts(profile: Profile, cluster: ClusterResources) -> Counts:
     placement = profile.placement
     if placement.gpus_per_rollout_worker > 1:
-        raise ConfigError(
-            "placement.colocate shares each GPU between one rank and one rollout worker, but "
-            f"placement.gpus_per_rollout_worker = {placement.gpus_per_rollout_worker}",
-            hint="--set placement.gpus_per_rollout_worker=1",
-        )
+        key, each = "placement.gpus_per_rollout_worker", placement.gpus_per_rollout_worker
+        why = "placement.colocate shares each GPU between one rank and one rollout worker"
+        raise ConfigError(f"{why}, but {key} = {each}", hint=f"--set {key}=1")
     asked = {
         "placement.trainer_workers": asked_ranks(profile),
         "rollout.workers": profile.rollout.workers,
@@ -174,10 +164,8 @@ def _colocated_counts(profile: Profile, cluster: ClusterResources) -> Counts:
     given = {key: value for key, value in asked.items() if value is not None}
     if len(set(given.values())) > 1:
         numbers = ", ".join(f"{key} = {value}" for key, value in given.items())
-        raise ConfigError(
-            f"placement.colocate needs one rank and one rollout worker per GPU, but {numbers}",
-            hint=" ".join(f"--set {key}={min(given.values())}" for key in given),
-        )
+        why = f"placement.colocate needs one rank and one rollout worker per GPU, but {numbers}"
+        raise ConfigError(why, hint=" ".join(f"--set {key}={min(given.values())}" for key in given))
     gpus = next(iter(given.values())) if given else _total(profile, cluster)
     if profile.weights.transport == "ipc" and gpus > 1:
         one = " ".join(f"--set {key}=1" for key in given or ("placement.gpus",))
@@ -193,10 +181,8 @@ def _total(profile: Profile, cluster: ClusterResources) -> int:
     if total := profile.placement.gpus or cluster.gpus:
         return total
     if profile.placement.gpu_bundles:
-        raise PreflightError(
-            "placement.gpu_bundles: nothing says how many logical GPUs the job has",
-            hint="--set placement.gpus=8",
-        )
+        why = "placement.gpu_bundles: nothing says how many logical GPUs the job has"
+        raise PreflightError(why, hint="--set placement.gpus=8")
     is_direct = profile.weights.transport in DIRECT_TRANSPORTS
     without = "--set placement.device=cpu" + (" --set weights.transport=object-store" if is_direct else "")
     raise PreflightError(
@@ -229,11 +215,8 @@ def _counts_by_ratio(profile: Profile, cluster: ClusterResources, total: int) ->
             hint = "--set placement.colocate=true (one GPU in turns), or --set placement.device=cpu"
         elif fitting is not None:
             hint = f"--set placement.gpus={fitting}"
-        raise ConfigError(
-            f'GPUs not divisible: placement.ratio = "{left}:{right}" of {counted(total, "GPU")} '
-            f"with {per_worker} per rollout worker",
-            hint=hint,
-        )
+        of = f"{counted(total, 'GPU')} with {per_worker} per rollout worker"
+        raise ConfigError(f'GPUs not divisible: placement.ratio = "{left}:{right}" of {of}', hint=hint)
     ranks = total * left // (left + right)
     return ranks, (total - ranks) // per_worker
 
@@ -251,20 +234,17 @@ def _counts_of_rest(profile: Profile, cluster: ClusterResources, scorers: int, r
     if shape is not None:
         key, step = f"{role}.n_gpus_per_node", shape.nodes
     if rest >= each:
-        raise ConfigError(
-            f"GPUs not divisible: {key} leaves {rest} of {total} GPUs for rollout workers of {each} each",
-            hint=f"--set placement.gpus={taken + rest // each * each}",
-        )
+        why = f"{key} leaves {rest} of {total} GPUs for rollout workers of {each} each"
+        hint = f"--set placement.gpus={taken + rest // each * each}"
+        raise ConfigError(f"GPUs not divisible: {why}", hint=hint)
     # As many GPUs as the role can take if the other side needs `each`.
     there, num_nodes = _there(cluster, all_gpus), min(step, len(cluster.nodes))
     fitting = (there - scorers - each) // (num_nodes if shape else step)
     sets = [f"--set {role}.nnodes={num_nodes}"] if shape and num_nodes != step else []
     sets += [f"--set {key}={fitting}", *([f"--set placement.gpus={there}"] if there < all_gpus else [])]
-    raise PreflightError(
-        f"{key} takes {taken} of {total} GPUs, which leaves {max(rest, 0)} for the other side; it needs "
-        f"{each}",
-        hint=" ".join(sets) if fitting >= 1 else "--set placement.device=cpu",
-    )
+    why = f"which leaves {max(rest, 0)} for the other side; it needs {each}"
+    hint = " ".join(sets) if fitting >= 1 else "--set placement.device=cpu"
+    raise PreflightError(f"{key} takes {taken} of {total} GPUs, {why}", hint=hint)
 
 
 def _warnings(profile: Profile, plan: JobPlan, cluster: ClusterResources) -> Iterator[str]:

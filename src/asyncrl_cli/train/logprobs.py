@@ -13,7 +13,7 @@ Legend: N = tokens, C = those of a chunk, H = hidden size, V = vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -67,24 +67,23 @@ class Head(NamedTuple):
         return logits_NV if self.temperature == 1.0 else logits_NV / self.temperature  # saves a copy
 
 
+@dataclass(frozen=True, slots=True)
 class ForwardPass:
     """A model as a function from a microbatch to its `Scored`."""
 
-    def __init__(self, model: PreTrainedModel, temperature: float, divide: Divide = padded) -> None:
-        self._model = model
-        self._divide = divide
-        self._decoder_name = model.base_model_prefix
-        self._temperature = temperature
+    model: PreTrainedModel
+    temperature: float
+    divide: Divide = padded
 
     def __call__(self, microbatch: Microbatch) -> Scored:
-        share = self._divide(microbatch)
-        decoded = getattr(self._model, self._decoder_name)(**share.inputs, use_cache=False)
+        share = self.divide(microbatch)
+        decoded = getattr(self.model, self.model.base_model_prefix)(**share.inputs, use_cache=False)
         hidden_NH = decoded.last_hidden_state.flatten(0, 1).index_select(0, share.select_n)
         head = Head(
             logits_of=partial(self._logits, replace(decoded, last_hidden_state=None)),
-            parameters=tuple(self._model.get_output_embeddings().parameters()),
-            vocab_size=int(self._model.config.get_text_config().vocab_size),
-            temperature=self._temperature,
+            parameters=tuple(self.model.get_output_embeddings().parameters()),
+            vocab_size=int(self.model.config.get_text_config().vocab_size),
+            temperature=self.temperature,
         )
         scored = head.score(hidden_NH, share.of(microbatch.targets_N))
         return Scored(*(share.joined(values_N, len(microbatch.targets_N)) for values_N in scored))
@@ -92,13 +91,13 @@ class ForwardPass:
     def _logits(self, decoded: ModelOutput, hidden_NH: torch.Tensor) -> torch.Tensor:
         """Run the model's own forward pass on the decoder's result, because some models scale or cap their
         logits."""
-        decoder = getattr(self._model, self._decoder_name)
-        known = _Decoder(replace(decoded, last_hidden_state=hidden_NH[None]))
-        setattr(self._model, self._decoder_name, known)
+        name = self.model.base_model_prefix
+        decoder = getattr(self.model, name)
+        setattr(self.model, name, _Decoder(replace(decoded, last_hidden_state=hidden_NH[None])))
         try:
-            logits_NV: torch.Tensor = self._model(use_cache=False).logits.squeeze(0)
+            logits_NV: torch.Tensor = self.model(use_cache=False).logits.squeeze(0)
         finally:
-            setattr(self._model, self._decoder_name, decoder)
+            setattr(self.model, name, decoder)
         return logits_NV
 
 

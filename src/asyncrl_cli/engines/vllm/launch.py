@@ -201,10 +201,8 @@ def check_engine_args(profile: Profile, device: str, known: Collection[str] | No
     if given is not None and given < least:
         whole = f"the longest sequence ({longest} tokens), which is not prefilled in parts"
         why = whole if least > slots else f"rollout.slots = {slots}"
-        raise ConfigError(
-            f"{key}.max_num_batched_tokens = {given} is less than {why}",
-            hint=f"max_num_batched_tokens = {least} in rollout.engine_args, or leave it out",
-        )
+        hint = f"max_num_batched_tokens = {least} in rollout.engine_args, or leave it out"
+        raise ConfigError(f"{key}.max_num_batched_tokens = {given} is less than {why}", hint=hint)
 
 
 def instead(name: str) -> str:

@@ -73,9 +73,8 @@ class NcclGroup(Group):
         address = {"master_address": meeting.host, "master_port": meeting.port}
         self._communicator = trainer_init({**address, "world_size": meeting.world_size})
         if not self._communicator.available:
-            raise AsyncrlError(
-                "vLLM found no NCCL library beside this torch", hint="--set weights.transport=object-store"
-            )
+            why = "vLLM found no NCCL library beside this torch"
+            raise AsyncrlError(why, hint="--set weights.transport=object-store")
 
     def broadcast(self, tensors: Tensors) -> None:
         from vllm.distributed.weight_transfer.packed_tensor import packed_nccl_broadcast_producer

@@ -71,14 +71,18 @@ class SharedMemory:
         """Called after each load, also a failed one: what rank 0 holds for it may go."""
 
 
-class Nccl(SharedMemory):
-    """Each end has two wire buffers of the size of a load bucket, which the last tensor in a buffer may
-    exceed."""
+class Direct(SharedMemory):
+    """Base class of the transports whose bytes come from rank 0's GPU."""
 
     def __init__(self, rank_zero: RankZero, weights: WeightsSection) -> None:
         self._rank_zero = rank_zero
         self._timeout_s = weights.timeout_s
         self._wire_bytes = weights.load_bucket_size_mb * BYTES_PER_MB
+
+
+class Nccl(Direct):
+    """Each end has two wire buffers of the size of a load bucket, which the last tensor in a buffer may
+    exceed."""
 
     async def join(self, llm: AsyncLLM) -> None:
         host, port = await self._rank_zero.meeting_point()
@@ -122,13 +126,9 @@ class Nccl(SharedMemory):
             raise
 
 
-class Ipc(SharedMemory):
+class Ipc(Direct):
     """Parts pass through one buffer on the GPU that rank 0 and vLLM share. There is only one worker, so no
     turns."""
-
-    def __init__(self, rank_zero: RankZero, weights: WeightsSection) -> None:
-        self._rank_zero = rank_zero
-        self._timeout_s = weights.timeout_s
 
     async def join(self, llm: AsyncLLM) -> None:
         await _set_up(llm, {"packed": True})
@@ -154,7 +154,7 @@ class Ipc(SharedMemory):
         await _end_rank_zeros_side(self._rank_zero)
 
 
-DIRECT = {"nccl": Nccl, "ipc": Ipc}
+DIRECT: dict[str, type[Direct]] = {"nccl": Nccl, "ipc": Ipc}
 """Class of each direct transport, by `weights.transport`."""
 
 
