@@ -98,26 +98,21 @@ def _sizes(profile: Profile) -> Iterator[ConfigError]:
     training, rollout = profile.async_training, profile.rollout
     least = math.ceil(training.staleness_threshold)
     if training.max_staleness is not None and training.max_staleness < least:
-        yield ConfigError(
-            f"async_training.max_staleness = {training.max_staleness} is less than ceil(staleness_threshold) "
-            f"= ceil({training.staleness_threshold}) = {least}: groups admitted that far ahead are this old "
-            "when they are trained",
-            hint=f"--set async_training.max_staleness={least}, or a smaller {ETA}",
-        )
+        less = f"less than ceil(staleness_threshold) = ceil({training.staleness_threshold}) = {least}"
+        why = "groups admitted that far ahead are this old when they are trained"
+        hint = f"--set async_training.max_staleness={least}, or a smaller {ETA}"
+        given_bound = f"async_training.max_staleness = {training.max_staleness}"
+        yield ConfigError(f"{given_bound} is {less}: {why}", hint=hint)
     if training.partial_rollout and (too_small := _too_small_eta(profile)):
-        yield ConfigError(
-            f"{PARTIAL} = true with {too_small}: no rollout is running at a weight sync, so none can be "
-            "partial",
-            hint=f"--set {ETA}={_least_eta(profile)} or more, or {PARTIAL.rpartition('.')[2]}=false",
-        )
+        why = "no rollout is running at a weight sync, so none can be partial"
+        hint = f"--set {ETA}={_least_eta(profile)} or more, or {PARTIAL.rpartition('.')[2]}=false"
+        yield ConfigError(f"{PARTIAL} = true with {too_small}: {why}", hint=hint)
     spread = asked_workers(profile) or 1 if rollout.placement == "response" else 1
     if rollout.slots * spread < rollout.n:
         where = f" on {spread} workers" if spread > 1 else ""
-        yield ConfigError(
-            f"rollout.slots = {rollout.slots}{where} is less than rollout.n = {rollout.n}: no group ever "
-            "fits",
-            hint=f"--set rollout.slots={-(-rollout.n // spread)} or more",
-        )
+        why = f"is less than rollout.n = {rollout.n}: no group ever fits"
+        hint = f"--set rollout.slots={-(-rollout.n // spread)} or more"
+        yield ConfigError(f"rollout.slots = {rollout.slots}{where} {why}", hint=hint)
 
 
 def _rewards(task: TaskSection) -> Iterator[ConfigError]:

@@ -88,23 +88,15 @@ def _resolved(
         of_items = "dataset" if spec.dataset and spec.adapter == "plain" else "exact-match"
         reward = of_items if profile.reward_model.path is None else "none"
     if reward == "dataset" and not spec.dataset:
-        raise ConfigError(
-            'task.reward = "dataset" is for the verifier of a reasoning-gym dataset, and this task.source '
-            "has none",
-            hint='task.reward = "exact-match", "math-verify" or "module:function"',
-        )
-    if (
-        profile.task.answer_format != "final"
-        and reward != "math-verify"
-        and "math-verify" not in profile.task.rewards
-    ):
-        raise ConfigError(
-            f'task.answer_format = "{profile.task.answer_format}" is for task.reward = "math-verify", not '
-            f'for "{reward}"',
-            hint="leave it out",
-        )
+        what = "is for the verifier of a reasoning-gym dataset, and this task.source has none"
+        hint = 'task.reward = "exact-match", "math-verify" or "module:function"'
+        raise ConfigError(f'task.reward = "dataset" {what}', hint=hint)
+    form, has_mathematics = profile.task.answer_format, "math-verify" in (reward, *profile.task.rewards)
+    if form != "final" and not has_mathematics:
+        what = f'is for task.reward = "math-verify", not for "{reward}"'
+        raise ConfigError(f'task.answer_format = "{form}" {what}', hint="leave it out")
     if reward in BUILT_IN:
-        return replace(spec, kind=cast("RewardKind", reward), answer_format=profile.task.answer_format), ()
+        return replace(spec, kind=cast(RewardKind, reward), answer_format=form), ()
     if not is_user_code(reward):
         raise ConfigError(
             f'task.reward = "{reward}" is not one of {", ".join(BUILT_IN)}, and not of the form '
@@ -143,37 +135,26 @@ def resolve_tool_class(profile: Profile, run_dir: Path | None) -> tuple[ToolClas
             "it takes no arguments and has `reset`; its public methods are tools, with type hints and "
             "docstrings"
         )
-        tried = try_out(
-            profile, run_dir, "environment", name, inspect_class, expects, at_least_s=IMPORT_LIMIT_S
-        )
+        tried = try_out(profile, run_dir, "environment", name, inspect_class, expects, least_s=IMPORT_LIMIT_S)
         code, (tools, has_reward), notes = tried.code, tried.found, tried.notes
     else:  # a builtin task's own class
         code = UserCode(name=name)
         tools, has_reward = inspect_class(code)
-    expects = "the function must take TRL's arguments by name"
+    form = "the function must take TRL's arguments by name"
     for reward, weight in profile.task.rewards.items():
         if is_user_code(reward):
             record = reward_record(profile, reward)
             checked = try_out(
-                profile,
-                run_dir,
-                "reward",
-                reward,
-                check_reward,
-                expects,
-                at_least_s=IMPORT_LIMIT_S,
-                record=record,
+                profile, run_dir, "reward", reward, check_reward, form, least_s=IMPORT_LIMIT_S, record=record
             )
             spec = RewardSpec(kind="function", function=checked.code)
             rewards.append(RewardPart(name=reward, weight=weight, spec=spec))
             notes = (*notes, *checked.notes)
     if profile.task.reward == "auto" and not has_reward:
-        raise ConfigError(
-            f'task.environment = "{name}" has no method get_reward, and task.reward = "auto": nothing gives '
-            "the reward",
-            hint='add `def get_reward(self) -> float`, or set task.reward = "module:function" (TRL\'s '
-            'signature) or "exact-match"',
-        )
+        why = f'task.environment = "{name}" has no method get_reward, and task.reward = "auto"'
+        hint = 'add `def get_reward(self) -> float`, or set task.reward = "module:function" (TRL\'s '
+        hint += 'signature) or "exact-match"'
+        raise ConfigError(f"{why}: nothing gives the reward", hint=hint)
     return ToolClass(code=code, tools=tuple(tools), rewards=tuple(rewards)), notes
 
 
@@ -199,7 +180,7 @@ def try_out(
     expects: str,
     *,
     limit_key: str = "env.tool_timeout_s",
-    at_least_s: float = 0.0,
+    least_s: float = 0.0,
     record: str = "",
 ) -> Tried[T]:
     """Load the code that `task.<what> = name` names, with `check`, in a child process.
@@ -207,7 +188,7 @@ def try_out(
     `run_dir`: set for a resumed run, whose code is imported from the recorded files; raises RefusedError if
     that is impossible. `record`: the name of the code's record, if it is not `what`. `expects`: what the code
     has to be, for the hint. The import may take as long as `limit_key` says, but at least START_LIMIT_S and
-    `at_least_s`. Raises ConfigError if the code cannot be used.
+    `least_s`. Raises ConfigError if the code cannot be used.
     """
     module, notes = name.partition(":")[0], Notes()
     if run_dir is None:
@@ -221,7 +202,7 @@ def try_out(
             depth = module.count(".") + (Path(file).stem == "__init__")
             root = str(parents[min(depth, len(parents) - 1)])
         code = UserCode(name=name, import_path=root, file=file, only_there=True)
-    limit_s = max(START_LIMIT_S, at_least_s, attrgetter(limit_key)(profile))
+    limit_s = max(START_LIMIT_S, least_s, attrgetter(limit_key)(profile))
     try:
         file, found = call_once(_checked, code, check, timeout_s=limit_s)
         return Tried(code=replace(code, file=file), found=cast(T, found), notes=notes)

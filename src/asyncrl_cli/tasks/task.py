@@ -124,11 +124,9 @@ def load_task(profile: Profile, run_dir: Path | None = None) -> Task:
             hint = "leave eval.sets out; eval.prompts says how many prompts are held out"
             raise ConfigError(why, hint=hint)
         if profile.task.eval_path is not None:
-            raise ConfigError(
-                f"task.eval_path is for tasks that are read from a file; {source} makes its eval prompts "
-                "itself",
-                hint="leave it out; eval.prompts says how many are made",
-            )
+            why = f"for tasks that are read from a file; {source} makes its eval prompts itself"
+            hint = "leave it out; eval.prompts says how many are made"
+            raise ConfigError(f"task.eval_path is {why}", hint=hint)
         if kind == "verifiers":
             task = _verifiers_task(profile, name)
         else:
