@@ -31,17 +31,15 @@ from asyncrl_cli.contracts.environment import Answer, End, Environment, Turn
 from asyncrl_cli.contracts.events import Observer, StepRecord
 from asyncrl_cli.contracts.item import Item
 from asyncrl_cli.contracts.ports import PartialResult, RolloutWorker, WorkerUpdate
-from asyncrl_cli.contracts.prompt_group import AttemptKey, PartRequest, Prompt
-from asyncrl_cli.contracts.train_step import TrainBatch, TrainReport
+from asyncrl_cli.contracts.prompt_group import AttemptKey, PartRequest, Prompt, TrainBatch, TrainReport
 from asyncrl_cli.contracts.trajectories import joined
 from asyncrl_cli.contracts.weight_version import LoadReport, Published
 from asyncrl_cli.engines.port import Completion, Sampling
 from asyncrl_cli.engines.transformers.transformers_engine import TransformersEngine
 from asyncrl_cli.envs.chat import load_chat
 from asyncrl_cli.envs.episode import Limits, Means
-from asyncrl_cli.envs.group_runner import GroupRunner
+from asyncrl_cli.envs.group_runner import GroupRunner, PartDesk
 from asyncrl_cli.envs.slots import Slots
-from asyncrl_cli.job.rollout_parts import PartDesk
 from asyncrl_cli.loop.pipeline import Pipeline
 from asyncrl_cli.loop.run_state import World
 from asyncrl_cli.measure.meters import CallMeter, LongPoll, RolloutMeter
@@ -276,7 +274,7 @@ class LocalWorker(RolloutWorker):
 
     async def next_update(self, seen: int) -> WorkerUpdate:
         seen = await self._changes.after(seen)
-        ended = tuple(replace(result, payload=payload) for result, payload in self._desk.take())
+        ended = tuple(replace(result, payload=payload) for result, payload in self._desk.take(most=4))
         counters = self._engine.counters()
         report = self._meter.report(
             version=self._engine.version,

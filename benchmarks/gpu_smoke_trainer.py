@@ -11,7 +11,7 @@ import torch
 from engine_kit import RandomModel
 from gpu_smoke_kit import LEARNING_RATE, Figures, Machine, Step, Wrong, trainer_on
 
-from asyncrl_cli.contracts.train_step import TrainReport
+from asyncrl_cli.contracts.prompt_group import TrainReport
 from asyncrl_cli.measure.values import shown
 from asyncrl_cli.profile.schema import AlgorithmSection, LoraSection, ModelSection, Profile, TrainerSection
 from asyncrl_cli.train.batch import Microbatch, scoring_microbatch

@@ -18,10 +18,10 @@ from asyncrl_cli.base.errors import ExecutorFailed, ExecutorLost
 from asyncrl_cli.contracts.ports import WorkerUpdate
 from asyncrl_cli.contracts.prompt_group import AttemptKey, PartKey, PartRequest, PartResult, TrajectoryFailure
 from asyncrl_cli.contracts.trajectories import GroupPayload
+from asyncrl_cli.envs.group_runner import PartDesk
 from asyncrl_cli.job.driver_rollout import SETTLE_S, PartExchange, RayRolloutWorker
 from asyncrl_cli.job.ray.calls import Limit, answer
-from asyncrl_cli.job.rollout_host import RolloutHost
-from asyncrl_cli.job.rollout_parts import PARTS_PER_ANSWER, PartDesk
+from asyncrl_cli.job.rollout_host import PARTS_PER_ANSWER, RolloutHost
 from asyncrl_cli.measure.meters import DEBOUNCE_S, POLL_S, LongPoll
 from asyncrl_cli.measure.states import ExecutorReport, State
 from asyncrl_cli.simulate.world import run_virtual
@@ -463,7 +463,7 @@ def test_parts_that_are_ended_by_a_stop_are_no_failures(caplog):
         await asyncio.sleep(1.0)
         await desk.close()
         assert desk.freed_slots == {}
-        assert desk.take() == []
+        assert desk.take(PARTS_PER_ANSWER) == []
 
     run_virtual(main())
     assert caplog.records == []

@@ -23,9 +23,9 @@ from asyncrl_cli.contracts.prompt_group import (
     PartKey,
     PartRequest,
     PartResult,
+    TrainBatch,
     TrajectoryMeta,
 )
-from asyncrl_cli.contracts.train_step import TrainBatch
 from asyncrl_cli.job.driver_crew import CrewOrder, started_crew
 from asyncrl_cli.job.rollout_weights import RayRankZero
 from asyncrl_cli.measure.states import State

@@ -11,7 +11,7 @@ import pytest
 
 from asyncrl_cli.base.errors import ExecutorLost
 from asyncrl_cli.contracts.ports import LoopSnapshot
-from asyncrl_cli.contracts.train_step import TrainBatch
+from asyncrl_cli.contracts.prompt_group import TrainBatch
 from asyncrl_cli.profile.algorithm_section import RewardModelSection
 from asyncrl_cli.profile.schema import AlgorithmSection
 

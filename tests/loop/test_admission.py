@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from asyncrl_cli.contracts.prompt_group import PartResult, Prompt
 from asyncrl_cli.loop.admission import Admission, Closed, takeable_in_time
-from asyncrl_cli.loop.attempts import Attempt, Stage
 from asyncrl_cli.loop.fleet import WorkerSlots
+from asyncrl_cli.loop.ledger import Attempt, Stage
 from tests.loop.keywords import loop_settings
 
 

@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl_cli.contracts.prompt_group import Prompt
-from asyncrl_cli.loop.attempts import Attempt, Stage
-from asyncrl_cli.loop.ledger import Ledger
+from asyncrl_cli.loop.ledger import Attempt, Ledger, Stage
 
 
 def admitted(ledger, num):

@@ -12,13 +12,12 @@ import pytest
 from asyncrl_cli.contracts.prompt_group import PartialResponse
 from asyncrl_cli.loop import admission
 from asyncrl_cli.loop.admission import Admission
-from asyncrl_cli.loop.attempts import Attempt, Stage
 from asyncrl_cli.loop.changes import Change, Changes
 from asyncrl_cli.loop.evals import Evaluator, RunningEval
 from asyncrl_cli.loop.executors import ExecutorHistory, ReportBook, Restarts
 from asyncrl_cli.loop.fleet import Fleet, Travel, WorkerSlots
-from asyncrl_cli.loop.group_limits import FailuresLimit, GroupFilter
-from asyncrl_cli.loop.groups import Groups
+from asyncrl_cli.loop.groups import FailuresLimit, GroupFilter, Groups
+from asyncrl_cli.loop.ledger import Attempt, Stage
 from asyncrl_cli.loop.progress import RunProgress
 from asyncrl_cli.loop.publishing import Publishing
 from asyncrl_cli.loop.weight_sync import WeightSync

@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 
 from asyncrl_cli.contracts.events import EvalSummary, Overview, StepRecord
-from asyncrl_cli.contracts.prompt_group import AttemptKey, GroupResult, TrajectoryMeta
+from asyncrl_cli.contracts.prompt_group import AttemptKey, GroupResult, TrainReport, TrajectoryMeta
 from asyncrl_cli.contracts.status import RunFacts, Status
-from asyncrl_cli.contracts.train_step import TrainReport
 from asyncrl_cli.measure.states import ExecutorReport, Span, State
 from asyncrl_cli.measure.values import Max, Ratio
 from tests.statuses import FACTS, status_of

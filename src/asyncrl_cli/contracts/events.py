@@ -9,8 +9,7 @@ from typing import Any
 
 from asyncrl_cli.base.safe_files import Count
 from asyncrl_cli.contracts.ports import Json
-from asyncrl_cli.contracts.prompt_group import AttemptKey, GroupResult
-from asyncrl_cli.contracts.train_step import TrainReport
+from asyncrl_cli.contracts.prompt_group import AttemptKey, GroupResult, TrainReport
 from asyncrl_cli.measure.intervals import Interval, mean_interval
 from asyncrl_cli.measure.states import ExecutorReport, SlotInterval, Span
 

@@ -1,7 +1,8 @@
 """A prompt group on its way from the feed to the trainer: the n responses to one prompt, trained together.
 
     Prompt ─> PartRequest ─> (a worker generates and rewards) ─> PartResult ─> GroupResult ─> TrainBatch
-              one per worker that gets some of the responses     their parts end to end
+              one per worker that gets some of the responses     their parts end to end       │
+                                                                               TrainReport <──┘
 
 Worked example, with n = 3 and two workers that have room:
 
@@ -11,6 +12,10 @@ Worked example, with n = 3 and two workers that have room:
     PartResult(key=9f3c@0.0/0, trajectories=(a, b), payload=<handle>)   from rollout-0
     PartResult(key=9f3c@0.0/1, failures=(reward: it raised,), ...)      from rollout-1, which has no reward
     GroupResult(key=9f3c@0.0, trajectories=(a, b), payload=(<handle>, <handle>))
+    TrainBatch(step=41, window=10, step_in_window=0, groups=(...), columns={key: {"ref": <handle>}})
+    TrainReport(train_s=3.2, tokens=81920, metrics={"loss/policy": Ratio(12.5, 81920), ...})
+
+With K = 4 this is the first of the four train steps between the publishes of versions 10 and 11.
 
 The arrays (`contracts.trajectories.GroupPayload`) stay behind the handles: the loop passes these on and never
 opens them.
@@ -27,6 +32,7 @@ from annotated_types import Len
 
 from asyncrl_cli.base.safe_files import Count, Finite
 from asyncrl_cli.contracts.item import Item
+from asyncrl_cli.measure.values import Value
 
 Handle: TypeAlias = Any
 """What a transport or a store has made (on Ray, an ObjectRef). Only those who made it open it."""
@@ -195,3 +201,34 @@ class GroupResult(_Result):
             failed_tokens=sum([part.failed_tokens for part in parts]),
             payload=tuple([part.payload for part in parts]),
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainBatch:
+    """The R groups of one train step, in take order. `window` is the number of the window that trains them.
+    `columns`: per group, the handles of what scorers have computed for it, by scorer."""
+
+    step: int
+    window: int
+    step_in_window: int
+    groups: tuple[GroupResult, ...]
+    columns: Mapping[AttemptKey, Mapping[str, Handle]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainReport:
+    """What a train step reports. Seconds are the trainer's, or one rank's: `train_s`, and `column_s` for the
+    columns that were computed before training, by name (`old_logprob`, `ref`, `critic`). `tokens` (sampled
+    tokens trained, including those of skipped steps) and `metrics` cover all ranks; `metrics` are typed and
+    finite, and go into the step's line unchanged.
+
+    `skipped_steps`: how many of its optimizer steps were skipped because the gradient was not finite; metrics
+    that this spoils are absent. `skipped_in_a_row`: how many of the run's latest optimizer steps were skipped
+    without a break, across train steps."""
+
+    train_s: float
+    tokens: int
+    metrics: Mapping[str, Value]
+    column_s: Mapping[str, float] = field(default_factory=dict)
+    skipped_steps: int = 0
+    skipped_in_a_row: int = 0

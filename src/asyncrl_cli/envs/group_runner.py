@@ -4,6 +4,8 @@ own environment.
     PartRequest -> for each index (environment.start -> engine.generate -> environment.step -> ...) ->
     PartResult + GroupPayload
 
+`PartDesk` has a task for each part of the worker, `GroupRunner` plays it.
+
 A trajectory without a reward is left out of its part; an aborted part has no trajectories. Their tokens count
 as failed.
 """
@@ -11,17 +13,27 @@ as failed.
 from __future__ import annotations
 
 import asyncio
+import logging
 import random
-from collections import Counter
-from collections.abc import Callable
+from collections import Counter, deque
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import cast
 
+from asyncrl_cli.base.errors import ExecutorFailed
 from asyncrl_cli.contracts.ports import EvalRequest, EvalResult, PartialResult
 from asyncrl_cli.contracts.prompt_group import AttemptKey, PartialResponse, PartKey, PartRequest, PartResult
 from asyncrl_cli.contracts.trajectories import GroupPayload, Segment, Trajectory
 from asyncrl_cli.engines.port import Completion, FinishReason, Sampling
 from asyncrl_cli.envs.episode import Episode, Means, derived_seed
+from asyncrl_cli.measure.meters import LongPoll
+
+logger = logging.getLogger(__name__)
+
+CLOSE_S = 2.0
+"""How long `PartDesk.close` waits for cancelled parts, whose tools may not end at once."""
+EndedPart = tuple[PartResult, GroupPayload]
+RunPart = Callable[[PartRequest, Callable[[int], None]], Awaitable[EndedPart]]
 
 
 @dataclass(slots=True, eq=False)
@@ -206,3 +218,68 @@ def _result(request: PartRequest, part: _Running) -> tuple[PartResult, GroupPayl
     trajectories = tuple(episode.trajectory() for episode in ended)
     uid, epoch, attempt = request.key.attempt
     return result, GroupPayload(uid=uid, epoch=epoch, attempt=attempt, trajectories=trajectories)
+
+
+class PartDesk:
+    """The parts that run here, a task for each. Call it from the event loop.
+
+    `run(request, on_sequence)` runs a part. `changes` is notified of every change, urgently if no part runs
+    any more.
+    """
+
+    def __init__(self, run: RunPart, changes: LongPoll) -> None:
+        self._run = run
+        self._changes = changes
+        self.freed_slots: dict[PartKey, int] = {}
+        """How many sequences of each running part have finished."""
+        self._ended: deque[EndedPart] = deque()
+        self._failure: Exception | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._is_closed = False
+
+    async def close(self) -> None:
+        """Cancel all parts: nobody asks for them any more, so their end is no failure."""
+        self._is_closed = True
+        for task in self._tasks:
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=CLOSE_S)
+
+    def begin(self, requests: Sequence[PartRequest]) -> None:
+        for request in requests:
+            task = asyncio.create_task(self._follow(request), name=f"part {request.key}")
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    def take(self, most: int) -> list[EndedPart]:
+        """Return the parts that ended first, at most `most`. With none left, raise the first
+        error of any part: such an error is the engine's, not the part's.
+
+        If more is left to take, notes an urgent change, so that the next answer comes at once.
+        """
+        if self._failure is not None and not self._ended:
+            raise self._failure
+        taken = [self._ended.popleft() for _ in range(min(most, len(self._ended)))]
+        if self._ended or self._failure is not None:
+            self._changes.note(is_urgent=True)
+        return taken
+
+    async def _follow(self, request: PartRequest) -> None:
+        self.freed_slots[request.key] = 0
+
+        def on_sequence(finished: int) -> None:
+            self.freed_slots[request.key] = finished
+            self._changes.note()
+
+        try:
+            self._ended.append(await self._run(request, on_sequence))
+        except (Exception, asyncio.CancelledError) as error:  # `take` raises it
+            if self._is_closed:
+                return
+            logger.exception("part %s failed", request.key)
+            if not isinstance(error, Exception):
+                error = ExecutorFailed(f"part {request.key} was cancelled")
+            self._failure = self._failure or error
+        finally:
+            del self.freed_slots[request.key]
+            self._changes.note(is_urgent=not self.freed_slots)

@@ -24,8 +24,7 @@ from ray.actor import ActorHandle
 from asyncrl_cli.base.errors import AsyncrlError, ExecutorFailed, ExecutorLost, timeout
 from asyncrl_cli.contracts.item import Item
 from asyncrl_cli.contracts.ports import CALL_KEY, EvalResult, LoopSnapshot
-from asyncrl_cli.contracts.prompt_group import GroupResult, Handle
-from asyncrl_cli.contracts.train_step import TrainBatch, TrainReport
+from asyncrl_cli.contracts.prompt_group import GroupResult, Handle, TrainBatch, TrainReport
 from asyncrl_cli.contracts.weight_version import Published
 from asyncrl_cli.job.rank_host import SampleFacts
 from asyncrl_cli.job.ray.calls import Limit, all_of, answer, shown_host, start_limit

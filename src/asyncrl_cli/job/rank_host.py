@@ -55,7 +55,7 @@ if TYPE_CHECKING:  # torch: the driver imports this module
     from transformers import PreTrainedTokenizerBase
 
     from asyncrl_cli.contracts.ports import LoopSnapshot
-    from asyncrl_cli.contracts.train_step import TrainReport
+    from asyncrl_cli.contracts.prompt_group import TrainReport
     from asyncrl_cli.train.batch import Column, Columns
     from asyncrl_cli.train.critic import CriticApart
     from asyncrl_cli.train.policy_model import PolicyModel

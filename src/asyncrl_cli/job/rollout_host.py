@@ -39,7 +39,6 @@ from asyncrl_cli.envs import find_environment
 from asyncrl_cli.envs.slots import Slots
 from asyncrl_cli.envs.tool_environment import SUFFIX, CallLog, ToolEnvironment
 from asyncrl_cli.job.host_process import Refs, merging, no_collection_while_starting, set_up_process
-from asyncrl_cli.job.rollout_parts import PARTS_PER_ANSWER, EndedPart, PartDesk
 from asyncrl_cli.job.rollout_weights import Loader, RayRankZero
 from asyncrl_cli.measure.meters import LongPoll, MeteredRewards, RolloutMeter
 from asyncrl_cli.profile.schema import Interrupt, ProcessPlace, Profile
@@ -51,9 +50,13 @@ from asyncrl_cli.weights.versions import Manifest
 
 if TYPE_CHECKING:
     from asyncrl_cli.envs.gateway.server import Gateway
-    from asyncrl_cli.envs.group_runner import GroupRunner
+    from asyncrl_cli.envs.group_runner import EndedPart, GroupRunner
 
 logger = logging.getLogger(__name__)
+
+PARTS_PER_ANSWER = 4
+"""The most parts that one answer brings. Each has a Ray object for its arrays, which do not pass through the
+driver. If more parts have ended, the next answer comes at once."""
 
 
 class RolloutHost:
@@ -87,6 +90,8 @@ class RolloutHost:
         id and address."""
         profile, place = self._profile, self._place
         with no_collection_while_starting():
+            from asyncrl_cli.envs.group_runner import PartDesk  # torch: the driver imports this module
+
             self._changes = LongPoll()
             self._desk = PartDesk(self._play, self._changes)
             self._meter = RolloutMeter(self._name, profile.rollout.slots, time.monotonic, self._changes.note)
@@ -194,7 +199,7 @@ class RolloutHost:
         """
         self._desk.begin(requests)
         seen = await self._changes.after(seen)
-        ended = self._desk.take()
+        ended = self._desk.take(PARTS_PER_ANSWER)
         update = self.report(seen, tuple(result for result, _ in ended))
         return update, *(payload for _, payload in ended), *[None] * (PARTS_PER_ANSWER - len(ended))
 

@@ -38,9 +38,8 @@ from collections.abc import Collection, Iterable, Mapping
 from enum import StrEnum
 
 from asyncrl_cli.contracts.prompt_group import AttemptKey, PartKey
-from asyncrl_cli.loop.attempts import Attempt, Part, Stage
 from asyncrl_cli.loop.fleet import Fleet, Placement, WorkerSlots
-from asyncrl_cli.loop.ledger import Ledger
+from asyncrl_cli.loop.ledger import Attempt, Ledger, Part, Stage
 from asyncrl_cli.profile.arithmetic import LoopSettings
 
 

@@ -26,9 +26,10 @@ from asyncrl_cli.base.safe_files import Count, parse_json
 from asyncrl_cli.contracts.events import EvalSummary, StepRecord
 from asyncrl_cli.contracts.ports import CheckpointWriter, Json, LoopSnapshot, PartialResult, RolloutWorker
 from asyncrl_cli.contracts.prompt_group import PartialResponse, TrajectoryMeta
+from asyncrl_cli.loop import group_states
 from asyncrl_cli.loop.admission import takeable_in_time
-from asyncrl_cli.loop.attempts import Stage
 from asyncrl_cli.loop.group_states import GroupsState, RunningState
+from asyncrl_cli.loop.ledger import Stage
 from asyncrl_cli.loop.run_state import ResumeFrom, RunState
 from asyncrl_cli.measure.states import State
 from asyncrl_cli.profile.arithmetic import LoopSettings, least_trajectories
@@ -125,8 +126,8 @@ def freeze(
     assert not ledger.training, "a checkpoint lies between two train steps"
     # `record` has them: its line comes later, and the next run's first line must not have them again.
     evals_ended: list[Any] = [asdict(summary) for summary in run.evaluator.ended] if record is None else []
-    groups = run.groups.state(
-        {key: kept for found in partial_results for key, kept in found.responses.items()}
+    groups = group_states.frozen(
+        run.groups, {key: kept for found in partial_results for key, kept in found.responses.items()}
     )
     earlier = [attempt.partial_tokens for attempt in ledger.running.values() if attempt.partial]
     state: LoopState = {
@@ -146,7 +147,7 @@ def freeze(
         version=run.version,
         at_window_boundary=taken_groups == 0,
         loop_state={**state},
-        payloads=run.groups.payloads(),
+        payloads=group_states.payloads(run.groups),
         partial_groups=tuple(entry["key"] for entry in groups["running"] if entry.get("kept")),
         partial_tokens=(*(found.handle for found in partial_results if found.responses), *earlier),
     )
@@ -163,9 +164,10 @@ def thaw(run: RunState, resumed: ResumeFrom) -> None:
         observer.restore(observed)
     run.admission.version, run.admission.taken_in_window = _window(state, run.settings)
     run.progress.event("resumed", from_step=state["step"])
-    run.groups.restore(state["groups"], resumed.payloads, state["running_tokens"])
+    n, lost_tokens = run.settings.profile.rollout.n, state["running_tokens"]
+    group_states.restore(run.groups, state["groups"], resumed.payloads, n, lost_tokens)
     if not resumed.continues:
-        run.groups.forget_unfinished()
+        group_states.forget_unfinished(run.groups)
     for worker in run.admission.workers.values():
         worker.version = run.version - 1
 

@@ -1,8 +1,12 @@
-"""Groups in a checkpoint: JSON, without payloads and the prompts' items."""
+"""Groups in a checkpoint: JSON, without payloads, the prompts' items, and what follows from the run's step.
+
+`frozen` writes it, `restore` reads it. Both keep to one order of payloads: each finished group's parts, then
+each ended part of a running group, then what running groups have of unfinished responses."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, replace
 from typing import Any, NotRequired
 
@@ -19,11 +23,13 @@ from asyncrl_cli.contracts.prompt_group import (
     PartResult,
     Prompt,
 )
-from asyncrl_cli.loop.attempts import Attempt, Part, Stage
-from asyncrl_cli.loop.ledger import LedgerState
+from asyncrl_cli.loop.groups import Groups
+from asyncrl_cli.loop.ledger import Attempt, LedgerState, Part, Stage
 
 Find = Callable[[str, int], Prompt]
 """Finds a prompt by uid and epoch (`Feed.find`)."""
+PartialResponses = Mapping[PartKey, Mapping[int, PartialResponse]]
+"""What running parts have so far, by part and index."""
 
 
 class TryState(TypedDict):
@@ -65,22 +71,91 @@ class GroupsState(TypedDict):
     failures: NotRequired[dict[str, Count]]
 
 
-def try_state(attempt: Attempt) -> TryState:
+def frozen(groups: Groups, kept: PartialResponses) -> GroupsState:
+    """The groups now. `kept`: what the running parts had a moment ago."""
+    return {
+        "tokens_discarded": groups.tokens_discarded,
+        "tokens_trained": groups.tokens_trained,
+        "ledger": groups.ledger.state(),
+        "feed": groups.feed.state(),
+        "running": [_running_state(attempt, kept) for attempt in groups.ledger.running.values()],
+        "again": [_try_state(attempt) for attempt in groups.again],
+        "finished": [
+            {
+                "deadline": attempt.deadline,
+                "try": _try_state(attempt),
+                "result": _without_payload(attempt.outcome()),
+            }
+            for attempt in groups.ledger.finished.values()
+        ],
+        "failures": dict(groups.failures),
+    }
+
+
+def payloads(groups: Groups) -> tuple[tuple[Handle, ...], ...]:
+    """The handles of all arrays held here, without those of unfinished responses."""
+    finished = [attempt.outcome().payload for attempt in groups.ledger.finished.values()]
+    running = groups.ledger.running.values()
+    return (*finished, *((part.payload,) for attempt in running for part in attempt.ended_parts()))
+
+
+def restore(
+    groups: Groups, state: GroupsState, payloads: Iterable[tuple[Handle, ...]], n: int, lost_tokens: int
+) -> None:
+    """Continue from `state`. What ran at the snapshot is placed again, as if all workers had been lost.
+    Responses continue from their kept tokens; `lost_tokens` count as discarded. `n`: responses of a group."""
+    groups.tokens_discarded = state["tokens_discarded"] + lost_tokens
+    groups.tokens_trained = state["tokens_trained"]
+    groups.failures = Counter(state.get("failures", {}))
+    groups.feed.restore(state["feed"])
+    handles, find = iter(payloads), groups.feed.find
+    finished = []
+    for entry in state["finished"]:
+        attempt = _restored_attempt(entry["try"], find)
+        attempt.stage, attempt.deadline = Stage.FINISHED, entry["deadline"]
+        attempt.result = replace(entry["result"], payload=next(handles))
+        finished.append(attempt)
+    deadline = groups.admission.deadline_from(groups.admission.version)
+    running = [_restored_running(entry, find, handles, deadline, n) for entry in state["running"]]
+    for attempt in running:
+        (attempt.partial_tokens,) = next(handles) if attempt.partial else (None,)
+    groups.ledger.restore(state["ledger"], [*running, *finished])
+    groups.admission.note_unplaced()
+    groups.again.extend(_restored_attempt(entry, find) for entry in state["again"])
+
+
+def forget_unfinished(groups: Groups) -> None:
+    """After `restore`: the kept responses that had not ended start again."""
+    for attempt in groups.ledger.running.values():
+        unfinished = [index for index, kept in attempt.partial.items() if not kept.is_whole]
+        groups.tokens_discarded += sum(attempt.partial.pop(index).tokens for index in unfinished)
+
+
+def _without_payload(result: PartResult | GroupResult) -> Any:
+    return asdict(replace(result, payload=None))
+
+
+def _try_state(attempt: Attempt) -> TryState:
     return {"key": attempt.key, "requeues": attempt.requeues}
 
 
-def running_state(attempt: Attempt, kept: Mapping[PartKey, Mapping[int, PartialResponse]]) -> RunningState:
+def _restored_attempt(state: TryState, find: Find) -> Attempt:
+    key = state["key"]
+    return Attempt(prompt=find(key.uid, key.epoch), number=key.attempt, requeues=state["requeues"])
+
+
+def _running_state(attempt: Attempt, kept: PartialResponses) -> RunningState:
     """`kept` has what running parts had; a part that began later has nothing yet."""
-    ended: list[Any] = []
+    ended: list[EndedState] = []
     all_partial = dict(attempt.partial)
     for part in attempt.parts.values():
         if part.result is None:
             all_partial |= kept.get(part.key, {})
         else:
-            result = asdict(replace(part.result, payload=None))
+            result = _without_payload(part.result)
             ended.append({"indices": part.indices, "version": part.version, "result": result})
     return {
-        **try_state(attempt),
+        **_try_state(attempt),
         "deadline": attempt.deadline,
         "num_parts": attempt.num_parts,
         "ended": ended,
@@ -88,28 +163,11 @@ def running_state(attempt: Attempt, kept: Mapping[PartKey, Mapping[int, PartialR
     }
 
 
-def finished_state(attempt: Attempt) -> FinishedState:
-    result: Any = asdict(replace(attempt.outcome(), payload=None))
-    return {"deadline": attempt.deadline, "try": try_state(attempt), "result": result}
-
-
-def restored_attempt(state: TryState, find: Find) -> Attempt:
-    key = state["key"]
-    return Attempt(prompt=find(key.uid, key.epoch), number=key.attempt, requeues=state["requeues"])
-
-
-def restored_finished(state: FinishedState, find: Find, payload: tuple[Handle, ...]) -> Attempt:
-    again = restored_attempt(state["try"], find)
-    again.stage, again.deadline = Stage.FINISHED, state["deadline"]
-    again.result = replace(state["result"], payload=payload)
-    return again
-
-
-def restored_running(
+def _restored_running(
     state: RunningState, find: Find, handles: Iterator[tuple[Handle, ...]], deadline: int, n: int
 ) -> Attempt:
     """`handles`: those of its ended parts come next. `deadline`: if the state has none."""
-    again = restored_attempt(state, find)
+    again = _restored_attempt(state, find)
     again.deadline = state.get("deadline", deadline)
     for entry in state.get("ended", ()):
         (payload,), key = next(handles), entry["result"].key

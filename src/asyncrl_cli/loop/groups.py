@@ -1,14 +1,20 @@
 """Every group of the run, from its prompt to its train step: one method per transition, and each transition
-is one event.
+is one event. The only writer of `Admission` and its ledger. No I/O, no waiting.
 
-The only writer of `Admission` and its ledger. No I/O, no waiting.
+Also which finished groups are not worth training, and when there are so many of them that the run should end.
+DAPO's dynamic sampling (arXiv:2503.14476, section 3.2): groups whose trajectories all have the same reward
+are not trained. Their advantages would be 0 under every estimator that compares a response with its group.
+Such a group is dropped when it finishes, which frees its place in the window: another prompt starts there,
+under all rules of admission. The filter compares the task's reward (verl's `filter_groups.metric = "acc"`),
+without the penalty of `algorithm.overlong_buffer_tokens`. A resumed run counts from zero: what was wrong may
+have been mended.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -18,18 +24,18 @@ from asyncrl_cli.contracts.prompt_group import (
     AttemptKey,
     GroupResult,
     Handle,
-    PartialResponse,
-    PartKey,
     PartRequest,
     PartResult,
 )
-from asyncrl_cli.loop import group_states
 from asyncrl_cli.loop.admission import Admission
-from asyncrl_cli.loop.attempts import Attempt, Part, Stage
 from asyncrl_cli.loop.fleet import Placement
-from asyncrl_cli.loop.group_limits import EQUAL_REWARDS, FailuresLimit, GroupFilter
-from asyncrl_cli.loop.group_states import GroupsState
+from asyncrl_cli.loop.ledger import Attempt, Part, Stage
 from asyncrl_cli.profile.arithmetic import CRITIC, PROX, REWARD, LoopSettings, least_trajectories
+
+EQUAL_REWARDS = "equal rewards"
+"""The ledger's reason for dropping such a group."""
+_FROM_TRAJECTORIES = 64
+"""`task.max_failed_ratio` is checked from this many trajectories on."""
 
 
 class Groups:
@@ -48,9 +54,9 @@ class Groups:
         then."""
         self._failures_limit = FailuresLimit(settings.profile.task.max_failed_ratio)
         self._profile, self._step_groups = settings.profile, settings.schedule.step_groups
-        self._feed = feed
+        self.feed = feed
         self._event = event
-        self._again: deque[Attempt] = deque()
+        self.again: deque[Attempt] = deque()
         """Requeued, not yet started."""
 
     def start(self) -> list[tuple[str, PartRequest]]:
@@ -64,7 +70,7 @@ class Groups:
         if attempt is not None:
             parts = self._place_again(attempt, placement, where)
         else:
-            attempt = self._again.popleft() if self._again else Attempt(prompt=self._feed.next())
+            attempt = self.again.popleft() if self.again else Attempt(prompt=self.feed.next())
             parts = self.admission.admit(attempt, placement)
             self._entered(attempt, **where)
         # The seed is the group's, whatever worker has its parts: 31 bits of a digest.
@@ -241,7 +247,7 @@ class Groups:
 
     def _requeue(self, attempt: Attempt, reason: str, requeues: int) -> None:
         self._end(attempt, Stage.REQUEUED, reason, attempt.ended_tokens())
-        self._again.append(Attempt(prompt=attempt.prompt, number=attempt.number + 1, requeues=requeues))
+        self.again.append(Attempt(prompt=attempt.prompt, number=attempt.number + 1, requeues=requeues))
 
     def _end(self, attempt: Attempt, stage: Stage, reason: str, tokens: int) -> None:
         """End an attempt untrained. Its `tokens` count as discarded."""
@@ -253,49 +259,63 @@ class Groups:
         """Notify the observers that the attempt has entered another stage."""
         self._event(attempt.stage.value, key=attempt.key, **fields)
 
-    def state(self, kept: Mapping[PartKey, Mapping[int, PartialResponse]]) -> GroupsState:
-        """Everything as JSON, except payloads, the prompts' items and what follows from the run's step.
-        `kept`: what the running parts had a moment ago."""
-        return {
-            "tokens_discarded": self.tokens_discarded,
-            "tokens_trained": self.tokens_trained,
-            "ledger": self.ledger.state(),
-            "feed": self._feed.state(),
-            "running": [group_states.running_state(one, kept) for one in self.ledger.running.values()],
-            "again": [group_states.try_state(one) for one in self._again],
-            "finished": [group_states.finished_state(one) for one in self.ledger.finished.values()],
-            "failures": dict(self.failures),
-        }
 
-    def payloads(self) -> tuple[tuple[Handle, ...], ...]:
-        """The handles of all arrays held here, in the order of `state`: each finished group's parts, then
-        each ended part."""
-        finished = [attempt.outcome().payload for attempt in self.ledger.finished.values()]
-        running = self.ledger.running.values()
-        return (*finished, *((part.payload,) for attempt in running for part in attempt.ended_parts()))
+class FailuresLimit:
+    """`task.max_failed_ratio`."""
 
-    def restore(self, state: GroupsState, payloads: Iterable[tuple[Handle, ...]], lost_tokens: int) -> None:
-        """Continue from `state`. What ran at the snapshot is placed again, as if all workers had been lost.
-        Responses continue from their kept tokens; `lost_tokens` count as discarded. `payloads`: those of
-        `Groups.payloads`, then those of kept groups."""
-        self.tokens_discarded = state["tokens_discarded"] + lost_tokens
-        self.tokens_trained = state["tokens_trained"]
-        self.failures = Counter(state.get("failures", {}))
-        self._feed.restore(state["feed"])
-        handles, find = iter(payloads), self._feed.find
-        finished = [group_states.restored_finished(entry, find, next(handles)) for entry in state["finished"]]
-        deadline, n = self.admission.deadline_from(self.admission.version), self._profile.rollout.n
-        running = [
-            group_states.restored_running(entry, find, handles, deadline, n) for entry in state["running"]
-        ]
-        for attempt in running:
-            (attempt.partial_tokens,) = next(handles) if attempt.partial else (None,)
-        self.ledger.restore(state["ledger"], [*running, *finished])
-        self.admission.note_unplaced()
-        self._again.extend(group_states.restored_attempt(entry, find) for entry in state["again"])
+    def __init__(self, max_failed_ratio: float) -> None:
+        self._most = max_failed_ratio
+        self._trajectories = self._failed = 0
+        self._last = ""
 
-    def forget_unfinished(self) -> None:
-        """After `restore`: the kept responses that had not ended start again."""
-        for attempt in self.ledger.running.values():
-            unfinished = [index for index, kept in attempt.partial.items() if not kept.is_whole]
-            self.tokens_discarded += sum(attempt.partial.pop(index).tokens for index in unfinished)
+    def count(self, result: GroupResult) -> None:
+        self._trajectories += len(result.trajectories) + len(result.failures)
+        self._failed += len(result.failures)
+        if result.failures:
+            self._last = result.failures[-1].text
+
+    def check(self) -> None:
+        """Raises AsyncrlError if too many trajectories have failed."""
+        if self._trajectories >= _FROM_TRAJECTORIES and self._failed > self._most * self._trajectories:
+            raise AsyncrlError(
+                f"{self._failed} of {self._trajectories} trajectories failed, more than "
+                f"task.max_failed_ratio = {self._most} allows; the last one: {self._last}",
+                hint="fix the reward, environment or agent (the run's log has every failure) and resume, or "
+                "resume with a higher task.max_failed_ratio",
+            )
+
+
+class GroupFilter:
+    """Judges finished groups. `rewards`: the common reward of each group dropped since the last train
+    step."""
+
+    def __init__(self, settings: LoopSettings) -> None:
+        algorithm = settings.profile.algorithm
+        self.is_on = algorithm.filter_groups
+        self.rewards: list[float] = []
+        self._num_batches = algorithm.max_num_gen_batches
+        self._step_groups = settings.schedule.step_groups
+        self._in_a_row, self._last = 0, 0.0
+
+    def leaves_out(self, result: GroupResult) -> bool:
+        """Whether the group should be dropped. Counts it if so."""
+        rewards = {trajectory.reward for trajectory in result.trajectories}
+        if not self.is_on or len(rewards) > 1:
+            self._in_a_row = 0
+            return False
+        self._last = rewards.pop()
+        self.rewards.append(self._last)
+        self._in_a_row += 1
+        return True
+
+    def check(self) -> None:
+        """Raises AsyncrlError if too many groups in a row were dropped."""
+        if self._in_a_row > self._num_batches * self._step_groups:
+            raise AsyncrlError(
+                f"each of the last {self._in_a_row} groups had equal rewards (the last one: {self._last:g}), "
+                f"more than algorithm.max_num_gen_batches = {self._num_batches} times R = "
+                f"{self._step_groups}: nothing is left to train",
+                hint="start a run with prompts that the model solves now and then (too easy and too hard "
+                "ones give equal rewards) or a larger rollout.n, or resume with a higher "
+                "algorithm.max_num_gen_batches",
+            )

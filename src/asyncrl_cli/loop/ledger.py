@@ -1,4 +1,14 @@
-"""The ledger of all attempts of a run.
+"""The ledger of all attempts of a run. An attempt is one try at one prompt, from its start to its end.
+
+        admit            finish            take             train
+(new) -------> running -------> finished -------> training -------> trained
+                  |                 |
+                  +--> dropped <----+    for good: failed, stale, equal rewards
+                  +--> requeued <---+    ends this attempt; the prompt starts again as a new one
+
+While an attempt runs, each of its n responses is in a part or waits to be placed again. A part is a set of
+responses of one attempt that were placed on one worker together. The attempt ends when every part has its
+result and no response waits.
 
 Every attempt is in exactly one stage, and nothing is ever lost: at every transition `admitted_total` equals
 the sum over the six stages.
@@ -7,13 +17,118 @@ the sum over the six stages.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
 
 from typing_extensions import TypedDict  # pydantic reads typing's own from Python 3.12 on
 
 from asyncrl_cli.base.safe_files import Count
-from asyncrl_cli.contracts.prompt_group import AttemptKey
-from asyncrl_cli.loop.attempts import Attempt, Stage
+from asyncrl_cli.contracts.prompt_group import (
+    AttemptKey,
+    GroupResult,
+    Handle,
+    PartialResponse,
+    PartKey,
+    PartResult,
+    Prompt,
+)
+
+
+class Stage(StrEnum):
+    """The stage of an attempt."""
+
+    RUNNING = "running"
+    FINISHED = "finished"
+    TRAINING = "training"
+    TRAINED = "trained"
+    DROPPED = "dropped"
+    REQUEUED = "requeued"
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Part:
+    """Responses of one attempt that were placed on one worker together. `partial`: the kept tokens that they
+    continue from, by index. `version`: the oldest version that their tokens may have, kept ones included.
+    `result`: None until the part has ended."""
+
+    key: PartKey
+    indices: tuple[int, ...]
+    worker: str
+    version: int
+    partial: Mapping[int, PartialResponse] = field(default_factory=dict)
+    result: PartResult | None = None
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Attempt:
+    """All that the loop knows about one try. Only the ledger changes its stage and its deadline.
+
+    `requeues`: how often its prompt was requeued for staleness. `deadline`: the last version in which it may
+    be trained. `parts`: by number; a part that was lost with its worker is removed. `unplaced`: indices of
+    the responses that have to be placed: all at the start, later those of lost parts, and in a resumed run
+    those that had not ended. `partial`: what unplaced responses continue from, by index; `partial_tokens` is
+    the handle of those tokens. `result` is set from the stage `finished` on. `columns`: handles of what
+    scorers have computed for it since, by scorer (for `reward`, the scores themselves). Checkpoints hold
+    neither columns nor the parts of a finished group.
+    """
+
+    prompt: Prompt
+    number: int = 0
+    requeues: int = 0
+    stage: Stage = Stage.RUNNING
+    deadline: int = -1
+    parts: dict[int, Part] = field(default_factory=dict)
+    unplaced: tuple[int, ...] = ()
+    partial: dict[int, PartialResponse] = field(default_factory=dict)
+    partial_tokens: Handle = None
+    result: GroupResult | None = None
+    columns: dict[str, Handle] = field(default_factory=dict)
+    key: AttemptKey = field(init=False)
+    num_parts: int = 0
+
+    def __post_init__(self) -> None:
+        self.key = AttemptKey(self.prompt.uid, self.prompt.epoch, self.number)
+
+    def place(
+        self, num_responses: int, worker: str, version: int, *, free_slots: int, mixes: bool = True
+    ) -> Part:
+        """Make a part of the first unplaced responses. They continue from their kept tokens where
+        `PartialResponse.may_continue` allows it. The first `free_slots` of them start at once."""
+        indices, self.unplaced = self.unplaced[:num_responses], self.unplaced[num_responses:]
+        start, partial = indices[:free_slots], dict[int, PartialResponse]()
+        for index in indices:
+            response = self.partial.pop(index, None)
+            if response and response.may_continue(version, mixes=mixes, at_once=index in start):
+                partial[index] = response
+        version = min([version, *(response.oldest for response in partial.values())])
+        key = PartKey(self.key, self.num_parts)
+        part = Part(key=key, indices=indices, worker=worker, version=version, partial=partial)
+        self.parts[key.number] = part
+        self.num_parts += 1
+        return part
+
+    def lose(self, number: int) -> None:
+        """The worker of a running part has died: its responses have to be placed again."""
+        self.unplaced = tuple(sorted((*self.unplaced, *self.parts.pop(number).indices)))
+
+    def running_parts(self) -> list[Part]:
+        return [part for part in self.parts.values() if part.result is None]
+
+    def ended_parts(self) -> list[PartResult]:
+        return [part.result for part in self.parts.values() if part.result is not None]
+
+    def ended_tokens(self) -> int:
+        """The tokens of the group (before it has finished: of its ended parts), plus the tokens kept for
+        unplaced responses."""
+        ended = [self.result] if self.result is not None else self.ended_parts()
+        kept_tokens = sum(response.tokens for response in self.partial.values())
+        return sum(part.response_tokens for part in ended) + kept_tokens
+
+    def outcome(self) -> GroupResult:
+        assert self.result is not None, f"{self.key} is {self.stage}"
+        return self.result
+
 
 _ALLOWED = {
     Stage.RUNNING: {Stage.FINISHED, Stage.DROPPED, Stage.REQUEUED},

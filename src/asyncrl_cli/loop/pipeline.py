@@ -51,10 +51,10 @@ takeable when it is finished, has all its columns, and every other untaken group
 without it: inequality (*) of admission.py.
 
 The journey of a prompt group, by file. groups.py takes a `Prompt` from the feed, and an `Attempt` at it
-begins; attempts.py draws its stages. admission.py finds slots for its n responses and sets its deadline;
+begins; ledger.py draws its stages. admission.py finds slots for its n responses and sets its deadline;
 rollouts.py submits a `PartRequest` to each worker that gets some. There an environment and the model take
 turns, and a reward judges. The arrays (`GroupPayload`) stay behind a handle; a `PartResult` comes back.
-Joined, the parts are a `GroupResult`: the group is finished, or left out (group_limits.py). scorer_tasks.py
+Joined, the parts are a `GroupResult`: the group is finished, or left out for equal rewards. scorer_tasks.py
 has the attempt's missing columns computed. training.py takes R takeable groups as a `TrainBatch`, in finish
 order; the trainer computes advantages, deals the responses to its ranks, makes its optimizer steps and
 answers with a `TrainReport`. At the window's end the trainer gathers its weights and the version rises: that

@@ -33,8 +33,8 @@ from asyncrl_cli.profile.arithmetic import REWARD, LoopSettings
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResumeFrom:
     """What a checkpoint holds for the loop: its state, and the payload handles in the order that
-    `Groups.restore` expects. `continues`: whether the engine can continue responses that had not ended; else
-    they start again."""
+    `group_states.restore` expects. `continues`: whether the engine can continue responses that had not ended;
+    else they start again."""
 
     loop_state: Json
     payloads: Sequence[tuple[Handle, ...]]

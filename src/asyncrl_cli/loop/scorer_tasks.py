@@ -30,10 +30,10 @@ from dataclasses import replace
 
 from asyncrl_cli.base.errors import ExecutorLost
 from asyncrl_cli.contracts.ports import Scorer
-from asyncrl_cli.contracts.train_step import TrainBatch, TrainReport
-from asyncrl_cli.loop.attempts import Attempt
+from asyncrl_cli.contracts.prompt_group import TrainBatch, TrainReport
 from asyncrl_cli.loop.changes import Change
 from asyncrl_cli.loop.executor_tasks import ExecutorTasks
+from asyncrl_cli.loop.ledger import Attempt
 from asyncrl_cli.loop.run_state import RunState
 from asyncrl_cli.measure.states import ExecutorReport
 from asyncrl_cli.profile.arithmetic import CRITIC, PROX, REWARD

@@ -8,8 +8,7 @@ from dataclasses import replace
 
 from asyncrl_cli.base.errors import AsyncrlError
 from asyncrl_cli.contracts.events import StepRecord
-from asyncrl_cli.contracts.prompt_group import GroupResult
-from asyncrl_cli.contracts.train_step import TrainBatch, TrainReport
+from asyncrl_cli.contracts.prompt_group import GroupResult, TrainBatch, TrainReport
 from asyncrl_cli.loop import causes
 from asyncrl_cli.loop.changes import Change
 from asyncrl_cli.loop.checkpointer import Checkpointer

@@ -22,8 +22,7 @@ from functools import partial
 from typing import NamedTuple
 
 from asyncrl_cli.base.errors import ConfigError
-from asyncrl_cli.contracts.prompt_group import GroupResult
-from asyncrl_cli.contracts.train_step import TrainBatch
+from asyncrl_cli.contracts.prompt_group import GroupResult, TrainBatch
 from asyncrl_cli.measure.meters import POLL_S
 from asyncrl_cli.plan.cluster import cache_bytes_left
 from asyncrl_cli.profile.arithmetic import CRITIC, PROX, REF, REWARD, Schedule, max_context_tokens

@@ -8,8 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from asyncrl_cli.contracts.ports import EvalResult
-from asyncrl_cli.contracts.prompt_group import GroupResult
-from asyncrl_cli.contracts.train_step import TrainBatch, TrainReport
+from asyncrl_cli.contracts.prompt_group import GroupResult, TrainBatch, TrainReport
 from asyncrl_cli.contracts.weight_version import Published
 from asyncrl_cli.measure.meters import CallMeter
 from asyncrl_cli.measure.states import ExecutorReport, State

@@ -41,7 +41,7 @@ from numpy.typing import NDArray
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from asyncrl_cli.contracts.train_step import TrainReport
+from asyncrl_cli.contracts.prompt_group import TrainReport
 from asyncrl_cli.contracts.trajectories import GroupPayload
 from asyncrl_cli.measure.values import Ratio, Value
 from asyncrl_cli.profile.algorithm_section import AlgorithmSection

@@ -28,7 +28,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from asyncrl_cli.base.errors import RefusedError
-from asyncrl_cli.contracts.train_step import TrainReport
+from asyncrl_cli.contracts.prompt_group import TrainReport
 from asyncrl_cli.contracts.trajectories import GroupPayload
 from asyncrl_cli.measure.values import Sum, Value
 from asyncrl_cli.profile.arithmetic import MAX_LOGPROB_DIFF, is_apart

@@ -25,9 +25,10 @@ from asyncrl_cli.contracts.prompt_group import (
     PartKey,
     PartRequest,
     PartResult,
+    TrainBatch,
+    TrainReport,
     TrajectoryFailure,
 )
-from asyncrl_cli.contracts.train_step import TrainBatch, TrainReport
 from asyncrl_cli.contracts.weight_version import LoadReport, Published
 from asyncrl_cli.measure.states import ExecutorReport
 from asyncrl_cli.profile.schema import Interrupt

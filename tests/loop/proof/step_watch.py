@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 from asyncrl_cli.contracts.events import StepRecord
-from asyncrl_cli.contracts.prompt_group import GroupResult
-from asyncrl_cli.contracts.train_step import TrainBatch
+from asyncrl_cli.contracts.prompt_group import GroupResult, TrainBatch
 from asyncrl_cli.profile.arithmetic import LoopSettings
 from tests.loop.proof.books import Books
 from tests.loop.proof.ledger_watch import Check, LedgerWatch

@@ -20,8 +20,15 @@ from asyncrl_cli.contracts.ports import (
     Trainer,
     WorkerUpdate,
 )
-from asyncrl_cli.contracts.prompt_group import AttemptKey, GroupResult, PartRequest, Prompt, TrajectoryFailure
-from asyncrl_cli.contracts.train_step import TrainBatch, TrainReport
+from asyncrl_cli.contracts.prompt_group import (
+    AttemptKey,
+    GroupResult,
+    PartRequest,
+    Prompt,
+    TrainBatch,
+    TrainReport,
+    TrajectoryFailure,
+)
 from asyncrl_cli.contracts.weight_version import LoadReport, Published
 from asyncrl_cli.measure.states import ExecutorReport
 from asyncrl_cli.profile.schema import Interrupt
