@@ -52,11 +52,9 @@ def missing_hint(path: Path, otherwise: str = "") -> str:
 def check_name(name: str) -> None:
     """Raises ConfigError if `name` cannot name a run and its directory."""
     if not VALID_NAME.fullmatch(name):
-        raise ConfigError(
-            f"run.name '{name:.101}' is not a valid name: at most 100 letters, digits, '.', '_' and '-', a "
-            "letter or digit first",
-            hint="give another --name",
-        )
+        valid = "at most 100 letters, digits, '.', '_' and '-', a letter or digit first"
+        why = f"run.name '{name:.101}' is not a valid name: {valid}"
+        raise ConfigError(why, hint="give another --name")
 
 
 def where_runs_are(runs_dir: Path) -> str:

@@ -281,9 +281,7 @@ def drawn(task: Builtin, name: str, form: Adapter, stream: str, num: int, taken:
     rng, most = Random(f"builtin:{name} {stream}"), MAX_TRIES_PER_PROMPT * num
     found, num_tries = take_new((task.draw(rng, form) for _ in range(most)), num, taken)
     if len(found) < num:
-        raise ConfigError(
-            f"builtin:{name} with these parameters made only {len(found)} of {num} new prompts in "
-            f"{num_tries:,} tries",
-            hint="widen task.params, or lower task.train_prompts or eval.prompts",
-        )
+        made = f"made only {len(found)} of {num} new prompts in {num_tries:,} tries"
+        hint = "widen task.params, or lower task.train_prompts or eval.prompts"
+        raise ConfigError(f"builtin:{name} with these parameters {made}", hint=hint)
     return found

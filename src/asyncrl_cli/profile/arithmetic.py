@@ -124,11 +124,9 @@ def train_steps_of(profile: Profile) -> int:
     if groups % step_groups:
         below = groups - groups % step_groups
         ways = f"{below} or {below + step_groups}" if below else f"{step_groups} or more"
-        raise ConfigError(
-            f"run.total_rollout_steps = {groups} is not a multiple of R = {step_groups} groups per train "
-            "step",
-            hint=f"--set run.total_rollout_steps={ways}",
-        )
+        why = f"is not a multiple of R = {step_groups} groups per train step"
+        hint = f"--set run.total_rollout_steps={ways}"
+        raise ConfigError(f"run.total_rollout_steps = {groups} {why}", hint=hint)
     if steps is not None and steps != groups // step_groups:
         raise ConfigError(
             f"run.train_steps = {steps} and run.total_rollout_steps = {groups} disagree: {groups} groups are "
@@ -148,13 +146,9 @@ def tensor_parallel_size(profile: Profile, device: str) -> int:
     if device == "cpu":
         return asked or 1
     if asked not in (None, gpus):
-        raise ConfigError(
-            f"rollout.tensor_parallel_size = {asked}, but placement.gpus_per_rollout_worker = {gpus}: a "
-            "worker's model is "
-            "shared by all of its GPUs",
-            hint=f"--set placement.gpus_per_rollout_worker={asked}, or leave rollout.tensor_parallel_size "
-            "out",
-        )
+        both = f"rollout.tensor_parallel_size = {asked}, but placement.gpus_per_rollout_worker = {gpus}"
+        ways = f"placement.gpus_per_rollout_worker={asked}, or leave rollout.tensor_parallel_size out"
+        raise ConfigError(f"{both}: a worker's model is shared by all of its GPUs", hint=f"--set {ways}")
     return gpus
 
 

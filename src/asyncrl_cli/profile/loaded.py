@@ -163,11 +163,9 @@ def _place_code(values: Table, origins: dict[str, str], directories: Mapping[str
         place = beside.get((key, module), Path.cwd())
         if place != directory and ((key, module) in beside or has_module(directory, module)):
             one, other = (f'{name} = "{shortened(values[name])}"' for name in (first, key))
-            raise ConfigError(
-                f"{one} names a module in {directory}, but {other} one in {place}: task.import_path is one "
-                "directory",
-                hint="put the modules into one directory and name it: --set task.import_path=DIR",
-            )
+            why = f"{one} names a module in {directory}, but {other} one in {place}"
+            hint = "put the modules into one directory and name it: --set task.import_path=DIR"
+            raise ConfigError(f"{why}: task.import_path is one directory", hint=hint)
 
 
 def environment_layer(environ: Mapping[str, str]) -> Layer:

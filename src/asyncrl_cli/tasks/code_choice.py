@@ -253,11 +253,9 @@ def recorded_file(run_dir: Path, what: str, name: str, record: str = "") -> tupl
     either is missing."""
     path = run_dir / f"{record or what}.json"
     if not path.exists():
-        raise RefusedError(
-            f'{path} is missing: it records where task.{what} = "{name}" was imported from',
-            hint="a resumed run imports the module only from its recorded file: restore the record from a "
-            "copy",
-        )
+        why = f'{path} is missing: it records where task.{what} = "{name}" was imported from'
+        only = "a resumed run imports the module only from its recorded file"
+        raise RefusedError(why, hint=f"{only}: restore the record from a copy")
     found = load_json(path, Record, hint="it was written when the run began; restore it from a copy")
     if found.schema_version != SCHEMA_VERSION or found.function != name:
         what = f"it is the record of {found.function} (schema {found.schema_version})"

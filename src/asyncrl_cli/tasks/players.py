@@ -114,11 +114,9 @@ def load_environment(name: str, params: Mapping[str, object]) -> Any:
         )
     environment = verifiers.load_environment(name, **params)
     if environment.requires_group_rollouts:
-        raise ConfigError(
-            f"{source}: its rubric judges the rollouts of a prompt together, but here each is rewarded when "
-            "it ends",
-            hint="take an environment whose reward functions look at one rollout",
-        )
+        why = "its rubric judges the rollouts of a prompt together, but here each is rewarded when it ends"
+        hint = "take an environment whose reward functions look at one rollout"
+        raise ConfigError(f"{source}: {why}", hint=hint)
     return environment
 
 

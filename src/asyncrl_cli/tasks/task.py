@@ -241,11 +241,8 @@ def _adapter(profile: Profile, dataset: str | None) -> Adapter:
     worked form."""
     has_worked_form = dataset is None or dataset in WORKED
     if profile.task.adapter == "worked" and not has_worked_form:
-        raise ConfigError(
-            f'task.adapter = "worked": {profile.task.source} has no worked form; only {", ".join(WORKED)} '
-            "has",
-            hint='task.adapter = "plain"',
-        )
+        why = f"{profile.task.source} has no worked form; only {', '.join(WORKED)} has"
+        raise ConfigError(f'task.adapter = "worked": {why}', hint='task.adapter = "plain"')
     if profile.task.adapter == "auto":
         return "worked" if has_worked_form and profile.model.path == "builtin:tiny" else "plain"
     return profile.task.adapter
