@@ -12,7 +12,7 @@ import torch
 from asyncrl_cli.base.errors import ConfigError
 from asyncrl_cli.builtin.tiny import IGNORED, Recipe, Taught, make_lessons, tiny_model
 from asyncrl_cli.builtin.warm_start import Muon, batches_of, orthogonalised, warm_start
-from asyncrl_cli.contracts.reward_spec import RewardSpec
+from asyncrl_cli.contracts.environment import RewardSpec
 from asyncrl_cli.tasks.task import Task
 from tests.products import counted_products
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from asyncrl_cli.base.named_code import UserCode
-from asyncrl_cli.contracts.reward_spec import RewardSpec
+from asyncrl_cli.contracts.environment import RewardSpec
 from asyncrl_cli.envs.episode import Episode, Means
 from asyncrl_cli.envs.gateway.server import AgentEnvironment
 from asyncrl_cli.envs.slots import Slots

@@ -20,9 +20,8 @@ import psutil
 import pytest
 
 from asyncrl_cli.base.named_code import UserCode
-from asyncrl_cli.contracts.environment import Answer, End, EpisodeFailed, Turn
+from asyncrl_cli.contracts.environment import Answer, End, EpisodeFailed, RewardPart, RewardSpec, Turn
 from asyncrl_cli.contracts.item import make_item
-from asyncrl_cli.contracts.reward_spec import RewardPart, RewardSpec
 from asyncrl_cli.envs.tool_environment import CallLog, RepeatedCalls, ToolEnvironment, noted_calls
 from asyncrl_cli.job.ray.reaper import families, living
 from asyncrl_cli.sandbox.parent_processes import ProcessEnded, Processes, environment_processes

@@ -9,8 +9,8 @@ from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
+from asyncrl_cli.contracts.environment import RewardSpec
 from asyncrl_cli.contracts.prompt_group import AttemptKey, GroupResult, TrajectoryMeta
-from asyncrl_cli.contracts.reward_spec import RewardSpec
 from asyncrl_cli.contracts.trajectories import NOT_SAMPLED, GroupPayload, Segment, Trajectory
 from asyncrl_cli.plan.cluster import ClusterResources, NodeResources
 from asyncrl_cli.plan.compiler import compile_job

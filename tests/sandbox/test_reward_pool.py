@@ -21,8 +21,8 @@ import pytest
 from asyncrl_cli.base.child_process import send
 from asyncrl_cli.base.errors import ConfigError, ExecutorFailed
 from asyncrl_cli.base.named_code import UserCode
+from asyncrl_cli.contracts.environment import RewardSpec
 from asyncrl_cli.contracts.item import Item, make_item
-from asyncrl_cli.contracts.reward_spec import RewardSpec
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.sandbox import parent_rewards
 from asyncrl_cli.sandbox.parent_rewards import RewardFailed, RewardPool, default_workers
@@ -508,7 +508,7 @@ def test_the_child_dies_with_a_parent_that_is_killed(functions, child_is):
     script = f"""
 import asyncio
 from asyncrl_cli.contracts.item import make_item
-from asyncrl_cli.contracts.reward_spec import RewardSpec
+from asyncrl_cli.contracts.environment import RewardSpec
 from asyncrl_cli.base.named_code import UserCode
 from asyncrl_cli.sandbox.parent_rewards import RewardPool
 async def main():

@@ -11,8 +11,8 @@ import pytest
 from math_verify import parse, verify
 
 from asyncrl_cli.base.errors import ConfigError
+from asyncrl_cli.contracts.environment import RewardSpec
 from asyncrl_cli.contracts.item import Item, make_item, messages_of
-from asyncrl_cli.contracts.reward_spec import RewardSpec
 from asyncrl_cli.profile.check import check
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.tasks.code_choice import resolve_reward

@@ -12,8 +12,8 @@ import pytest
 from tests.observe.conftest import trajectory
 
 from asyncrl_cli.base.errors import ConfigError
+from asyncrl_cli.contracts.environment import MAX_REWARD, Reward, RewardSpec, figures_of
 from asyncrl_cli.contracts.item import make_item
-from asyncrl_cli.contracts.reward_spec import MAX_REWARD, Reward, RewardSpec, figures_of
 from asyncrl_cli.observe.step_values import episode_values
 from asyncrl_cli.profile.check import check
 from asyncrl_cli.profile.loaded import load

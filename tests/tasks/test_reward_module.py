@@ -16,7 +16,7 @@ from asyncrl_cli.base import named_code
 from asyncrl_cli.base.errors import AsyncrlError, ConfigError, RefusedError
 from asyncrl_cli.base.named_code import UserCode
 from asyncrl_cli.cli.app import run
-from asyncrl_cli.contracts.reward_spec import RewardSpec
+from asyncrl_cli.contracts.environment import RewardSpec
 from asyncrl_cli.profile.loaded import load
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.tasks import code_choice

@@ -33,9 +33,8 @@ from typing import Annotated, ClassVar
 from pydantic import Field, ValidationError, model_validator
 
 from asyncrl_cli.base.errors import ConfigError, did_you_mean
-from asyncrl_cli.contracts.environment import Answer, End, Environment, Message, Turn
+from asyncrl_cli.contracts.environment import Adapter, Answer, End, Environment, Message, Turn
 from asyncrl_cli.contracts.item import Item, make_item, messages_of, take_new
-from asyncrl_cli.contracts.reward_spec import Adapter
 from asyncrl_cli.profile.fields import Section
 
 MAX_TRIES_PER_PROMPT = 50

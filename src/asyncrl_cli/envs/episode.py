@@ -21,10 +21,17 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TypeVar, cast
 
 from asyncrl_cli.base.errors import ExecutorFailed, first_line, timeout
-from asyncrl_cli.contracts.environment import Answer, End, Environment, EpisodeFailed, SelfPlayed, Turn
+from asyncrl_cli.contracts.environment import (
+    MAX_REWARD,
+    Answer,
+    End,
+    Environment,
+    EpisodeFailed,
+    SelfPlayed,
+    Turn,
+)
 from asyncrl_cli.contracts.item import Item
 from asyncrl_cli.contracts.prompt_group import TrajectoryFailure, TrajectoryMeta
-from asyncrl_cli.contracts.reward_spec import MAX_REWARD
 from asyncrl_cli.contracts.trajectories import Trajectory
 from asyncrl_cli.engines.port import Completion, Engine, FinishReason, Sampling
 from asyncrl_cli.envs.chat import Chat

@@ -25,9 +25,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from asyncrl_cli.contracts.environment import Answer, End, Environment, EpisodeFailed, Message, Rewards, Turn
+from asyncrl_cli.contracts.environment import (
+    Answer,
+    End,
+    Environment,
+    EpisodeFailed,
+    Message,
+    Rewards,
+    Turn,
+    figures_of,
+)
 from asyncrl_cli.contracts.item import Item, messages_of
-from asyncrl_cli.contracts.reward_spec import figures_of
 from asyncrl_cli.sandbox.parent_processes import Process, ProcessEnded, Processes
 from asyncrl_cli.tasks.tool_class import ToolClass
 

@@ -18,8 +18,8 @@ from ray.actor import ActorHandle
 from asyncrl_cli.base.errors import AsyncrlError
 from asyncrl_cli.checkpoint.payloads import read_payloads
 from asyncrl_cli.checkpoint.reader import Checkpoint
+from asyncrl_cli.contracts.environment import RewardSpec
 from asyncrl_cli.contracts.item import Item
-from asyncrl_cli.contracts.reward_spec import RewardSpec
 from asyncrl_cli.job.driver_preflight import Wanted, examined, refuse
 from asyncrl_cli.job.driver_ranks import RayRanks, RayScorer, RayTrainer
 from asyncrl_cli.job.driver_rollout import RayRolloutWorker

@@ -28,10 +28,9 @@ import ray
 from ray.actor import ActorHandle
 
 from asyncrl_cli.base.errors import ExecutorFailed
-from asyncrl_cli.contracts.environment import Environment
+from asyncrl_cli.contracts.environment import Environment, RewardSpec
 from asyncrl_cli.contracts.ports import EvalRequest, EvalResult, PartialResult, WorkerUpdate
 from asyncrl_cli.contracts.prompt_group import AttemptKey, PartRequest, PartResult
-from asyncrl_cli.contracts.reward_spec import RewardSpec
 from asyncrl_cli.contracts.trajectories import GroupPayload
 from asyncrl_cli.contracts.weight_version import LoadReport
 from asyncrl_cli.engines.port import Sampling, make_engine

@@ -13,9 +13,9 @@ from dataclasses import replace
 from itertools import chain, pairwise
 from statistics import median, stdev
 
+from asyncrl_cli.contracts.environment import NAMES_ANSWER
 from asyncrl_cli.contracts.events import EvalSummary, StepRecord
 from asyncrl_cli.contracts.prompt_group import GroupResult, TrajectoryMeta
-from asyncrl_cli.contracts.reward_spec import NAMES_ANSWER
 from asyncrl_cli.measure.states import ExecutorReport, Span, State
 from asyncrl_cli.measure.values import Histogram, Last, Max, Overlap, Quantiles, Ratio, Spread, Sum, Value
 

@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 from asyncrl_cli.base.child_process import pickles, write_line
 from asyncrl_cli.base.named_code import report
+from asyncrl_cli.contracts.environment import NAMES_ANSWER, RewardSpec
 from asyncrl_cli.contracts.item import Item
-from asyncrl_cli.contracts.reward_spec import NAMES_ANSWER, RewardSpec
 from asyncrl_cli.tasks.final_answer import names_answer
 from asyncrl_cli.tasks.reward_functions import build_reward, checked_reward, is_async
 

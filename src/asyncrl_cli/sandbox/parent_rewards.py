@@ -25,8 +25,8 @@ from pathlib import Path
 
 from asyncrl_cli.base.child_process import send
 from asyncrl_cli.base.errors import ExecutorFailed
+from asyncrl_cli.contracts.environment import Reward, RewardSpec
 from asyncrl_cli.contracts.item import Item
-from asyncrl_cli.contracts.reward_spec import Reward, RewardSpec
 from asyncrl_cli.sandbox.child_rewards import IDLE, RewardServer, RunningMark
 from asyncrl_cli.sandbox.parent_processes import Process, ProcessEnded, Processes, UnreadableAnswer
 

@@ -23,7 +23,7 @@ from asyncrl_cli.base.named_code import UserCode, describe, is_user_code
 from asyncrl_cli.base.paths import has_module
 from asyncrl_cli.base.safe_files import UnsafeFile, load_json, open_regular, reason
 from asyncrl_cli.builtin.builtin_tasks import BUILTIN
-from asyncrl_cli.contracts.reward_spec import RewardKind, RewardPart, RewardSpec
+from asyncrl_cli.contracts.environment import RewardKind, RewardPart, RewardSpec
 from asyncrl_cli.profile.schema import Profile, TaskSection
 from asyncrl_cli.tasks.players import load_agent
 from asyncrl_cli.tasks.reward_functions import load_function

@@ -21,8 +21,8 @@ from typing import Any, Protocol, get_type_hints
 
 from asyncrl_cli.base.child_process import ChildFailed, call_once
 from asyncrl_cli.base.errors import ConfigError, did_you_mean
+from asyncrl_cli.contracts.environment import RewardSpec
 from asyncrl_cli.contracts.item import Item, make_item, take_new
-from asyncrl_cli.contracts.reward_spec import RewardSpec
 
 SET_ELSEWHERE = {"seed": "run.seed", "size": "task.train_prompts"}
 GENERATE_TIMEOUT_S = 600.0

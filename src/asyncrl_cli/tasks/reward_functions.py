@@ -20,8 +20,8 @@ from functools import partial
 from typing import Any, SupportsFloat
 
 from asyncrl_cli.base.named_code import UserCode
+from asyncrl_cli.contracts.environment import MAX_PARTS, MAX_REWARD, NoReward, Reward, RewardSpec
 from asyncrl_cli.contracts.item import Item, messages_of
-from asyncrl_cli.contracts.reward_spec import MAX_PARTS, MAX_REWARD, NoReward, Reward, RewardSpec
 from asyncrl_cli.tasks.final_answer import after_prompt, final_answer, tagged
 from asyncrl_cli.tasks.players import agent_player, verifiers_player
 from asyncrl_cli.tasks.rows import DEFAULT_ANSWER, GROUND_TRUTHS, find

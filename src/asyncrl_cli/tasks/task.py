@@ -18,8 +18,8 @@ from asyncrl_cli.base.named_code import UserCode
 from asyncrl_cli.base.paths import expand
 from asyncrl_cli.builtin.builtin_tasks import builtin_task, drawn
 from asyncrl_cli.builtin.tiny import Demonstration
+from asyncrl_cli.contracts.environment import Adapter, RewardSpec
 from asyncrl_cli.contracts.item import Item, content_uid, make_item
-from asyncrl_cli.contracts.reward_spec import Adapter, RewardSpec
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.tasks.code_choice import has_tool_class, resolve_reward, resolve_tool_class
 from asyncrl_cli.tasks.files import KINDS, file_of, hold_out, read_items, read_sets, splits_of

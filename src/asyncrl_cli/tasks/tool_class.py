@@ -28,8 +28,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 from asyncrl_cli.base.child_process import pickles, write_line
 from asyncrl_cli.base.named_code import UserCode, report
-from asyncrl_cli.contracts.environment import Message, ToolSchema
-from asyncrl_cli.contracts.reward_spec import Reward, RewardPart, figures_of
+from asyncrl_cli.contracts.environment import Message, Reward, RewardPart, ToolSchema, figures_of
 from asyncrl_cli.tasks.reward_functions import check_trl, checked_reward
 
 if TYPE_CHECKING:
