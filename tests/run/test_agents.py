@@ -72,10 +72,11 @@ AGENTS = """
 """
 OF_THE_LOOP = {0.0, 0.5, 1.0}
 """The rewards of `looping`; those of `framework` are others."""
+# with the model of test_ends.py's run with tools
 SETS = """
-    run.train_steps=10 checkpoint.every_steps=5 model.warm_start_steps=40 trainer.ppo_mini_batch_size=2
+    run.train_steps=10 checkpoint.every_steps=5 model.warm_start_steps=60 trainer.ppo_mini_batch_size=2
     rollout.n=4 rollout.slots=8 rollout.max_response_tokens=32 env.max_context_tokens=2000
-    task.source=builtin:calculator task.train_prompts=100 task.max_failed_ratio=0.2 task.agent=my_agent:either
+    task.source=builtin:calculator task.train_prompts=200 task.max_failed_ratio=0.2 task.agent=my_agent:either
     eval.prompts=4 eval.every_versions=0 logging.samples_every_steps=1 logging.samples_per_step=0
     async_training.staleness_threshold=1 async_training.trigger_parameter_sync_step=1
 """
