@@ -239,25 +239,35 @@ def test_doctor_exits_with_3_if_something_needed_is_missing(capsys, monkeypatch)
     ("version", "fails", "found", "code"),
     [
         (None, "", "not installed (optional)", 0),
-        ("0.32.0", "", "0.32.0, imports", 0),
-        ("0.32.0+cpu", "ImportError: no", "0.32.0+cpu, cannot be imported: ImportError: no", 3),
-        ("0.31.0", "", "0.31.0, asyncrl works with 0.32.0 (optional)", 0),
+        ("{0}", "", "{0}, imports", 0),
+        ("{0}+cpu", "ImportError: no.so", "{0}+cpu, cannot be imported: ImportError: no.so", 3),
+        ("0.1.0", "", "0.1.0, asyncrl works with {0} (optional)", 0),
     ],
 )
-def test_doctor_imports_vllm_before_it_says_that_it_is_there(
-    version, fails, found, code, capsys, monkeypatch
+@pytest.mark.parametrize(
+    ("what", "wanted", "module", "install"),
+    [
+        ("engine vllm", "0.32.0", "vllm", "pip install 'vllm"),
+        ("TransferQueue", "0.1.11", "transfer_queue", "pip install 'asyncrl-cli[transferqueue]'"),
+    ],
+)
+def test_doctor_imports_an_optional_package_before_it_says_that_it_is_there(
+    what, wanted, module, install, version, fails, found, code, capsys, monkeypatch
 ):
+    from asyncrl_cli.data import transferqueue_package
     from asyncrl_cli.engines.vllm import vllm_kind
     from asyncrl_cli.plan import machine
 
     monkeypatch.setattr(vllm_kind, "STRAY_PACKAGES", ())
-    monkeypatch.setattr(machine, "failure_of", lambda program, waiting: fails if "vllm" in program else "")
-    monkeypatch.setattr(vllm_kind, "installed_version", lambda: version)
+    monkeypatch.setattr(machine, "failure_of", lambda program, waiting: fails if module in program else "")
+    versions = {"engine vllm": None, "TransferQueue": None, what: version and version.format(wanted)}
+    monkeypatch.setattr(vllm_kind, "installed_version", lambda: versions["engine vllm"])
+    monkeypatch.setattr(transferqueue_package, "installed_version", lambda: versions["TransferQueue"])
     assert run(["doctor", "--json"]) == code
-    (row,) = [row for row in json.loads(capsys.readouterr().out) if row["what"] == "engine vllm"]
-    assert row["found"] == found
+    (row,) = [row for row in json.loads(capsys.readouterr().out) if row["what"] == what]
+    assert row["found"] == found.format(wanted)
     assert row["ok"] is (None if "optional" in found else code == 0)
-    assert row["ok"] or "pip install 'vllm" in row["hint"]
+    assert row["ok"] or install in row["hint"]
 
 
 def test_an_import_is_tried_in_a_process_of_its_own(tmp_path, monkeypatch):

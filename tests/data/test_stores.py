@@ -2,36 +2,90 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import os
 import pickle
 import random
-from collections.abc import Iterator
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from importlib import metadata
+from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import ray
+
+from asyncrl_cli.base.errors import ExecutorFailed, ExecutorLost, PreflightError
+from asyncrl_cli.data import ray_store, transferqueue_client, transferqueue_store
+from asyncrl_cli.data.ray_store import RayStore
+from asyncrl_cli.data.sample_fields import FIELDS, Field, Schema
+from asyncrl_cli.data.store import LocalStore, Store, Stored
+from asyncrl_cli.data.trajectories import Trajectory, segment_of, trajectory_of
+from asyncrl_cli.data.transferqueue_store import TransferQueueStore
+from asyncrl_cli.profile.rollout_sections import DataPlaneSection
 from tests.data.test_trajectories import PLUGGED, drawn
 
-from asyncrl_cli.data import ray_store
-from asyncrl_cli.data.ray_store import RayStore
-from asyncrl_cli.data.store import LocalStore, Store, Stored
+BETWEEN = ("ray", "transferqueue")
+"""Stores that processes share."""
+NO_CPUS = DataPlaneSection(backend="transferqueue", storage_cpus_per_unit=0)
+MakeStore = Callable[[], Store]
 
-OTHER_FIELDS = {"versions", "mask", "logprobs", "kinds", "experts"}
 
-
-@pytest.fixture(params=["local", pytest.param("ray", marks=pytest.mark.slow)])
-def store(request: pytest.FixtureRequest) -> Iterator[Store]:
+@pytest.fixture(params=["local", *(pytest.param(name, marks=pytest.mark.slow) for name in BETWEEN)])
+def make_store(request: pytest.FixtureRequest) -> MakeStore:
+    """Makes a store's end in any process, always of the same data."""
     if request.param == "local":
-        yield LocalStore(PLUGGED)
-    else:
-        request.getfixturevalue("ray_session")
-        yield RayStore(PLUGGED)
+        return partial(LocalStore, PLUGGED)
+    request.getfixturevalue("ray_session")
+    if request.param == "ray":
+        return partial(RayStore, PLUGGED)
+    driver: TransferQueueStore = request.getfixturevalue("transfer_queue")
+    return partial(TransferQueueStore, replace(driver.address, run=request.node.name), PLUGGED)
+
+
+@pytest.fixture
+def store(make_store: MakeStore) -> Iterator[Store]:
+    with contextlib.closing(make_store()) as store:
+        yield store
 
 
 @pytest.fixture(scope="module")
 def ray_session() -> Iterator[None]:
-    ray.init(num_cpus=1, include_dashboard=False, logging_level="error")
+    ray.init(num_cpus=1, include_dashboard=False, logging_level="error", log_to_driver=False)
     yield
     ray.shutdown()
+
+
+def pid_of(actor: Any) -> int:
+    pid: int = ray.get(actor.__ray_call__.remote(lambda self: os.getpid()))
+    return pid
+
+
+def ended(pid: int, limit_s: float = 20.0) -> bool:
+    """Whether a process ends within the limit."""
+    until_s = time.monotonic() + limit_s
+    while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+        if time.monotonic() > until_s:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+@pytest.fixture(scope="module")
+def transfer_queue(ray_session: None) -> Iterator[TransferQueueStore]:
+    """A driver's store; tests take a partition of their own each."""
+    pytest.importorskip("transfer_queue")
+    with contextlib.closing(transferqueue_store.start("all", NO_CPUS, PLUGGED)) as store:
+        pids = [pid_of(actor) for actor in store.actors]
+        yield store
+    assert all(ended(pid) for pid in pids)
 
 
 def put(store: Store, key: str, seed: int) -> Stored:
@@ -121,6 +175,44 @@ def test_traffic_counts_bytes_of_arrays(store: Store) -> None:
     assert sums["data_fetch_s"] >= 0
 
 
+class Process:
+    """A rollout worker or a scorer."""
+
+    def __init__(self, make_store: MakeStore) -> None:
+        self._store = make_store()
+
+    def put(self, key: str, seed: int) -> Stored:
+        return self._store.put(key, drawn(random.Random(seed))[0])
+
+    def tokens(self, stored: list[Stored]) -> list[list[list[int]]]:
+        found = self._store.get(stored, ["tokens"])
+        return [[one.per_token["tokens"].tolist() for one in trajectories] for trajectories in found]
+
+
+def tokens_of(seed: int) -> list[list[int]]:
+    return [one.per_token["tokens"].tolist() for one in drawn(random.Random(seed))[0]]
+
+
+def process(make_store: MakeStore) -> Any:
+    return ray.remote(num_cpus=0)(Process).remote(make_store)
+
+
+@pytest.mark.parametrize(
+    "make_store", [pytest.param(name, marks=pytest.mark.slow) for name in BETWEEN], indirect=True
+)
+def test_what_one_process_puts_another_gets_and_the_driver_clears(
+    store: Store, make_store: MakeStore
+) -> None:
+    writer, reader = process(make_store), process(make_store)
+    for seed in (3, 4, 5):
+        store.hold(arrived(store, ray.get(writer.put.remote(f"a@0.{seed}/0", seed))))
+    ray.kill(writer)  # what it has put stays
+    stored = store.stored(["a@0.5/0", "a@0.3/0"])
+    assert ray.get(reader.tokens.remote(stored)) == [tokens_of(5), tokens_of(3)]
+    store.clear(["a@0.5/0"])
+    assert sorted(store.keys()) == ["a@0.3/0", "a@0.4/0"]
+
+
 @pytest.mark.slow
 def test_a_large_part_on_ray_is_fetched_by_field_and_without_a_copy(ray_session: None) -> None:
     store = RayStore(PLUGGED)
@@ -131,3 +223,258 @@ def test_a_large_part_on_ray_is_fetched_by_field_and_without_a_copy(ray_session:
     sums = store.traffic.sums
     assert sums["data_bytes_fetched"] == 40_000 * 4 * sum(one.num_tokens for one in trajectories)
     assert sums["data_bytes_copied"] == 0
+
+
+# --- TransferQueue and its troubles
+
+
+@pytest.fixture
+def make_tq(request: pytest.FixtureRequest, transfer_queue: TransferQueueStore) -> MakeStore:
+    return partial(TransferQueueStore, replace(transfer_queue.address, run=request.node.name), PLUGGED, 20.0)
+
+
+@pytest.fixture
+def tq(make_tq: MakeStore) -> Iterator[Store]:
+    with contextlib.closing(make_tq()) as store:
+        yield store
+
+
+@contextlib.contextmanager
+def frozen(pid: int) -> Iterator[None]:
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+
+@pytest.mark.slow
+def test_every_dtype_and_shape_comes_back_from_transferqueue_exactly(
+    transfer_queue: TransferQueueStore,
+) -> None:
+    dtypes = [np.dtype(code).name for code in "?bBhHiIlLefd"]
+    fields = [Field(name=name, per="token", by="engine", dtype=name, shape=(2, 3)) for name in dtypes]
+    schema = Schema([*FIELDS, *fields])
+    rng = np.random.default_rng(0)
+
+    def part(count: int) -> list[Trajectory]:
+        segment = segment_of([1] * count, [0.0] * count, [-1] * count)
+        more = {one.name: (rng.random((count, 2, 3)) * 99).astype(one.dtype) for one in fields}
+        return [trajectory_of([{**segment, **more}], schema)]
+
+    with contextlib.closing(
+        TransferQueueStore(replace(transfer_queue.address, run="dtypes"), schema)
+    ) as store:
+        parts = {f"a@0.{count}/0": part(count) for count in (5, 0, 7)}
+        got = store.get([store.put(key, one) for key, one in parts.items()])
+    for (found,), (was,) in zip(got, parts.values(), strict=True):
+        for name, array in was.per_token.items():
+            assert found.per_token[name].dtype == array.dtype
+            assert found.per_token[name].shape == array.shape
+            np.testing.assert_array_equal(found.per_token[name], array)
+
+
+@pytest.mark.slow
+def test_too_few_cpus_for_transferqueue_are_refused_at_once(ray_session: None) -> None:
+    with pytest.raises(PreflightError, match="need 3 CPUs, and the cluster has 1 free") as refused:
+        transferqueue_store.start("run", DataPlaneSection(backend="transferqueue"))
+    assert refused.value.exit_code == 3
+    assert "--set data_plane.storage_units=1" in refused.value.hint
+
+
+@pytest.mark.slow
+def test_actors_that_do_not_start_in_time_are_ended(
+    ray_session: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transferqueue_client, "START_LIMIT_S", 0.01)
+    with pytest.raises(PreflightError, match=r"did not start within 0\.01 s"):
+        transferqueue_store.start("run", NO_CPUS)
+
+
+@pytest.mark.parametrize(
+    ("found", "match"),
+    [
+        ("", "TransferQueue is not installed"),
+        ("0.1.9", r"0\.1\.9 is installed, asyncrl works with 0\.1\.11"),
+    ],
+)
+def test_another_transferqueue_or_none_is_refused(
+    found: str, match: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def version(name: str) -> str:
+        if not found:
+            raise metadata.PackageNotFoundError(name)
+        return found
+
+    monkeypatch.setattr(metadata, "version", version)
+    with pytest.raises(PreflightError, match=match) as refused:
+        transferqueue_store.start("run", NO_CPUS)
+    assert refused.value.hint == "pip install 'asyncrl-cli[transferqueue]'"
+
+
+@pytest.mark.slow
+def test_keys_that_the_driver_never_heard_of_are_seen_and_cleared(tq: Store, make_tq: MakeStore) -> None:
+    with contextlib.closing(make_tq()) as dying_worker:
+        dying_worker.put("a@0.0/0", drawn(random.Random(3))[0])
+    assert tq.keys() == ["a@0.0/0"]
+    tq.clear(["a@0.0/0"])
+    assert tq.keys() == []
+
+
+@pytest.mark.slow
+def test_partitions_do_not_disturb_each_other(tq: Store, transfer_queue: TransferQueueStore) -> None:
+    with contextlib.closing(
+        TransferQueueStore(replace(transfer_queue.address, run="other"), PLUGGED)
+    ) as other:
+        for seed in range(6):
+            put(tq, f"a@0.{seed}/0", seed)
+            put(other, f"a@0.{seed}/0", seed + 10)
+        tq.clear(tq.keys())
+        assert tq.keys() == []
+        for seed in range(6):
+            (found,) = other.get(other.stored([f"a@0.{seed}/0"]), ["tokens"])
+            assert [one.per_token["tokens"].tolist() for one in found] == tokens_of(seed + 10)
+
+
+@pytest.mark.slow
+def test_a_second_clear_does_not_take_what_has_the_index_now(tq: Store) -> None:
+    for round_ in range(20):
+        old, new = ([f"{name}@0.{round_}/{part}" for part in range(4)] for name in ("old", "new"))
+        for key in old:
+            put(tq, key, 3)
+        for _ in range(3):
+            tq.clear(old)
+        for key in new:
+            put(tq, key, 4)
+        tq.clear(old)
+        assert set(new) <= set(tq.keys())
+        assert not set(old) & set(tq.keys())
+        assert all(len(one) == len(tokens_of(4)) for one in tq.get(tq.stored(new)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("reused", [False, True])
+def test_a_get_that_races_with_a_clear_fails_and_never_returns_other_data(
+    reused: bool, tq: Store, make_tq: MakeStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transfer_queue.client import AsyncTransferQueueClient
+
+    read = AsyncTransferQueueClient.async_get_data
+    with contextlib.closing(make_tq()) as reader:
+
+        async def swap_and_read(*args: Any) -> Any:
+            """Between a get's look at the index and its look at the data."""
+            monkeypatch.undo()
+            await asyncio.to_thread(swap)
+            return await read(*args)
+
+        def swap() -> None:
+            tq.clear(["a@0.0/0"])
+            assert tq.keys() == []
+            for seed in range(4 if reused else 0):
+                put(tq, f"b@0.{seed}/0", 4)
+
+        stored = put(tq, "a@0.0/0", 3)
+        assert len(reader.get([stored])[0]) == len(tokens_of(3))
+        monkeypatch.setattr(AsyncTransferQueueClient, "async_get_data", swap_and_read)
+        with pytest.raises(ExecutorLost, match=r"a@0\.0/0 is not there, or was cleared meanwhile"):
+            reader.get([stored])
+
+
+@pytest.mark.slow
+def test_a_column_for_a_cleared_key_is_refused_and_leaves_no_orphan(tq: Store) -> None:
+    stored = put(tq, "a@0.0/0", 3)
+    tq.clear(["a@0.0/0"])
+    assert tq.keys() == []
+    with pytest.raises(ExecutorLost, match=r"the add: a@0\.0/0 is not there"):
+        tq.add(stored, "ref", [np.zeros(2, np.float32)])
+    assert tq.keys() == []
+
+
+@pytest.mark.slow
+def test_a_put_that_the_controller_does_not_note_fails(tq: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    from transfer_queue.storage.managers.base import StorageManager
+
+    async def lose(*args: Any) -> None:
+        pass
+
+    monkeypatch.setattr(StorageManager, "notify_data_update", lose)
+    with pytest.raises(ExecutorFailed, match="did not note the put of"):
+        put(tq, "a@0.0/0", 3)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings(
+    "ignore:Unclosed context:ResourceWarning"
+)  # the package's, of a refused handshake
+def test_calls_that_nobody_answers_end_at_their_limit(
+    tq: Store, make_tq: MakeStore, transfer_queue: TransferQueueStore
+) -> None:
+    stored = put(tq, "a@0.0/0", 3)
+    tq.limit_s = 1.0
+    controller, *units = [pid_of(actor) for actor in transfer_queue.actors]
+    with frozen(units[0]), frozen(units[1]):
+        began_s = time.monotonic()
+        with pytest.raises(
+            ExecutorFailed, match=r"the get of 1 keys took longer than data_plane.timeout_s = 1 s"
+        ):
+            tq.get([stored])
+        assert 1 <= time.monotonic() - began_s < 5
+    with frozen(controller):
+        began_s = time.monotonic()
+        tq.clear(["a@0.0/0"])
+        assert time.monotonic() - began_s < 0.5
+        with pytest.raises(ExecutorFailed, match="the list of 0 keys took longer"):
+            tq.keys()
+        time.sleep(0.5)
+        with pytest.raises(
+            ExecutorFailed, match="transferqueue store failed: the clear of 1 keys took longer"
+        ):
+            tq.stats()
+        with contextlib.closing(make_tq()) as late:
+            late.limit_s = 1.0
+            with pytest.raises(ExecutorFailed, match="the get of 1 keys took longer"):
+                late.get([stored])
+    tq.limit_s = 20.0
+    tq.clear(["a@0.0/0"])
+    assert tq.keys() == []
+
+
+DRIVER = """
+import os, ray, sys
+from asyncrl_cli.data import transferqueue_store
+from asyncrl_cli.data.trajectories import Trajectory
+from asyncrl_cli.profile.rollout_sections import DataPlaneSection
+ray.init(address="{address}", log_to_driver=False, logging_level="error")
+plane = DataPlaneSection(storage_units=1, storage_cpus_per_unit=0)
+store = transferqueue_store.start("{run}", plane)
+store.put("a@0.0/0", [Trajectory()])
+print(*ray.get([actor.__ray_call__.remote(lambda self: os.getpid()) for actor in store.actors]), flush=True)
+sys.stdin.readline()
+print(*store.keys(), flush=True)
+sys.stdin.readline()
+"""
+
+
+@pytest.mark.slow
+def test_two_runs_on_one_cluster_do_not_meet_and_a_killed_driver_takes_its_own_actors_along(
+    tq: TransferQueueStore,
+) -> None:
+    program = DRIVER.format(address=ray.get_runtime_context().gcs_address, run=tq.address.run)
+    pipe = subprocess.PIPE
+    with subprocess.Popen([sys.executable, "-c", program], stdin=pipe, stdout=pipe, text=True) as driver:
+        assert driver.stdin is not None
+        assert driver.stdout is not None
+        pids = [int(pid) for pid in driver.stdout.readline().split()]
+        assert len(pids) == 2
+        put(tq, "a@0.0/0", 3)
+        tq.clear(["a@0.0/0"])
+        assert tq.keys() == []
+        driver.stdin.write("\n")
+        driver.stdin.flush()
+        assert driver.stdout.readline().split() == ["a@0.0/0"]
+        assert all(psutil.pid_exists(pid) for pid in pids)
+        driver.kill()
+    assert all(ended(pid) for pid in pids)
+    put(tq, "b@0.0/0", 3)
+    assert tq.keys() == ["b@0.0/0"]

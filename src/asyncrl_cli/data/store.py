@@ -11,7 +11,7 @@ eval's call. A `Stored` is what another process needs in order to get a key's da
 The driver's store is the directory of all keys that it knows.
 
 Every call ends within `limit_s`, or raises ExecutorFailed that names the call, the number of keys and the
-store. What is gone (its node has died) raises ArraysLost.
+store. What is gone (its node has died) raises ExecutorLost.
 
 Backends: `ray` (ray_store.py), `transferqueue` (transferqueue_store.py), and `LocalStore`, in process, for
 tests and the virtual clock. All pass one suite of tests.
@@ -78,6 +78,8 @@ class Store(ABC):
     driver."""
 
     name: str
+    lends_memory = True
+    """Whether fetched arrays are views of the store's memory. If not, all of them are copies."""
 
     def __init__(self, schema: Schema = BUILT_IN, limit_s: float = 60.0) -> None:
         self.schema = schema
@@ -105,7 +107,7 @@ class Store(ABC):
         found = self._get(stored, None if fields is None else frozenset(fields))
         self.traffic.add(
             bytes_fetched=sum(map(bytes_of, found)),
-            bytes_copied=sum(bytes_of(one, owned=True) for one in found),
+            bytes_copied=sum(bytes_of(one, owned=self.lends_memory) for one in found),
             fetch_s=time.monotonic() - began_s,
         )
         return [unpacked(columns) for columns in found]

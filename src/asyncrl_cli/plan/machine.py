@@ -15,6 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from asyncrl_cli.base.errors import PreflightError
+from asyncrl_cli.data import transferqueue_package as tq
 from asyncrl_cli.engines.port import kind_of
 from asyncrl_cli.engines.vllm import vllm_kind
 from asyncrl_cli.plan.cluster import (
@@ -110,16 +111,18 @@ def examine(say: Say) -> Iterator[Finding]:
         if find_spec(name) is not None:
             stray = tried(say, name, f"import {name}", "", fails, hint)
             yield from () if stray.ok else (stray,)
-    # vLLM is optional, but if it is installed it has to work.
-    version, line = vllm_kind.installed_version(), vllm_kind.install_command("cuda" if gpus else "cpu")
-    if version is None:
-        yield Finding("engine vllm", "not installed (optional)", hint=line)
-    elif version.split("+")[0] != vllm_kind.VLLM_VERSION:
-        wanted = f"{version}, asyncrl works with {vllm_kind.VLLM_VERSION} (optional)"
-        yield Finding("engine vllm", wanted, hint=line)
-    else:
-        program, fails = "import vllm.v1.engine.async_llm", f"{version}, cannot be imported: {{}}"
-        yield tried(say, "engine vllm", program, f"{version}, imports", fails, line)
+    vllm, line = "vllm.v1.engine.async_llm", vllm_kind.install_command("cuda" if gpus else "cpu")
+    for what, version, wanted, hint, module in (
+        ("engine vllm", vllm_kind.installed_version(), vllm_kind.VLLM_VERSION, line, vllm),
+        ("TransferQueue", tq.installed_version(), tq.VERSION, tq.INSTALL, "transfer_queue"),
+    ):  # optional, but what is installed has to work
+        if version is None:
+            yield Finding(what, "not installed (optional)", hint=hint)
+        elif version.split("+")[0] != wanted:
+            yield Finding(what, f"{version}, asyncrl works with {wanted} (optional)", hint=hint)
+        else:
+            fails = f"{version}, cannot be imported: {{}}"
+            yield tried(say, what, f"import {module}", f"{version}, imports", fails, hint)
 
 
 def cpu_finding() -> Finding:
