@@ -18,7 +18,9 @@ import torch
 from engine_kit import RandomModel, save_tokenizer
 
 from asyncrl_cli.contracts.prompt_group import AttemptKey, GroupResult, TrajectoryMeta
-from asyncrl_cli.contracts.trajectories import GroupPayload, Segment, Trajectory
+from asyncrl_cli.data.sample_fields import BUILT_IN
+from asyncrl_cli.data.sample_fields import BUILT_IN
+from asyncrl_cli.data.trajectories import GroupPayload, Trajectory, trajectory_of
 from asyncrl_cli.profile.schema import ModelSection, ProcessPlace, Profile, TrainerSection
 from asyncrl_cli.train.step_plan import plan_train_step
 
@@ -171,13 +173,13 @@ class Step:
         tokens = np.random.default_rng(draw.getrandbits(32)).integers(
             self.model.vocab_size, size=len(sampled)
         )
-        segment = Segment(
-            tokens_T=tokens.astype(np.int32),
-            logprobs_T=np.where(sampled, -math.log(self.model.vocab_size), 0.0).astype(np.float32),
-            versions_T=np.where(sampled, 0, -1).astype(np.int32),
-            mask_T=sampled,
+        segment = dict(
+            tokens=tokens.astype(np.int32),
+            logprobs=np.where(sampled, -math.log(self.model.vocab_size), 0.0).astype(np.float32),
+            versions=np.where(sampled, 0, -1).astype(np.int32),
+            mask=sampled,
         )
-        return Trajectory(segments=(segment,), reward=reward, finish_reason="stop")
+        return trajectory_of((segment,), BUILT_IN, reward=reward, finish_reason="stop")
 
 
 def _parameters(size: tuple[int, ...]) -> int:

@@ -32,8 +32,8 @@ from asyncrl_cli.contracts.events import Observer, StepRecord
 from asyncrl_cli.contracts.item import Item
 from asyncrl_cli.contracts.ports import PartialResult, RolloutWorker, WorkerUpdate
 from asyncrl_cli.contracts.prompt_group import AttemptKey, PartRequest, Prompt, TrainBatch, TrainReport
-from asyncrl_cli.contracts.trajectories import joined
 from asyncrl_cli.contracts.weight_version import LoadReport, Published
+from asyncrl_cli.data.trajectories import joined
 from asyncrl_cli.engines.port import Completion, Sampling
 from asyncrl_cli.engines.transformers.transformers_engine import TransformersEngine
 from asyncrl_cli.envs.chat import load_chat

@@ -33,7 +33,9 @@ from tests.train.train_samples import make_segment, meta_of
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from asyncrl_cli.contracts.prompt_group import AttemptKey, GroupResult
-from asyncrl_cli.contracts.trajectories import GroupPayload, Trajectory
+from asyncrl_cli.data.sample_fields import BUILT_IN
+from asyncrl_cli.data.sample_fields import BUILT_IN
+from asyncrl_cli.data.trajectories import GroupPayload, trajectory_of
 from asyncrl_cli.job.host_process import M_MMAP_THRESHOLD, keep_freed_memory
 from asyncrl_cli.models.shape import shape_of
 from asyncrl_cli.plan.cluster import ClusterResources, NodeResources
@@ -229,7 +231,7 @@ def _groups(case: Case) -> list[tuple[GroupResult, GroupPayload]]:
         draw = random.Random(index)
         segments = [make_segment(draw, PROMPT_TOKENS, response_tokens, [0]) for _ in range(TRAJECTORIES)]
         trajectories = tuple(
-            Trajectory(segments=(s,), reward=float(i % 2), finish_reason="stop")
+            trajectory_of((s,), BUILT_IN, reward=float(i % 2), finish_reason="stop")
             for i, s in enumerate(segments)
         )
         key = AttemptKey(f"prompt-{index}", 0, 0)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from asyncrl_cli.contracts.prompt_group import GroupResult
-from asyncrl_cli.contracts.trajectories import GroupPayload
+from asyncrl_cli.data.trajectories import GroupPayload
 from asyncrl_cli.profile.algorithm_section import CriticSection
 from asyncrl_cli.profile.rollout_sections import AsyncTrainingSection
 from asyncrl_cli.profile.schema import (

@@ -19,7 +19,9 @@ import numpy as np
 from asyncrl_cli.checkpoint import reader, writer
 from asyncrl_cli.checkpoint.payloads import write_payloads
 from asyncrl_cli.checkpoint.writer import CheckpointStore
-from asyncrl_cli.contracts.trajectories import GroupPayload, Segment, Trajectory
+from asyncrl_cli.data.sample_fields import BUILT_IN
+from asyncrl_cli.data.sample_fields import BUILT_IN
+from asyncrl_cli.data.trajectories import Arrays, GroupPayload, trajectory_of
 from asyncrl_cli.job.driver_prompts import PromptFeed
 from asyncrl_cli.loop.pipeline import Pipeline
 from asyncrl_cli.loop.run_state import World
@@ -167,11 +169,11 @@ async def _write_trainer(directory: Path, snapshot: Any, model: Path) -> None:
 
 
 def _so_far(entry: dict[str, Any]) -> GroupPayload:
-    trajectories = [Trajectory(segments=(), reward=0.0, finish_reason="abort")] * (max(entry["kept"]) + 1)
+    trajectories = [trajectory_of((), BUILT_IN, reward=0.0, finish_reason="abort")] * (max(entry["kept"]) + 1)
     for index, kept in entry["kept"].items():
         segment = _segment({"prompt_tokens": 0, "version_tokens": kept.version_tokens})
-        trajectories[index] = Trajectory(
-            segments=(segment,), reward=0.0, finish_reason="stop" if kept.is_whole else "abort"
+        trajectories[index] = trajectory_of(
+            (segment,), BUILT_IN, reward=0.0, finish_reason="stop" if kept.is_whole else "abort"
         )
     uid, epoch, attempt = entry["key"]
     return GroupPayload(uid=uid, epoch=epoch, attempt=attempt, trajectories=tuple(trajectories))
@@ -180,21 +182,21 @@ def _so_far(entry: dict[str, Any]) -> GroupPayload:
 def _payload(result: dict[str, Any]) -> GroupPayload:
     uid, epoch, attempt = result["key"]
     trajectories = tuple(
-        Trajectory(segments=(_segment(meta),), reward=meta["reward"], finish_reason=meta["finish_reason"])
+        trajectory_of((_segment(meta),), BUILT_IN, reward=meta["reward"], finish_reason=meta["finish_reason"])
         for meta in result["trajectories"]
     )
     return GroupPayload(uid=uid, epoch=epoch, attempt=attempt, trajectories=trajectories)
 
 
-def _segment(meta: dict[str, Any]) -> Segment:
+def _segment(meta: dict[str, Any]) -> Arrays:
     versions = [-1] * meta["prompt_tokens"] + [
         version for version, tokens in meta["version_tokens"] for _ in range(tokens)
     ]
-    return Segment(
-        tokens_T=np.ones(len(versions), np.int32),
-        logprobs_T=np.zeros(len(versions), np.float32),
-        versions_T=np.array(versions, np.int32),
-        mask_T=np.array(versions) >= 0,
+    return dict(
+        tokens=np.ones(len(versions), np.int32),
+        logprobs=np.zeros(len(versions), np.float32),
+        versions=np.array(versions, np.int32),
+        mask=np.array(versions) >= 0,
     )
 
 

@@ -23,7 +23,9 @@ import pytest
 
 from asyncrl_cli.base.errors import ConfigError
 from asyncrl_cli.cli.app import run
-from asyncrl_cli.contracts.trajectories import GroupPayload, Segment, Trajectory
+from asyncrl_cli.data.sample_fields import BUILT_IN
+from asyncrl_cli.data.sample_fields import BUILT_IN
+from asyncrl_cli.data.trajectories import GroupPayload, segment_of, trajectory_of
 from asyncrl_cli.simulate.calibration import calibrate
 from asyncrl_cli.train.sample_dump import SampledGroup, dump_samples
 from tests.bad_input.made import NAME, Place, copied, make_place, replace, set_at
@@ -76,8 +78,8 @@ LINES = tuple(file for file in READERS if file.endswith(".jsonl"))
 @pytest.fixture(scope="module")
 def original(tmp_path_factory: pytest.TempPathFactory) -> Place:
     place = make_place(tmp_path_factory.mktemp("made"))
-    segment = Segment.of([1, 2, 3], [0.0, -0.5, -0.25], [-1, 1, 2])
-    trajectory = Trajectory(segments=(segment,), reward=1.0, finish_reason="stop", turn_rewards=(1.0,))
+    segment = segment_of([1, 2, 3], [0.0, -0.5, -0.25], [-1, 1, 2])
+    trajectory = trajectory_of((segment,), BUILT_IN, reward=1.0, finish_reason="stop", turn_rewards=(1.0,))
     payload = GroupPayload(uid="p7", epoch=0, attempt=0, trajectories=(trajectory, trajectory))
     trained = SampledGroup(
         payload=payload, advantages=[0.5, -0.5], logprobs=[np.full(2, -0.5, np.float32)] * 2, answer="7"

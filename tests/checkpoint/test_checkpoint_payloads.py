@@ -15,22 +15,25 @@ from hypothesis import strategies as st
 
 from asyncrl_cli.base.errors import RefusedError
 from asyncrl_cli.checkpoint.payloads import read_payloads, write_payloads
-from asyncrl_cli.contracts.trajectories import GroupPayload, Segment, Trajectory
+from asyncrl_cli.data.sample_fields import BUILT_IN
+from asyncrl_cli.data.sample_fields import BUILT_IN
+from asyncrl_cli.data.trajectories import GroupPayload, trajectory_of
 
 
 def payload(uid, lengths, seed=0):
     rng = np.random.default_rng(seed)
     trajectories = tuple(
-        Trajectory(
-            segments=tuple(
-                Segment(
-                    tokens_T=rng.integers(0, 60, length).astype(np.int32),
-                    logprobs_T=rng.normal(size=length).astype(np.float32),
-                    versions_T=rng.integers(-1, 9, length).astype(np.int32),
-                    mask_T=rng.random(length) < 0.5,
+        trajectory_of(
+            tuple(
+                dict(
+                    tokens=rng.integers(0, 60, length).astype(np.int32),
+                    logprobs=rng.normal(size=length).astype(np.float32),
+                    versions=rng.integers(-1, 9, length).astype(np.int32),
+                    mask=rng.random(length) < 0.5,
                 )
                 for length in segments
             ),
+            BUILT_IN,
             reward=float(rng.random()),
             finish_reason="stop",
         )
@@ -42,11 +45,11 @@ def payload(uid, lengths, seed=0):
 def assert_same(left: GroupPayload, right: GroupPayload):
     assert (left.uid, left.epoch, left.attempt) == (right.uid, right.epoch, right.attempt)
     for one, other in zip(left.trajectories, right.trajectories, strict=True):
-        assert (one.reward, one.finish_reason) == (other.reward, other.finish_reason)
-        for mine, yours in zip(one.segments, other.segments, strict=True):
-            for name in ("tokens_T", "logprobs_T", "versions_T", "mask_T"):
-                assert getattr(mine, name).dtype == getattr(yours, name).dtype
-                assert getattr(mine, name).tobytes() == getattr(yours, name).tobytes()
+        assert one.values == other.values
+        for mine, yours in zip(one.segments(), other.segments(), strict=True):
+            for name in ("tokens", "logprobs", "versions", "mask"):
+                assert mine[name].dtype == yours[name].dtype
+                assert mine[name].tobytes() == yours[name].tobytes()
 
 
 @pytest.mark.slow
@@ -72,7 +75,7 @@ def test_files_that_do_not_fit_together_are_refused(tmp_path):
 
 def test_a_reward_that_is_no_finite_number_is_refused(tmp_path):
     group = payload("p", [[5]])
-    spoilt = replace(group.trajectories[0], reward=math.nan)
+    spoilt = replace(group.trajectories[0], values={"reward": math.nan, "finish_reason": "stop"})
     write_payloads(tmp_path, [replace(group, trajectories=(spoilt,))])
     with pytest.raises(RefusedError, match=r"groups\.0\.trajectories\.0\.reward: .*isfinite"):
         read_payloads(tmp_path)

@@ -117,7 +117,7 @@ def test_episodes_end_with_the_agents_reward_or_fail_by_kind(agent: Path) -> Non
     episodes = asyncio.run(play(agent, ["twice", "post", "raise", "text", "fine"]))
     assert [outcome(episode) for episode in episodes] == [0.5, 0.75, "agent", "agent", 0.5]
     (segment,) = episodes[0].conversation.segments()
-    assert text_of(segment.tokens_T) == "<user>twice\n<assistant>fine\n<user>more\n<assistant>fine\n"
+    assert text_of(segment["tokens"]) == "<user>twice\n<assistant>fine\n<user>more\n<assistant>fine\n"
     meta = episodes[0].meta()
     assert (meta.num_turns, meta.response_tokens, meta.finish_reason) == (2, 10, "stop")
     assert meta.tool_s > 0

@@ -76,9 +76,9 @@ class Play:
         assert self.conversation.num_forks == len(self.sampled) - 1
         for segment, completions in zip(self.conversation.segments(), self.sampled, strict=True):
             for name in ("tokens", "versions", "logprobs"):
-                found = getattr(segment, f"{name}_T")[segment.mask_T].tolist()
+                found = segment[name][segment["mask"]].tolist()
                 assert found == [value for one in completions for value in getattr(one, name)]
-            assert not segment.logprobs_T[~segment.mask_T].any()
+            assert not segment["logprobs"][~segment["mask"]].any()
 
     def asked(self, new: list[dict[str, Any]]) -> list[int]:
         prompt = self.conversation.ask(new, self.tools)

@@ -72,10 +72,10 @@ async def test_a_loop_with_tools_is_one_segment_of_the_very_tokens_that_were_sam
         second = await client.chat.completions.create(model="gpt-4o", messages=messages, tools=[ADD])
     assert (second.choices[0].message.content, second.model) == ("four", "gpt-4o")
     (segment,) = session.conversation.segments()
-    assert text_of(segment.tokens_T) == '[add]<user>2+2\n<assistant>!add{"a": 2}\n<tool>4\n<assistant>four\n'
-    assert text_of(segment.tokens_T[segment.mask_T]) == '!add{"a": 2}\nfour\n'
-    assert set(segment.versions_T[segment.mask_T]) == {3}
-    assert set(segment.logprobs_T[~segment.mask_T]) == {0.0}
+    assert text_of(segment["tokens"]) == '[add]<user>2+2\n<assistant>!add{"a": 2}\n<tool>4\n<assistant>four\n'
+    assert text_of(segment["tokens"][segment["mask"]]) == '!add{"a": 2}\nfour\n'
+    assert set(segment["versions"][segment["mask"]]) == {3}
+    assert set(segment["logprobs"][~segment["mask"]]) == {0.0}
 
 
 @served()
@@ -91,13 +91,13 @@ async def test_a_rewritten_history_and_a_second_conversation_are_segments_of_the
             [{"role": "system", "content": "sub"}, *ASK],
         ):
             await client.chat.completions.create(model="m", messages=messages)
-    texts = [text_of(segment.tokens_T) for segment in session.conversation.segments()]
+    texts = [text_of(segment["tokens"]) for segment in session.conversation.segments()]
     assert texts == [
         "<user>2+2\n<assistant>fine\n<user>more\n<assistant>fine\n",
         "<user>2+2\n<assistant>summary\n<user>more\n<assistant>fine\n",
         "<system>sub\n<user>2+2\n<assistant>fine\n",
     ]
-    assert [int(segment.mask_T.sum()) for segment in session.conversation.segments()] == [10, 5, 5]
+    assert [int(segment["mask"].sum()) for segment in session.conversation.segments()] == [10, 5, 5]
 
 
 @served()
@@ -107,9 +107,9 @@ async def test_of_two_requests_that_continue_one_segment_the_second_makes_a_fork
         await client.chat.completions.create(model="m", messages=ASK)
         more = [*ASK, {"role": "assistant", "content": "fine"}, {"role": "user", "content": "more"}]
         await asyncio.gather(*(client.chat.completions.create(model="m", messages=more) for _ in range(2)))
-    masks = [int(segment.mask_T.sum()) for segment in session.conversation.segments()]
+    masks = [int(segment["mask"].sum()) for segment in session.conversation.segments()]
     assert masks == [10, 5]  # the answer that both continue is trained once
-    one, other = (segment.tokens_T.tolist() for segment in session.conversation.segments())
+    one, other = (segment["tokens"].tolist() for segment in session.conversation.segments())
     assert one == other
 
 
@@ -130,7 +130,7 @@ async def test_text_prompts_continue_by_their_tokens(server: Served) -> None:
         )
         assert second.choices[0].text == "one"
     (segment,) = session.conversation.segments()
-    assert text_of(segment.tokens_T) == "count:one and one two\n"
+    assert text_of(segment["tokens"]) == "count:one and one two\n"
 
 
 @served(lambda prompt: "!add{}")
@@ -312,7 +312,7 @@ async def test_a_client_that_goes_away_takes_its_request_with_it(server: Served)
         await until(lambda: len(server.engine.running) == 1)
         request.cancel()
     await until(lambda: not server.engine.running)
-    assert (server.engine.num_cancelled, session.conversation.segments()) == (1, ())
+    assert (server.engine.num_cancelled, session.conversation.segments()) == (1, [])
 
 
 @served()
@@ -325,7 +325,7 @@ async def test_closing_a_session_ends_its_requests(server: Served) -> None:
         await until(lambda: len(server.engine.running) == 1)
         await server.gateway.close_session(session)
         assert (await refusal(request)).status_code == 410
-    assert session.conversation.segments() == ()
+    assert session.conversation.segments() == []
     assert told == [1]  # afterwards nobody waits for the agent
 
 

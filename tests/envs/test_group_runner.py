@@ -27,7 +27,7 @@ from asyncrl_cli.contracts.prompt_group import (
     TrajectoryFailure,
     TrajectoryMeta,
 )
-from asyncrl_cli.contracts.trajectories import GroupPayload, joined, joined_by_index
+from asyncrl_cli.data.trajectories import GroupPayload, joined, joined_by_index
 from asyncrl_cli.engines.port import Sampling
 from asyncrl_cli.engines.transformers.transformers_engine import TransformersEngine
 from asyncrl_cli.envs.chat import Chat, render_prompts
@@ -119,20 +119,23 @@ async def test_a_group_becomes_metadata_and_arrays_that_agree(
         None,
     )
     assert (payload.uid, payload.epoch, payload.attempt) == tuple(KEY)
-    assert len({tuple(t.segments[0].tokens_T) for t in payload.trajectories}) == 8
+    assert len({tuple(next(t.segments())["tokens"]) for t in payload.trajectories}) == 8
     prompt = [tiny.VOCABULARY[character] for character in ITEM["prompt"]]
     for meta, trajectory in zip(result.trajectories, payload.trajectories, strict=True):
-        (segment,) = trajectory.segments
-        assert segment.tokens_T[:6].tolist() == prompt
-        assert (meta.prompt_tokens, meta.response_tokens) == (6, len(segment.tokens_T) - 6)
+        (segment,) = trajectory.segments()
+        assert segment["tokens"][:6].tolist() == prompt
+        assert (meta.prompt_tokens, meta.response_tokens) == (6, len(segment["tokens"]) - 6)
         assert meta.version_tokens == ((0, meta.response_tokens),)
-        assert (meta.reward, meta.finish_reason) == (trajectory.reward, trajectory.finish_reason)
-        assert not segment.mask_T[:6].any()
-        assert segment.mask_T[6:].all()
-        assert set(segment.versions_T[:6].tolist()) == {-1}
-        assert not segment.logprobs_T[:6].any()
-        expected = tiny.plain_logprobs(model, model.state_dict(), segment.tokens_T.tolist(), 0.9)
-        assert segment.logprobs_T[6:].tolist() == pytest.approx(expected[5:], abs=1e-5)
+        assert (meta.reward, meta.finish_reason) == (
+            trajectory.values["reward"],
+            trajectory.values["finish_reason"],
+        )
+        assert not segment["mask"][:6].any()
+        assert segment["mask"][6:].all()
+        assert set(segment["versions"][:6].tolist()) == {-1}
+        assert not segment["logprobs"][:6].any()
+        expected = tiny.plain_logprobs(model, model.state_dict(), segment["tokens"].tolist(), 0.9)
+        assert segment["logprobs"][6:].tolist() == pytest.approx(expected[5:], abs=1e-5)
 
 
 @pytest.mark.slow
@@ -149,9 +152,11 @@ async def test_a_response_of_a_seed_is_the_same_in_whatever_part_it_is(model_dir
     for index, trajectory in zip(
         placed, joined(payload for _, payload in ended)[0].trajectories, strict=True
     ):
-        assert np.array_equal(trajectory.segments[0].tokens_T, whole.trajectories[index].segments[0].tokens_T)
+        assert np.array_equal(
+            next(trajectory.segments())["tokens"], next(whole.trajectories[index].segments())["tokens"]
+        )
     sampled, differently = (
-        [trajectory.segments[0].tokens_T.tolist() for trajectory in payload.trajectories]
+        [next(trajectory.segments())["tokens"].tolist() for trajectory in payload.trajectories]
         for payload in (whole, other)
     )
     assert sampled != differently
@@ -267,15 +272,17 @@ async def test_several_turns_are_one_sequence_whose_sampled_tokens_alone_are_tra
     assert len(result.trajectories) + len(ended) == 8
     assert result.trajectories, "no episode came to its end"
     for meta, trajectory in zip(result.trajectories, payload.trajectories, strict=True):
-        (segment,) = trajectory.segments
-        text = "".join(tiny.VOCABULARY_INVERSE[token] for token in segment.tokens_T[~segment.mask_T].tolist())
+        (segment,) = trajectory.segments()
+        text = "".join(
+            tiny.VOCABULARY_INVERSE[token] for token in segment["tokens"][~segment["mask"]].tolist()
+        )
         assert text.endswith("".join(asked))
-        assert (segment.mask_T == (segment.versions_T == 0)).all()
-        assert meta.response_tokens == segment.mask_T.sum()
-        assert meta.prompt_tokens == (~segment.mask_T).sum()
-        expected = tiny.plain_logprobs(model, model.state_dict(), segment.tokens_T.tolist(), 0.9)
-        assert segment.logprobs_T[1:].tolist() == pytest.approx(
-            np.where(segment.mask_T[1:], expected, 0.0), abs=1e-5
+        assert (segment["mask"] == (segment["versions"] == 0)).all()
+        assert meta.response_tokens == segment["mask"].sum()
+        assert meta.prompt_tokens == (~segment["mask"]).sum()
+        expected = tiny.plain_logprobs(model, model.state_dict(), segment["tokens"].tolist(), 0.9)
+        assert segment["logprobs"][1:].tolist() == pytest.approx(
+            np.where(segment["mask"][1:], expected, 0.0), abs=1e-5
         )
 
 
@@ -298,14 +305,14 @@ async def test_every_span_of_every_turn_has_the_logprobs_of_the_weights_that_sam
                 await asyncio.sleep(0)
             await engine.load(weights[version], version, "recompute-kv")
         result, payload = await running
-    segments = [segment for trajectory in payload.trajectories for segment in trajectory.segments]
+    segments = [segment for trajectory in payload.trajectories for segment in trajectory.segments()]
     for segment in segments:
-        for version in {*segment.versions_T.tolist()} - {-1}:
+        for version in {*segment["versions"].tolist()} - {-1}:
             expected_T = np.array(
-                [0.0, *tiny.plain_logprobs(model, weights[version], segment.tokens_T.tolist(), 0.9)]
+                [0.0, *tiny.plain_logprobs(model, weights[version], segment["tokens"].tolist(), 0.9)]
             )
-            span_T = segment.versions_T == version
-            assert segment.logprobs_T[span_T].tolist() == pytest.approx(expected_T[span_T], abs=1e-4)
+            span_T = segment["versions"] == version
+            assert segment["logprobs"][span_T].tolist() == pytest.approx(expected_T[span_T], abs=1e-4)
     assert len(result.trajectories) > 8
     assert max(meta.span for meta in result.trajectories) == 2
     assert {meta.num_forks for meta in result.trajectories} == ({0} if template == TEMPLATE else {2})
@@ -351,12 +358,12 @@ async def test_where_the_template_rewrites_earlier_turns_a_new_segment_begins(mo
         result, payload = await runner.run(group(n=2), lambda finished: None)
     for meta, trajectory in zip(result.trajectories, payload.trajectories, strict=True):
         prompts = [
-            "".join(tiny.VOCABULARY_INVERSE[token] for token in s.tokens_T[~s.mask_T])
-            for s in trajectory.segments
+            "".join(tiny.VOCABULARY_INVERSE[token] for token in s["tokens"][~s["mask"]])
+            for s in trajectory.segments()
         ]
         assert prompts == ["4,1,9=", "1?", "2?"]
         assert (meta.num_turns, meta.num_forks) == (3, 2)
-        assert meta.response_tokens == sum(int(segment.mask_T.sum()) for segment in trajectory.segments)
+        assert meta.response_tokens == sum(int(segment["mask"].sum()) for segment in trajectory.segments())
         assert meta.version_tokens == ((0, meta.response_tokens),)
     assert trained_of(payload) == sampled_of(payload)
 
@@ -380,9 +387,9 @@ def sampled_of(payload: GroupPayload) -> Counter[tuple[int, int, float]]:
     return Counter(
         (index, token, logprob)
         for index, trajectory in enumerate(payload.trajectories)
-        for segment in trajectory.segments
+        for segment in trajectory.segments()
         for token, logprob, is_sampled in zip(
-            segment.tokens_T, segment.logprobs_T.tolist(), segment.mask_T, strict=True
+            segment["tokens"], segment["logprobs"].tolist(), segment["mask"], strict=True
         )
         if is_sampled
     )
@@ -417,8 +424,8 @@ async def test_an_episode_that_is_cut_short_has_the_reward_of_what_it_reached(mo
         )
     assert payload.trajectories[0].turn_rewards == (1.0, 1.0)
     assert {meta.finish_reason for meta in by_length.trajectories} == {"length"}
-    assert all(len(trajectory.segments[0].tokens_T) <= 14 for trajectory in whole.trajectories)
-    assert all(trajectory.segments[0].mask_T[-1] for trajectory in whole.trajectories)
+    assert all(len(next(trajectory.segments())["tokens"]) <= 14 for trajectory in whole.trajectories)
+    assert all(next(trajectory.segments())["mask"][-1] for trajectory in whole.trajectories)
 
 
 class Hangs(Questions):
@@ -523,7 +530,7 @@ async def test_an_eval_item_gets_the_same_answer_in_whatever_company(model_dir: 
     assert len({outcome.response_tokens for outcome in together.outcomes}) > 3
     assert together.outcomes == parts[1].outcomes + parts[0].outcomes
     lengths = [
-        sum(s.mask_T.sum() for t in group.trajectories for s in t.segments) for group in together.payload
+        sum(s["mask"].sum() for t in group.trajectories for s in t.segments()) for group in together.payload
     ]
     assert lengths == [outcome.response_tokens for outcome in together.outcomes]
     assert [result.payload for result in parts] == [None, None]
@@ -601,7 +608,7 @@ async def test_a_part_goes_on_in_another_engine_where_a_checkpoint_found_it(
     kept_tokens = sum(one.tokens for one in kept.values())
     assert list(kept) == [0, 2]
     assert told.rest_tokens == 0
-    assert 40 <= kept_tokens < sum(len(s.tokens_T) for t in whole.trajectories for s in t.segments)
+    assert 40 <= kept_tokens < sum(len(s["tokens"]) for t in whole.trajectories for s in t.segments())
     write_payloads(tmp_path, joined_by_index([KEY], [payload]))
     (read,) = read_payloads(tmp_path)
     again = replace(request, key=PartKey(KEY, 1), partial=kept)
@@ -609,11 +616,11 @@ async def test_a_part_goes_on_in_another_engine_where_a_checkpoint_found_it(
         result, made = await runner.run(again, lambda free: None, read)
         assert runner.means.engine.sampled_tokens == result.response_tokens - kept_tokens
     for ours, theirs in zip(made.trajectories, whole.trajectories, strict=True):
-        assert (ours.reward, ours.finish_reason) == (theirs.reward, theirs.finish_reason)
-        (segment,), (expected,) = ours.segments, theirs.segments
-        for name in ("tokens_T", "versions_T", "mask_T"):
+        assert ours.values == theirs.values
+        (segment,), (expected,) = ours.segments(), theirs.segments()
+        for name in ("tokens", "versions", "mask"):
             np.testing.assert_array_equal(getattr(segment, name), getattr(expected, name))
-        np.testing.assert_allclose(segment.logprobs_T, expected.logprobs_T, atol=1e-4)
+        np.testing.assert_allclose(segment["logprobs"], expected["logprobs"], atol=1e-4)
 
 
 @pytest.mark.slow

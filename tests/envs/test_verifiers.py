@@ -84,12 +84,12 @@ def test_prompts_tools_and_rewards_are_the_environments_and_the_tokens_are_those
     assert [outcome(episode) for episode in episodes] == [0.0, 1.0, 0.0, 1.0, 0.5, 0.0]
     assert [episode.conversation.num_turns for episode in episodes] == [1, 1, 1, 2, 1, 2]
     first, looked = (episodes[index].conversation.segments() for index in (0, 3))
-    assert [text_of(segment.tokens_T) for segment in first] == [
+    assert [text_of(segment["tokens"]) for segment in first] == [
         "<system>Answer with a number.\n<user>1+1\n<assistant>3\n"
     ]
     called = '<assistant>!price{"thing": "pear"}\n<tool>3\n<assistant>3\n'
-    assert [text_of(segment.tokens_T) for segment in looked] == ["[price]<user>price of a pear?\n" + called]
-    assert looked[0].mask_T.sum() == len('!price{"thing": "pear"}\n3\n')
+    assert [text_of(segment["tokens"]) for segment in looked] == ["[price]<user>price of a pear?\n" + called]
+    assert looked[0]["mask"].sum() == len('!price{"thing": "pear"}\n3\n')
 
 
 @pytest.mark.slow

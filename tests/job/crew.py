@@ -11,7 +11,9 @@ from typing import Any
 
 from asyncrl_cli.contracts.environment import RewardSpec
 from asyncrl_cli.contracts.prompt_group import AttemptKey, GroupResult, TrajectoryMeta
-from asyncrl_cli.contracts.trajectories import NOT_SAMPLED, GroupPayload, Segment, Trajectory
+from asyncrl_cli.data.sample_fields import BUILT_IN, NOT_SAMPLED
+from asyncrl_cli.data.sample_fields import BUILT_IN, NOT_SAMPLED
+from asyncrl_cli.data.trajectories import GroupPayload, segment_of, trajectory_of
 from asyncrl_cli.plan.cluster import ClusterResources, NodeResources
 from asyncrl_cli.plan.compiler import compile_job
 from asyncrl_cli.plan.job_plan import JobPlan
@@ -82,12 +84,12 @@ def made_up_group(number: int, n: int) -> GroupResult:
         metas.append(
             TrajectoryMeta(prompt_tokens=len(prompt), response_tokens=length, version_tokens=versions, **end)
         )
-        segment = Segment.of(
+        segment = segment_of(
             [*prompt, *islice(cycle(prompt), length)],
             [0.0] * len(prompt) + [-1.0] * length,
             [NOT_SAMPLED] * len(prompt) + [0] * length,
         )
-        trajectories.append(Trajectory(segments=(segment,), **end))
+        trajectories.append(trajectory_of((segment,), BUILT_IN, **end))
     key = AttemptKey(str(number), 0, 0)
     payload = ray.put(GroupPayload(uid=key.uid, epoch=0, attempt=0, trajectories=tuple(trajectories)))
     return GroupResult(key=key, trajectories=tuple(metas), failures=(), failed_tokens=0, payload=(payload,))

@@ -17,7 +17,7 @@ from ray.exceptions import ActorDiedError, RaySystemError, RayTaskError
 from asyncrl_cli.base.errors import ExecutorFailed, ExecutorLost
 from asyncrl_cli.contracts.ports import WorkerUpdate
 from asyncrl_cli.contracts.prompt_group import AttemptKey, PartKey, PartRequest, PartResult, TrajectoryFailure
-from asyncrl_cli.contracts.trajectories import GroupPayload
+from asyncrl_cli.data.trajectories import GroupPayload
 from asyncrl_cli.envs.group_runner import PartDesk
 from asyncrl_cli.job.driver_rollout import SETTLE_S, PartExchange, RayRolloutWorker
 from asyncrl_cli.job.ray.calls import Limit, answer

@@ -170,10 +170,10 @@ def test_an_environment_and_an_engine_of_another_package_make_a_group():
     key = PartKey(AttemptKey("a", 0, 0), 0)
     request = PartRequest(key=key, item={"uid": "a", "prompt": "!"}, indices=(0, 1), seed=0)
     result, payload = asyncio.run(runner.run(request, lambda finished: None))
-    (segment,) = payload.trajectories[0].segments
+    (segment,) = payload.trajectories[0].segments()
     first, second = [34, 35, 36, 37], [4, 5, 6, 7]
-    assert segment.tokens_T.tolist() == [33, *first, *first, 63, *second]
-    assert segment.mask_T.tolist() == [False, *[True] * 4, *[False] * 5, *[True] * 4]
+    assert segment["tokens"].tolist() == [33, *first, *first, 63, *second]
+    assert segment["mask"].tolist() == [False, *[True] * 4, *[False] * 5, *[True] * 4]
     assert [(meta.reward, meta.response_tokens, meta.prompt_tokens) for meta in result.trajectories] == [
         (4.0, 8, 6)
     ] * 2

@@ -12,7 +12,9 @@ from rich.cells import cell_len
 
 from asyncrl_cli.base.errors import ConfigError
 from asyncrl_cli.cli.app import run as asyncrl
-from asyncrl_cli.contracts.trajectories import GroupPayload, Segment, Trajectory
+from asyncrl_cli.data.sample_fields import BUILT_IN
+from asyncrl_cli.data.sample_fields import BUILT_IN
+from asyncrl_cli.data.trajectories import GroupPayload, trajectory_of
 from asyncrl_cli.observe.recorded import Recorded
 from asyncrl_cli.observe.terminal import SafeConsole
 from asyncrl_cli.report.dumps import choose, shown, trajectories_of
@@ -25,11 +27,11 @@ WORDS = {1: "say ", 2: "it", 3: "one ", 4: "two ", 5: "three", 6: "<tool>", 7: "
 def segment(*tokens):
     """Of (token, version, logprob); version -1 was told."""
     ids, versions, logprobs = zip(*tokens, strict=True)
-    return Segment(
-        tokens_T=np.array(ids, np.int32),
-        logprobs_T=np.array(logprobs, np.float32),
-        versions_T=np.array(versions, np.int32),
-        mask_T=np.array(versions) != -1,
+    return dict(
+        tokens=np.array(ids, np.int32),
+        logprobs=np.array(logprobs, np.float32),
+        versions=np.array(versions, np.int32),
+        mask=np.array(versions) != -1,
     )
 
 
@@ -44,8 +46,8 @@ def run(tmp_path):
     second = segment(*told, (8, 5, half))
     third = segment((1, -1, 0), (3, 5, half))
     trajectories = (
-        Trajectory(segments=(first,), reward=1.0, finish_reason="stop"),
-        Trajectory(segments=(second, third), reward=0.0, finish_reason="length"),
+        trajectory_of((first,), BUILT_IN, reward=1.0, finish_reason="stop"),
+        trajectory_of((second, third), BUILT_IN, reward=0.0, finish_reason="length"),
     )
     payload = GroupPayload(uid="p7", epoch=0, attempt=0, trajectories=trajectories)
     trainer = [np.log(np.array([0.5, 0.5, 0.125, 0.5], np.float32)), np.log(np.array([0.5, 0.5], np.float32))]

@@ -24,7 +24,7 @@ def train_steps(trainer: PolicyTrainer, job: dict) -> None:
     for step in range(job["first_step"], job["last_step"] + 1):
         metas, payloads = make_step(step, job["num_groups"])
         if step == job["settings"].get("spoiled_step"):
-            payloads[0].trajectories[0].segments[0].logprobs_T[-1] = float("nan")
+            next(payloads[0].trajectories[0].segments())["logprobs"][-1] = float("nan")
         keys = {*AlgorithmSection.model_fields, "sequence_parallel_size"}
         settings = {key: value for key, value in job["settings"].items() if key in keys}
         plans = planned(metas, ranks=job["world_size"], num_minibatches=2, **settings)

@@ -12,7 +12,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from asyncrl_cli.base.errors import ExecutorFailed
-from asyncrl_cli.contracts.trajectories import GroupPayload, Trajectory
+from asyncrl_cli.data.sample_fields import BUILT_IN
+from asyncrl_cli.data.sample_fields import BUILT_IN
+from asyncrl_cli.data.trajectories import GroupPayload, trajectory_of
 from asyncrl_cli.train.batch import PROX
 from asyncrl_cli.train.policy_model import frozen_model
 from tests.train.train_samples import make_segment, make_step, plain_logprobs
@@ -103,8 +105,11 @@ def groups_of_several_segments() -> dict[int, GroupPayload]:
     groups = {}
     for index, lengths in ((4, [(3, 8), (30,)]), (7, [(5,), (2, 2, 19)])):
         trajectories = tuple(
-            Trajectory(
-                segments=tuple(make_segment(rng, 4, n, [0]) for n in tokens), reward=0.0, finish_reason="stop"
+            trajectory_of(
+                tuple(make_segment(rng, 4, n, [0]) for n in tokens),
+                BUILT_IN,
+                reward=0.0,
+                finish_reason="stop",
             )
             for tokens in lengths
         )
@@ -124,7 +129,7 @@ def test_a_column_has_a_plain_forwards_logprobs_in_the_order_of_the_tokens(
     for group, payload in groups.items():
         for ours, trajectory in zip(found[group], payload.trajectories, strict=True):
             with torch.no_grad():
-                parts = [plain_logprobs(model, segment) for segment in trajectory.segments]
+                parts = [plain_logprobs(model, segment) for segment in trajectory.segments()]
             assert ours.dtype == np.float32
             np.testing.assert_allclose(ours, np.concatenate(parts), atol=1e-5)
 

@@ -50,19 +50,19 @@ def credited(seed, max_tokens=8192, **keys):
     for name, column in columns.items():
         batch.set_column(name, torch.from_numpy(column).float())
     metrics = credit([batch], algorithm, ranks)
-    mu = np.concatenate([s.logprobs_T[s.mask_T] for t in step.trajectories for s in segments_of(groups, t)])
+    mu = np.concatenate([s["logprobs"][s["mask"]] for t in step.trajectories for s in segments_of(groups, t)])
     columns |= {
         name: batch.column(name).numpy()
         for name in (ADVANTAGES, RETURNS)
         if name in batch.microbatches[0].columns
     }
     split = {name: np.split(column, np.cumsum(counts)[:-1]) for name, column in {**columns, "mu": mu}.items()}
-    rewards = [payloads[t.group].trajectories[t.trajectory].reward for t in step.trajectories]
+    rewards = [payloads[t.group].trajectories[t.trajectory].values["reward"] for t in step.trajectories]
     return step, rewards, split, metrics
 
 
 def segments_of(groups, planned_trajectory):
-    return groups[planned_trajectory.group].trajectories[planned_trajectory.trajectory].segments
+    return groups[planned_trajectory.group].trajectories[planned_trajectory.trajectory].segments()
 
 
 @settings(max_examples=5, deadline=None)

@@ -33,8 +33,8 @@ def one_step(seed=1, num_minibatches=1, **keys):
 
 def plain_values(model, head, segment) -> torch.Tensor:
     """Of the state before each sampled token: one sequence at a time, without padding."""
-    tokens = torch.tensor(segment.tokens_T, dtype=torch.int64)
-    return (model.model(tokens[None]).last_hidden_state[0] @ head)[:-1][torch.tensor(segment.mask_T[1:])]
+    tokens = torch.tensor(segment["tokens"], dtype=torch.int64)
+    return (model.model(tokens[None]).last_hidden_state[0] @ head)[:-1][torch.tensor(segment["mask"][1:])]
 
 
 @pytest.mark.slow
@@ -52,8 +52,8 @@ def test_an_optimizer_step_has_the_loss_and_gradient_of_a_plain_loop(
     head.requires_grad_()
     errors, returns_of_all = [], []
     for trajectory in (t for payload in payloads for t in payload.trajectories):
-        values = plain_values(model, head, trajectory.segments[0])
-        rewards = [*np.zeros(len(values) - 1), trajectory.reward]
+        values = plain_values(model, head, next(trajectory.segments()))
+        rewards = [*np.zeros(len(values) - 1), trajectory.values["reward"]]
         returns = reference.gae(rewards, values.tolist(), 0.99, 0.9) + values.tolist()
         errors.append(values - torch.tensor(returns, dtype=torch.float32))
         returns_of_all.append(returns)

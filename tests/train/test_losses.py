@@ -57,6 +57,7 @@ def batch_of(sequences) -> LossBatch:
         advantages_N=joined["advantage"],
         rows_N=torch.repeat_interleave(torch.arange(len(sequences)), lengths),
         num_rows=len(sequences),
+        entropy_N=torch.zeros(0),
     )
 
 

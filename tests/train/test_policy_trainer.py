@@ -12,7 +12,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from asyncrl_cli.contracts.trajectories import GroupPayload, Trajectory
+from asyncrl_cli.data.sample_fields import BUILT_IN
+from asyncrl_cli.data.sample_fields import BUILT_IN
+from asyncrl_cli.data.trajectories import GroupPayload, joined, trajectory_of
 from asyncrl_cli.measure.values import shown
 from asyncrl_cli.profile.schema import TrainerSection
 from asyncrl_cli.train import optimizer, ranks
@@ -48,18 +50,18 @@ class PlainGrpo:
         self.clip, self.grad_clip = clip, grad_clip
 
     def advantages(self, payload):
-        rewards = [t.reward for t in payload.trajectories]
+        rewards = [t.values["reward"] for t in payload.trajectories]
         if max(rewards) == min(rewards):
             return [0.0] * len(rewards)
         return [(r - statistics.fmean(rewards)) / (statistics.stdev(rewards) + 1e-6) for r in rewards]
 
     def step(self, payloads, parts=None):
         rows = [
-            (trajectory.segments[0], advantage)
+            (next(trajectory.segments()), advantage)
             for payload in payloads
             for trajectory, advantage in zip(payload.trajectories, self.advantages(payload), strict=True)
         ]
-        num_tokens = sum(int(segment.mask_T.sum()) for segment, _ in rows)
+        num_tokens = sum(int(segment["mask"].sum()) for segment, _ in rows)
         for part in parts or [range(len(rows))]:
             self.loss([rows[i] for i in part], num_tokens).backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.grad_clip)
@@ -70,9 +72,9 @@ class PlainGrpo:
         def pad(values):
             return torch.nn.utils.rnn.pad_sequence([torch.tensor(v) for v in values], batch_first=True)
 
-        tokens = pad([s.tokens_T for s, _ in rows]).long()
-        mask = pad([s.mask_T for s, _ in rows])[:, 1:]
-        old = pad([s.logprobs_T for s, _ in rows])[:, 1:]
+        tokens = pad([s["tokens"] for s, _ in rows]).long()
+        mask = pad([s["mask"] for s, _ in rows])[:, 1:]
+        old = pad([s["logprobs"] for s, _ in rows])[:, 1:]
         advantage = torch.tensor([a for _, a in rows], dtype=torch.float32)[:, None]
         hidden = self.model.model(tokens[:, :-1], use_cache=False).last_hidden_state[mask]
         logprobs = torch.log_softmax(self.model.lm_head(hidden), dim=-1).gather(
@@ -101,7 +103,7 @@ def test_on_policy_training_equals_a_plain_grpo_loop_bit_for_bit(tiny_model_dir,
         metas, payloads = make_step(step, num_groups=4)
         trainer.train(**rank_batch(metas, payloads, num_minibatches=2))
         for half in (payloads[:2], payloads[2:]):
-            lengths = [len(t.segments[0].tokens_T) - 1 for p in half for t in p.trajectories]
+            lengths = [len(next(t.segments())["tokens"]) - 1 for p in half for t in p.trajectories]
             plain.step(half, cut_padded(lengths, max_tokens, SPLIT_COST_TOKENS["cpu"]))
     theirs = dict(plain.model.named_parameters())
     for name, ours in weights_of(trainer).items():
@@ -134,9 +136,9 @@ def test_prox_of_unchanged_weights_is_the_sampler_when_the_sampler_was_these_wei
 def with_true_logprobs(metas, payloads, model_dir, temperature):
     """The same groups with the logprobs that a plain forward gives, one sequence at a time."""
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
-    for segment in (s for p in payloads for t in p.trajectories for s in t.segments):
+    for segment in (s for p in payloads for t in p.trajectories for s in t.segments()):
         with torch.no_grad():
-            segment.logprobs_T[segment.mask_T] = plain_logprobs(model, segment, temperature)
+            segment["logprobs"][segment["mask"]] = plain_logprobs(model, segment, temperature)
     return metas, payloads
 
 
@@ -207,8 +209,8 @@ def test_normalized_weights_have_a_mean_of_one_over_the_optimizer_step(tiny_mode
     found = []
     for shift in (0.0, 1.0):
         metas, payloads = with_true_logprobs(*make_step(5, num_groups=2), tiny_model_dir, temperature=1.0)
-        for segment in (s for p in payloads for t in p.trajectories for s in t.segments):
-            segment.logprobs_T[segment.mask_T] -= shift
+        for segment in (s for p in payloads for t in p.trajectories for s in t.segments()):
+            segment["logprobs"][segment["mask"]] -= shift
         keys = dict(old_logprobs="recompute", rollout_is_batch_normalize=True, max_tokens_per_microbatch=150)
         report = make_trainer(trainer_parts(tiny_model_dir, **keys)).train(**rank_batch(metas, payloads))
         assert report.metrics["correction/weight_mean"].value == pytest.approx(math.exp(shift), rel=1e-4)
@@ -230,7 +232,7 @@ def test_a_trajectory_of_two_segments_trains_like_both_apart_with_one_advantage(
         return report, weights_of(trainer)
 
     def trajectory(segments, reward):
-        return Trajectory(segments=segments, reward=reward, finish_reason="stop")
+        return trajectory_of(segments, BUILT_IN, reward=reward, finish_reason="stop")
 
     report, joined = train([trajectory(tuple(pair), 1.0), trajectory((other,), 0.0)])
     assert report.tokens == 6 + 6 + 5
@@ -379,7 +381,7 @@ def test_moments_that_wait_on_the_host_are_those_of_a_trainer_that_keeps_them(
 def spoiled_step(step, num_groups):
     """The step's first group has a logprob that is not a number."""
     metas, payloads = make_step(step, num_groups)
-    payloads[0].trajectories[0].segments[0].logprobs_T[-1] = np.nan
+    next(payloads[0].trajectories[0].segments())["logprobs"][-1] = np.nan
     return metas, payloads
 
 

@@ -31,7 +31,7 @@ def test_the_kl_of_the_loss_has_a_plain_loops_value_and_gradient(
     """All rewards of a group are alike, so that the loss is its KL alone."""
     metas, payloads = make_step(1, num_groups=1, n=3)
     metas, groups = [equal_rewards(meta) for meta in metas], dict(enumerate(payloads))
-    segments = [t.segments[0] for p in payloads for t in p.trajectories]
+    segments = [next(t.segments()) for p in payloads for t in p.trajectories]
     theta, ref = (
         AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
         for path in (tiny_model_dir, other_model_dir)
@@ -80,7 +80,7 @@ def test_the_reference_is_the_initial_model_and_scores_each_token_once(
     penalty = reports[0].metrics["reward/kl_penalty"].value
     assert handed_in.metrics["reward/kl_penalty"].value == pytest.approx(penalty, rel=1e-4)
     mu = np.concatenate(
-        [s.logprobs_T[s.mask_T] for p in payloads for t in p.trajectories for s in t.segments]
+        [s["logprobs"][s["mask"]] for p in payloads for t in p.trajectories for s in t.segments()]
     )
     ref = np.concatenate([array for arrays in column.values() for array in arrays])
     assert penalty == pytest.approx(0.001 * (mu - ref).sum() / 32, rel=1e-4)

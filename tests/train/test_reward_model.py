@@ -9,7 +9,9 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer, Llam
 
 from asyncrl_cli.base.errors import AsyncrlError, PreflightError
 from asyncrl_cli.builtin.tiny import tiny_tokenizer
-from asyncrl_cli.contracts.trajectories import GroupPayload, Segment, Trajectory
+from asyncrl_cli.data.sample_fields import BUILT_IN
+from asyncrl_cli.data.sample_fields import BUILT_IN
+from asyncrl_cli.data.trajectories import GroupPayload, trajectory_of
 from asyncrl_cli.profile.schema import ProcessPlace, Profile, RunSection
 from asyncrl_cli.train.reward_model import RewardModel
 from tests.train.train_samples import save_tiny_model
@@ -38,11 +40,11 @@ def payload(responses):
         tokens = [1, 2, *map(ord, text)]
         mask = [False, False, *[True] * len(text)]
         zeros = np.zeros(len(tokens))
-        arrays = dict(
-            logprobs_T=zeros.astype(np.float32), versions_T=zeros.astype(np.int32), mask_T=np.array(mask)
-        )
-        segments.append(Segment(tokens_T=np.array(tokens, np.int32), **arrays))
-    trajectories = tuple(Trajectory(segments=(one,), reward=0.0, finish_reason="stop") for one in segments)
+        arrays = dict(logprobs=zeros.astype(np.float32), versions=zeros.astype(np.int32), mask=np.array(mask))
+        segments.append(dict(tokens=np.array(tokens, np.int32), **arrays))
+    trajectories = tuple(
+        trajectory_of((one,), BUILT_IN, reward=0.0, finish_reason="stop") for one in segments
+    )
     return GroupPayload(uid="p", epoch=0, attempt=0, trajectories=trajectories)
 
 

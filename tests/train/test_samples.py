@@ -8,16 +8,18 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from asyncrl_cli.contracts.trajectories import GroupPayload, Segment, Trajectory, joined
+from asyncrl_cli.data.sample_fields import BUILT_IN
+from asyncrl_cli.data.sample_fields import BUILT_IN
+from asyncrl_cli.data.trajectories import GroupPayload, joined, trajectory_of
 from asyncrl_cli.train.sample_dump import SampledGroup, choose_samples, dump_samples, is_dump_step, pieces
 
 
 def segment(tokens, logprobs, versions, mask):
-    return Segment(
-        tokens_T=np.array(tokens, np.int32),
-        logprobs_T=np.array(logprobs, np.float32),
-        versions_T=np.array(versions, np.int32),
-        mask_T=np.array(mask, np.bool_),
+    return dict(
+        tokens=np.array(tokens, np.int32),
+        logprobs=np.array(logprobs, np.float32),
+        versions=np.array(versions, np.int32),
+        mask=np.array(mask, np.bool_),
     )
 
 
@@ -29,8 +31,8 @@ def read_lines(path):
 def payloads():
     first = segment([7, 8, 1, 2], [0, 0, -0.1, -0.2], [-1, -1, 3, 4], [0, 0, 1, 1])
     second = segment([7, 9], [0, -0.3], [-1, 4], [0, 1])
-    one = Trajectory(segments=(first,), reward=1.0, finish_reason="stop")
-    two = Trajectory(segments=(first, second), reward=0.0, finish_reason="length")
+    one = trajectory_of((first,), BUILT_IN, reward=1.0, finish_reason="stop")
+    two = trajectory_of((first, second), BUILT_IN, reward=0.0, finish_reason="length")
     return [GroupPayload(uid="p7", epoch=1, attempt=2, trajectories=(one, two))]
 
 
@@ -67,7 +69,7 @@ def test_every_trajectory_is_a_line_with_all_its_arrays(tmp_path, samples):
 
 def test_logprobs_come_back_bit_for_bit(tmp_path, payloads, samples):
     line = read_lines(dump_samples(tmp_path, 1, samples, window=0, decode=str))[0]
-    expected = payloads[0].trajectories[0].segments[0].logprobs_T
+    expected = next(payloads[0].trajectories[0].segments())["logprobs"]
     assert np.array(line["logprobs"], np.float32).tobytes() == expected.tobytes()
 
 

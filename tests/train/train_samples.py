@@ -10,7 +10,9 @@ from pathlib import Path
 import numpy as np
 
 from asyncrl_cli.contracts.prompt_group import AttemptKey, GroupResult, TrajectoryMeta
-from asyncrl_cli.contracts.trajectories import GroupPayload, Segment, Trajectory
+from asyncrl_cli.data.sample_fields import BUILT_IN
+from asyncrl_cli.data.sample_fields import BUILT_IN
+from asyncrl_cli.data.trajectories import Arrays, GroupPayload, Trajectory, trajectory_of
 
 VOCAB_SIZE = 64
 
@@ -27,18 +29,16 @@ def save_tiny_model(directory: Path, *, tied: bool = False, seed: int = 0) -> Pa
     return directory
 
 
-def make_segment(
-    rng: random.Random, prompt_tokens: int, response_tokens: int, versions: list[int]
-) -> Segment:
+def make_segment(rng: random.Random, prompt_tokens: int, response_tokens: int, versions: list[int]) -> Arrays:
     length = prompt_tokens + response_tokens
     sampled = [i >= prompt_tokens for i in range(length)]
     # Near the logprobs of an untrained model, so that ratios spread around 1 on both sides of the clip.
     logprobs = [rng.gauss(-math.log(VOCAB_SIZE), 0.3) if s else 0.0 for s in sampled]
-    return Segment(
-        tokens_T=np.array([rng.randrange(VOCAB_SIZE) for _ in range(length)], dtype=np.int32),
-        logprobs_T=np.array(logprobs, dtype=np.float32),
-        versions_T=np.array([rng.choice(versions) if s else -1 for s in sampled], dtype=np.int32),
-        mask_T=np.array(sampled, dtype=np.bool_),
+    return dict(
+        tokens=np.array([rng.randrange(VOCAB_SIZE) for _ in range(length)], dtype=np.int32),
+        logprobs=np.array(logprobs, dtype=np.float32),
+        versions=np.array([rng.choice(versions) if s else -1 for s in sampled], dtype=np.int32),
+        mask=np.array(sampled, dtype=np.bool_),
     )
 
 
@@ -50,7 +50,7 @@ def make_group(
     for _ in range(n):
         segment = make_segment(rng, prompt_tokens, rng.randint(3, max_response_tokens), [0])
         reward = float(rng.random() < 0.5)
-        trajectories.append(Trajectory(segments=(segment,), reward=reward, finish_reason="stop"))
+        trajectories.append(trajectory_of((segment,), BUILT_IN, reward=reward, finish_reason="stop"))
         metas.append(meta_of(trajectories[-1]))
     key = AttemptKey(f"prompt-{index}", 0, 0)
     meta = GroupResult(key=key, trajectories=tuple(metas), failures=(), failed_tokens=0, payload=None)
@@ -58,13 +58,13 @@ def make_group(
 
 
 def meta_of(trajectory: Trajectory) -> TrajectoryMeta:
-    num_tokens = sum(len(segment.tokens_T) for segment in trajectory.segments)
-    num_sampled = sum(int(segment.mask_T.sum()) for segment in trajectory.segments)
+    num_tokens = sum(len(segment["tokens"]) for segment in trajectory.segments())
+    num_sampled = sum(int(segment["mask"].sum()) for segment in trajectory.segments())
     return TrajectoryMeta(
         prompt_tokens=num_tokens - num_sampled,
         response_tokens=num_sampled,
-        reward=trajectory.reward,
-        finish_reason=trajectory.finish_reason,
+        reward=trajectory.values["reward"],
+        finish_reason=trajectory.values["finish_reason"],
         version_tokens=((0, num_sampled),),
     )
 
@@ -80,13 +80,13 @@ def equal_rewards(group: GroupResult) -> GroupResult:
     return replace(group, trajectories=tuple(replace(meta, reward=1.0) for meta in group.trajectories))
 
 
-def plain_logprobs(model, segment: Segment, temperature: float = 1.0):
+def plain_logprobs(model, segment: Arrays, temperature: float = 1.0):
     """Of the sampled tokens of one sequence, by itself, by the model's own logits."""
     import torch
 
-    tokens = torch.tensor(segment.tokens_T, dtype=torch.int64)
+    tokens = torch.tensor(segment["tokens"], dtype=torch.int64)
     logprobs = torch.log_softmax(model(tokens[None]).logits[0] / temperature, dim=-1)[:-1]
-    return logprobs.gather(-1, tokens[1:, None])[torch.tensor(segment.mask_T[1:]), 0]
+    return logprobs.gather(-1, tokens[1:, None])[torch.tensor(segment["mask"][1:]), 0]
 
 
 class OneRank:

@@ -1,16 +1,20 @@
-"""Saves the tokens of untrained groups, running ones included, in a checkpoint: arrays end to end in one
-safetensors file, segment lengths in a JSON file.
+"""Saves the data of untrained groups, running ones included, in a checkpoint: arrays end to end in one
+safetensors file, all else in a JSON file.
 
-payloads.safetensors    tokens, logprobs, versions, mask: every segment of every trajectory, one after another
-payloads.json           groups -> trajectories (reward, finish reason) -> lengths of their segments
+payloads.safetensors    an array per field: every segment of every trajectory, one after another
+payloads.json           groups -> trajectories: lengths of their segments, reward, finish reason, other fields
+
+Version 1 held the four arrays of the engine only; it can still be read. Fields that the profile no longer
+declares are left out; new ones have their `fill`.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
-from typing import Literal, NotRequired
+from typing import Any, Literal, NotRequired, cast
 
 import numpy as np
 from safetensors import SafetensorError
@@ -20,12 +24,22 @@ from typing_extensions import TypedDict  # pydantic reads typing's own from Pyth
 from asyncrl_cli.base.errors import RefusedError
 from asyncrl_cli.base.safe_files import Count, Finite, load_json, open_regular, reason
 from asyncrl_cli.base.storage import naming
-from asyncrl_cli.contracts.trajectories import GroupPayload, Segment, Trajectory
+from asyncrl_cli.data.sample_fields import (
+    BUILT_IN,
+    FINISH_REASON,
+    LOGPROBS,
+    MASK,
+    REWARD,
+    TOKENS,
+    VERSIONS,
+    Schema,
+)
+from asyncrl_cli.data.trajectories import GroupPayload, Trajectory, packed, trajectory_of
 
 ARRAYS = "payloads.safetensors"
 STRUCTURE = "payloads.json"
 WAY_OUT = "take another checkpoint"
-DTYPES = {"tokens": np.int32, "logprobs": np.float32, "versions": np.int32, "mask": np.bool_}
+REQUIRED = (TOKENS, LOGPROBS, VERSIONS, MASK)
 
 
 class _Trajectory(TypedDict):
@@ -33,6 +47,9 @@ class _Trajectory(TypedDict):
     finish_reason: str
     segment_lengths: list[Count]
     turn_rewards: NotRequired[list[Finite]]
+    facts: NotRequired[dict[str, Finite]]
+    values: NotRequired[dict[str, Any]]
+    """Of fields that are not built in."""
 
 
 class _Group(TypedDict):
@@ -45,39 +62,45 @@ class _Group(TypedDict):
 class _Structure(TypedDict):
     """`payloads.json`."""
 
-    schema_version: Literal[1]
+    schema_version: Literal[1, 2]
     groups: list[_Group]
 
 
-def write_payloads(directory: Path, payloads: Sequence[GroupPayload]) -> None:
+def write_payloads(directory: Path, payloads: Sequence[GroupPayload], schema: Schema = BUILT_IN) -> None:
     """Write the groups (perhaps none) in the given order. The checkpoint store hashes and flushes the files
     later."""
-    segments = [segment for group in payloads for one in group.trajectories for segment in one.segments]
-    arrays = {}
-    for name, dtype in DTYPES.items():
-        parts = [np.zeros(0, dtype), *(getattr(segment, f"{name}_T") for segment in segments)]
-        arrays[name] = np.concatenate(parts).astype(dtype)
+    everything = [one for group in payloads for one in group.trajectories]
+    columns = packed(everything, schema)
+    names = {f"{field.per}/{field.name}": field.name for field in schema.arrays if field.in_checkpoints}
+    arrays = {name: schema[name].filled(0) for name in REQUIRED}
+    arrays |= {name: columns[column] for column, name in names.items() if column in columns}
     with naming(directory / ARRAYS):
         save_file(arrays, directory / ARRAYS)
-    structure: _Structure = {"schema_version": 1, "groups": []}
+    structure: _Structure = {"schema_version": 2, "groups": []}
     for group in payloads:
-        entry: _Group = {"uid": group.uid, "epoch": group.epoch, "attempt": group.attempt, "trajectories": []}
-        for one in group.trajectories:
-            lengths = [len(segment.tokens_T) for segment in one.segments]
-            trajectory: _Trajectory = {
-                "reward": one.reward,
-                "finish_reason": one.finish_reason,
-                "segment_lengths": lengths,
-            }
-            if one.turn_rewards:
-                trajectory["turn_rewards"] = list(one.turn_rewards)
-            entry["trajectories"].append(trajectory)
-        structure["groups"].append(entry)
+        lines = [_line(one, schema) for one in group.trajectories]
+        structure["groups"].append(
+            {"uid": group.uid, "epoch": group.epoch, "attempt": group.attempt, "trajectories": lines}
+        )
     with naming(directory / STRUCTURE):
         (directory / STRUCTURE).write_text(json.dumps(structure), encoding="utf-8")
 
 
-def read_payloads(directory: Path) -> tuple[GroupPayload, ...]:
+def _line(one: Trajectory, schema: Schema) -> _Trajectory:
+    line: dict[str, Any] = {
+        REWARD: 0.0,
+        FINISH_REASON: "abort",
+        "segment_lengths": [count.tokens for count in one.counts],
+    }
+    for name, value in one.values.items():
+        if name in BUILT_IN:
+            line[name] = value
+        elif schema[name].in_checkpoints:
+            line.setdefault("values", {})[name] = value
+    return cast(_Trajectory, line)
+
+
+def read_payloads(directory: Path, schema: Schema = BUILT_IN) -> tuple[GroupPayload, ...]:
     """Read the groups in the order written. Raises RefusedError if the two files do not fit each other."""
     groups = load_json(directory / STRUCTURE, _Structure, hint=WAY_OUT)["groups"]
     path = directory / ARRAYS
@@ -87,29 +110,43 @@ def read_payloads(directory: Path) -> tuple[GroupPayload, ...]:
     # KeyError: a dtype that numpy does not have
     except (OSError, ValueError, KeyError, SafetensorError) as error:
         raise RefusedError(f"{path} cannot be read: {reason(error)}", hint=WAY_OUT) from None
-    expected = {name: (np.dtype(dtype), 1) for name, dtype in DTYPES.items()}
-    if {name: (array.dtype, array.ndim) for name, array in arrays.items()} != expected:
-        raise RefusedError(f"{path} does not hold {', '.join(DTYPES)}", hint=WAY_OUT)
-    num_tokens = sum(sum(one["segment_lengths"]) for group in groups for one in group["trajectories"])
-    if {len(array) for array in arrays.values()} != {num_tokens}:
-        raise RefusedError(f"{path} does not fit {STRUCTURE}: {num_tokens} tokens expected", hint=WAY_OUT)
-    payloads, begin = [], 0
+    if missing := [name for name in REQUIRED if name not in arrays]:
+        raise RefusedError(f"{path} does not hold {', '.join(missing)}", hint=WAY_OUT)
+    arrays = {name: array for name, array in arrays.items() if name in schema and schema[name].is_array}
+    lengths = [
+        length for group in groups for one in group["trajectories"] for length in one["segment_lengths"]
+    ]
+    for name, array in arrays.items():
+        field = schema[name]
+        if array.dtype != np.dtype(field.dtype) or array.shape[1:] != field.shape:
+            raise RefusedError(f"{path}: {name} is not as the profile declares it", hint=WAY_OUT)
+        expected = sum(lengths) if field.per == "token" else int(arrays[MASK].sum())
+        if len(array) != expected:
+            raise RefusedError(f"{path} does not fit {STRUCTURE}: {expected} tokens expected", hint=WAY_OUT)
+    # Where each segment ends, in tokens and in sampled tokens.
+    tokens_S = np.cumsum([0, *lengths])
+    sampled_S = np.concatenate([[0], np.cumsum(arrays[MASK])])[tokens_S]
+    ends = {"token": tokens_S, "sampled": sampled_S}
+    segments = iter(
+        [
+            {
+                name: array[ends[schema[name].per][s] : ends[schema[name].per][s + 1]].copy()
+                for name, array in arrays.items()
+            }
+            for s in range(len(lengths))
+        ]
+    )
+    payloads = []
     for group in groups:
         trajectories = []
-        for one in group["trajectories"]:
-            segments = []
-            for length in one["segment_lengths"]:
-                rows = slice(begin, begin + length)
-                segments.append(Segment(**{f"{n}_T": array[rows].copy() for n, array in arrays.items()}))
-                begin += length
-            trajectories.append(
-                Trajectory(
-                    segments=tuple(segments),
-                    reward=one["reward"],
-                    finish_reason=one["finish_reason"],
-                    turn_rewards=tuple(one.get("turn_rewards", ())),
-                )
-            )
+        for line in group["trajectories"]:
+            values = {
+                name: value
+                for name, value in chain(line.items(), line.get("values", {}).items())
+                if name in schema
+            }
+            own = [next(segments) for _ in line["segment_lengths"]]
+            trajectories.append(trajectory_of(own, schema, **values))
         uid, epoch, attempt = group["uid"], group["epoch"], group["attempt"]
         whole = tuple(trajectories)
         payloads.append(GroupPayload(uid=uid, epoch=epoch, attempt=attempt, trajectories=whole))

@@ -9,7 +9,7 @@ item ─> start ─> Turn ─> render, generate, parse ─> step ─> Turn ─> 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -50,22 +50,25 @@ class Turn:
     that it may call.
 
     `is_last`: `step` will end the trajectory whatever the answer is, so its engine slot is already free while
-    `step` runs.
+    `step` runs. `fields`: values of declared fields (`task.fields`) for the answer that `step` was given, one
+    per token.
     """
 
     messages: tuple[Message, ...]
     tools: tuple[ToolSchema, ...] = ()
     is_last: bool = False
+    fields: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class End:
     """`reward` includes `turn_rewards`, which are kept for people to read. `facts`: figures of this
-    trajectory for the metrics."""
+    trajectory for the metrics. `fields`: as in `Turn`; for fields of a trajectory, its value."""
 
     reward: float
     turn_rewards: tuple[float, ...] = ()
     facts: Mapping[str, float] = field(default_factory=dict)
+    fields: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,13 +77,14 @@ class Answer:
     (`content`, `reasoning_content`, `tool_calls`).
 
     `finish_reason`: "stop" or "length". `malformed`: why a tool call could not be parsed, or ""; then
-    `message` has no tool calls.
+    `message` has no tool calls. `tokens`: the sampled ids.
     """
 
     text: str
     message: Message
     finish_reason: str
     malformed: str = ""
+    tokens: Sequence[int] = ()
 
 
 class EpisodeFailed(Exception):

@@ -17,7 +17,7 @@ Worked example, with n = 3 and two workers that have room:
 
 With K = 4 this is the first of the four train steps between the publishes of versions 10 and 11.
 
-The arrays (`contracts.trajectories.GroupPayload`) stay behind the handles: the loop passes these on and never
+The arrays (`data.trajectories.GroupPayload`) stay behind the handles: the loop passes these on and never
 opens them.
 """
 

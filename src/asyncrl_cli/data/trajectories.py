@@ -15,9 +15,9 @@ Legend: T = all tokens of a segment, prompt and response together; N = its sampl
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import chain
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import chain, groupby, zip_longest
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -131,3 +131,46 @@ def unpacked(columns: Mapping[str, Any]) -> list[Trajectory]:
         )
         t, n = t + tokens, n + sampled
     return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupPayload:
+    """The trajectories of one prompt's group, or of one part of it, in the order of `GroupResult` or
+    `PartResult`."""
+
+    uid: str
+    epoch: int
+    attempt: int
+    trajectories: tuple[Trajectory, ...]
+
+
+def with_column(group: GroupPayload, name: str, column: Sequence[NDArray[Any]]) -> GroupPayload:
+    """The group with a further field of its sampled tokens, an array for each trajectory."""
+    pairs = zip(group.trajectories, column, strict=True)
+    own = tuple(replace(one, per_sampled={**one.per_sampled, name: values}) for one, values in pairs)
+    return replace(group, trajectories=own)
+
+
+def joined(parts: Iterable[GroupPayload]) -> list[GroupPayload]:
+    """Join parts into whole groups, in order. The parts of a group must be adjacent and in order."""
+    whole = []
+    for (uid, epoch, attempt), own in groupby(parts, key=lambda part: (part.uid, part.epoch, part.attempt)):
+        trajectories = tuple(chain.from_iterable(part.trajectories for part in own))
+        whole.append(GroupPayload(uid=uid, epoch=epoch, attempt=attempt, trajectories=trajectories))
+    return whole
+
+
+def joined_by_index(
+    groups: Iterable[tuple[str, int, int]], parts: Iterable[GroupPayload]
+) -> list[GroupPayload]:
+    """Join what running groups (uid, epoch, attempt) have so far. Here, unlike in results, a part has a
+    trajectory at every index up to its last response; at the indices of other parts it has no segments."""
+    found: dict[tuple[str, int, int], list[GroupPayload]] = {}
+    for part in parts:
+        found.setdefault((part.uid, part.epoch, part.attempt), []).append(part)
+    whole = []
+    for group in groups:
+        by_index = zip_longest(*(part.trajectories for part in found[*group]))
+        chosen = [max(filter(None, ones), key=lambda one: len(one.counts)) for ones in by_index]
+        whole.append(replace(found[*group][0], trajectories=tuple(chosen)))
+    return whole

@@ -57,16 +57,18 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
-    """Response tokens only; the three lists have the same length.
+    """Response tokens only; all lists have the same length.
 
     `logprobs` are from the temperature-scaled, untruncated distribution (the unscaled one if greedy).
-    `versions` are the versions of the weights that sampled each token.
+    `versions` are the versions of the weights that sampled each token. `fields`: a value per token of
+    declared fields that the engine writes (`data.sample_fields`).
     """
 
     tokens: list[int]
     logprobs: list[float]
     versions: list[int]
     finish_reason: FinishReason
+    fields: Mapping[str, Sequence[Any]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

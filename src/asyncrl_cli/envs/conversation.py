@@ -14,11 +14,15 @@ segments of a trajectory share its reward, and its tokens count once.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
 
 from asyncrl_cli.contracts.environment import Answer, Message
-from asyncrl_cli.contracts.trajectories import NOT_SAMPLED, Segment
+from asyncrl_cli.data.sample_fields import BUILT_IN, MASK, NOT_SAMPLED, Schema
+from asyncrl_cli.data.trajectories import Arrays, segment_of
 from asyncrl_cli.engines.port import Completion
 from asyncrl_cli.envs.chat import Chat, Tools
 
@@ -34,14 +38,26 @@ class Context:
     messages: list[Message] = field(default_factory=list)
     tools: Tools = ()
     num_sampled: int = 0
+    answers: list[range] = field(default_factory=list)
+    """Where the tokens of each answer are."""
+    written: list[tuple[str, range, Sequence[Any]]] = field(default_factory=list)
+    """Values of further fields: the name, the tokens, and a value for each of them."""
 
     def begins(self, tokens: Sequence[int]) -> bool:
         """Whether `tokens` begin with all of this context's tokens."""
         return list(tokens[: len(self.tokens)]) == self.tokens
 
-    def segment(self) -> Segment:
-        """Tokens that were not sampled have mask 0, version -1 and logprob 0."""
-        return Segment.of(self.tokens, self.logprobs, self.versions)
+    def segment(self, schema: Schema = BUILT_IN) -> Arrays:
+        """Tokens that were not sampled have mask 0, version -1 and logprob 0. Further fields have their
+        `fill` where nobody wrote them."""
+        arrays = dict(segment_of(self.tokens, self.logprobs, self.versions))
+        mask_T = arrays[MASK]
+        for name in dict.fromkeys(name for name, _, _ in self.written):
+            values_T = schema[name].filled(len(self.tokens))
+            for _, where, values in (one for one in self.written if one[0] == name):
+                values_T[where.start : where.stop] = np.asarray(values, dtype=values_T.dtype)
+            arrays[name] = values_T if schema[name].per == "token" else values_T[mask_T]
+        return arrays
 
 
 @dataclass(slots=True, eq=False)
@@ -73,6 +89,7 @@ class Conversation:
     def take(self, completion: Completion) -> Answer:
         """Add the completion of the last question, and return it as an answer."""
         answer = self.chat.parse(self._prompt, completion, self._asked.tools)
+        answer = replace(answer, tokens=completion.tokens)
         self.keep(self._asked, self._prompt, completion, [*self._messages, answer.message])
         return answer
 
@@ -84,12 +101,21 @@ class Conversation:
         if context not in self.contexts:
             self.contexts.append(context)
         added = list(prompt[len(context.tokens) :])  # what the prompt adds to the tokens so far
+        begin = len(context.tokens) + len(added)
+        context.answers.append(range(begin, begin + len(completion.tokens)))
         context.tokens += added + completion.tokens
         context.logprobs += [0.0] * len(added) + completion.logprobs
         context.versions += [NOT_SAMPLED] * len(added) + completion.versions
         context.num_sampled += len(completion.tokens)
         context.messages = messages
         self.num_turns += 1
+        self.write(completion.fields, context)
+
+    def write(self, fields: Mapping[str, Sequence[Any]], context: Context | None = None) -> None:
+        """Add values of further fields, one for each token of the last answer."""
+        context = context or self.contexts[-1]
+        for name, values in fields.items():
+            context.written.append((name, context.answers[-1], values))
 
     @property
     def num_sampled(self) -> int:
@@ -111,5 +137,5 @@ class Conversation:
         versions = self.contexts[0].versions if self.contexts else []
         return next((version for version in versions if version != NOT_SAMPLED), None)
 
-    def segments(self) -> tuple[Segment, ...]:
-        return tuple(context.segment() for context in self.contexts)
+    def segments(self, schema: Schema = BUILT_IN) -> list[Arrays]:
+        return [context.segment(schema) for context in self.contexts]

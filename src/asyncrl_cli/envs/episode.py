@@ -16,7 +16,7 @@ import asyncio
 import logging
 import math
 import random
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TypeVar, cast
 
@@ -32,7 +32,8 @@ from asyncrl_cli.contracts.environment import (
 )
 from asyncrl_cli.contracts.item import Item
 from asyncrl_cli.contracts.prompt_group import TrajectoryFailure, TrajectoryMeta
-from asyncrl_cli.contracts.trajectories import Trajectory
+from asyncrl_cli.data.sample_fields import BUILT_IN, Schema
+from asyncrl_cli.data.trajectories import Trajectory, trajectory_of
 from asyncrl_cli.engines.port import Completion, Engine, FinishReason, Sampling
 from asyncrl_cli.envs.chat import Chat
 from asyncrl_cli.envs.conversation import Conversation
@@ -72,6 +73,7 @@ class Means(NamedTuple):
     limits: Limits
     slots: Slots
     on_waiting: Callable[[str, str], None] = lambda episode, for_what: None
+    schema: Schema = BUILT_IN
 
 
 @dataclass(slots=True, eq=False)
@@ -100,6 +102,8 @@ class Episode:
     conversation: Conversation = field(init=False)
     lost_tokens: int = 0
     """Sampled tokens of discarded conversations."""
+    values: dict[str, Any] = field(default_factory=dict)
+    """What the environment has given for declared fields of the trajectory."""
     _slot: TrajectorySlot = field(init=False)
     _stopped: EpisodeFailed | None = None
     _wait: asyncio.Future[Any] | None = None
@@ -186,9 +190,28 @@ class Episode:
                     if lends:
                         self.on_slot(-1)
                     self.waits_for("")
+            self._write(following.fields)
             if isinstance(following, End):
                 return following
             turn = following
+
+    def _write(self, fields: Mapping[str, Any]) -> None:
+        """Take the environment's values of declared fields, for the last answer or the trajectory. Raises
+        EpisodeFailed for others."""
+        num_tokens = len(self.conversation.contexts[-1].answers[-1]) if fields else 0
+        for name, value in fields.items():
+            declared = self.means.schema.get(name)
+            if declared is None:
+                why = f"field {name!r} is not declared; task.fields names the declarations"
+            elif not declared.is_array:
+                self.values[name] = value
+                continue
+            elif len(value) != num_tokens:
+                why = f"field {name!r} has {len(value)} values for an answer of {num_tokens} tokens"
+            else:
+                self.conversation.write({name: value})
+                continue
+            raise EpisodeFailed("environment", f"environment of {self.id}: {why}")
 
     def _prompt(self, turn: Turn) -> list[int] | None:
         """The prompt's ids; None if no further answer is possible: then `finish_reason` says why.
@@ -249,6 +272,7 @@ class Episode:
             logprobs=context.logprobs[first:],
             versions=context.versions[first:],
             finish_reason=cast(FinishReason, self.finish_reason),
+            fields={name: values for name, _, values in context.written},
         )
 
     def waits_for(self, what: str) -> None:
@@ -305,11 +329,14 @@ class Episode:
 
     def trajectory(self) -> Trajectory:
         assert self.end is not None
-        return Trajectory(
-            segments=self.conversation.segments(),
+        return trajectory_of(
+            self.conversation.segments(self.means.schema),
+            self.means.schema,
             reward=self.end.reward,
             finish_reason=self.finish_reason,
-            turn_rewards=self.end.turn_rewards,
+            turn_rewards=list(self.end.turn_rewards),
+            facts=dict(self.end.facts),
+            **self.values,
         )
 
     def meta(self) -> TrajectoryMeta:

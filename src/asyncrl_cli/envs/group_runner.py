@@ -17,14 +17,16 @@ import logging
 import random
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import cast
 
 from asyncrl_cli.base.errors import ExecutorFailed
 from asyncrl_cli.contracts.ports import EvalRequest, EvalResult, PartialResult
 from asyncrl_cli.contracts.prompt_group import AttemptKey, PartialResponse, PartKey, PartRequest, PartResult
-from asyncrl_cli.contracts.trajectories import GroupPayload, Segment, Trajectory
+from asyncrl_cli.data.sample_fields import FINISH_REASON, LOGPROBS, MASK, TOKENS, VERSIONS
+from asyncrl_cli.data.trajectories import GroupPayload, Trajectory, trajectory_of
 from asyncrl_cli.engines.port import Completion, FinishReason, Sampling
+from asyncrl_cli.envs.conversation import Context
 from asyncrl_cli.envs.episode import Episode, Means, derived_seed
 from asyncrl_cli.measure.meters import LongPoll
 
@@ -74,7 +76,6 @@ class GroupRunner:
         """What each running part has kept so far, and the kept tokens: a payload for each part that has
         any."""
         kept, payloads, rest_tokens = dict[PartKey, dict[int, PartialResponse]](), list[GroupPayload](), 0
-        none = Trajectory(segments=(), reward=0.0, finish_reason="abort")
         for part in self._running:
             if (request := part.request) is None:
                 continue
@@ -88,10 +89,13 @@ class GroupRunner:
                 continue
             kept[request.key] = {index: _kept(completion) for index, completion in has.items()}
             # The tokens are the only segment of a trajectory at their response's index; others have none.
-            trajectories = [none] * (max(has) + 1)
+            trajectories = [Trajectory()] * (max(has) + 1)
             for index, one in has.items():
-                segment = Segment.of(one.tokens, one.logprobs, one.versions)
-                trajectories[index] = replace(none, segments=(segment,), finish_reason=one.finish_reason)
+                context = Context(one.tokens, one.logprobs, one.versions)
+                everything = range(len(one.tokens))
+                context.written = [(name, everything, values) for name, values in one.fields.items()]
+                segments, schema = [context.segment(self.means.schema)], self.means.schema
+                trajectories[index] = trajectory_of(segments, schema, finish_reason=one.finish_reason)
             uid, epoch, attempt = request.key.attempt
             payload = GroupPayload(uid=uid, epoch=epoch, attempt=attempt, trajectories=tuple(trajectories))
             payloads.append(payload)
@@ -192,12 +196,14 @@ def _kept(completion: Completion) -> PartialResponse:
 
 
 def _completion(trajectory: Trajectory) -> Completion:
-    (segment,) = trajectory.segments
+    (segment,) = trajectory.segments()
+    tokens, logprobs, versions = (segment[name].tolist() for name in (TOKENS, LOGPROBS, VERSIONS))
     return Completion(
-        tokens=segment.tokens_T.tolist(),
-        logprobs=segment.logprobs_T.tolist(),
-        versions=segment.versions_T.tolist(),
-        finish_reason=cast(FinishReason, trajectory.finish_reason),
+        tokens=tokens,
+        logprobs=logprobs,
+        versions=versions,
+        finish_reason=cast(FinishReason, trajectory.values[FINISH_REASON]),
+        fields={n: [*array] for n, array in segment.items() if n not in (TOKENS, LOGPROBS, VERSIONS, MASK)},
     )
 
 

@@ -152,7 +152,7 @@ def check_resumable(checkpoint: Checkpoint, profile: Profile) -> None:
             len(p.trajectories) == len(metas) for p, (_, metas) in zip(payloads, whole, strict=False)
         )
         for p, (_, responses) in zip(payloads[len(whole) :], unfinished if fit else (), strict=False):
-            lengths = [sum(len(s.tokens_T) for s in t.segments) for t in p.trajectories]
+            lengths = [one.num_tokens for one in p.trajectories]
             fit &= all(i < len(lengths) and lengths[i] == one.tokens for i, one in responses.items())
         why = "" if fit else "its tokens are not those of its groups"
     if why:

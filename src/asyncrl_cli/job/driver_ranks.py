@@ -100,10 +100,10 @@ class RayRanks:
         await self.collective(call, method, *args, limit=self._checkpoints)
 
     async def train_share(
-        self, batch: TrainBatch, shares: Shares, call: str
+        self, batch: TrainBatch, shares: Shares, call: str, dumped: Sequence[int] = ()
     ) -> list[tuple[TrainReport, ExecutorReport]]:
-        """Make a train step. Every process gets its own share."""
-        calls, step = zip(self.actors, shares[2], strict=True), (batch.step, batch.step_in_window)
+        """Make a train step. Every process gets its own share. `dumped`: groups whose samples are dumped."""
+        calls, step = zip(self.actors, shares[2], strict=True), (batch.step, batch.step_in_window, dumped)
         refs = [actor.train.remote(*step, *share) for actor, share in calls]
         return await self._answers(refs, call, self._steps)
 
@@ -246,8 +246,8 @@ class RayTrainer(RayRanks):
         logging = self._profile.logging
         is_dumped = is_dump_step(batch.step, logging.samples_every_steps, train_steps_of(self._profile))
         # called before the ranks train: the samples are scored by the weights that they are trained from
-        dump = self.chosen_samples(batch, *shares[:2]) if is_dumped else None
-        answers = await self.train_share(batch, shares, f"train step {batch.step}")
+        dumped, dump = self.chosen_samples(batch, *shares[:2]) if is_dumped else ([], None)
+        answers = await self.train_share(batch, shares, f"train step {batch.step}", dumped)
         reports = [report for report, _ in answers]
         if dump is not None:
             await self.begin_dump(batch.step, dump)
@@ -279,10 +279,10 @@ class RayTrainer(RayRanks):
 
     def chosen_samples(
         self, batch: TrainBatch, groups: Sequence[GroupResult], plans: Sequence[RankPlan]
-    ) -> Dump:
-        """Choose samples of the step, and have the ranks score them before they train it. Returns a function
-        that dumps them, to be called after the train step: rank 0 writes them beside training, for
-        `weights.timeout_s` at most."""
+    ) -> tuple[list[int], Dump]:
+        """Choose samples of the step, and have the ranks score them before they train it. Returns their
+        groups, and a function that dumps them, to be called after the train step: rank 0 writes them beside
+        training, for `weights.timeout_s` at most."""
         logging, sharing = self._profile.logging, self._profile.trainer.sequence_parallel_size
         seed = f"samples {self._profile.run.seed}/{batch.step}"
         sizes = choose_samples([len(group.trajectories) for group in groups], logging.samples_per_step, seed)
@@ -307,10 +307,12 @@ class RayTrainer(RayRanks):
         async def dump() -> None:
             parts = list(chain.from_iterable(groups[index].payload for index in indices))
             directory = str(self._samples_dir.absolute())
-            ref = self.actors[0].dump.remote(directory, batch.step, batch.window, facts, parts, *columns)
+            kept = [actor.kept.remote() for actor in self.actors]
+            window = batch.window
+            ref = self.actors[0].dump.remote(directory, batch.step, window, facts, parts, kept, *columns)
             await self._answer(ref, f"the dump of the samples of step {batch.step}", self._weights)
 
-        return dump
+        return indices, dump
 
     # --- versions of the weights
 

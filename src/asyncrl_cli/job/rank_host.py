@@ -39,7 +39,7 @@ from asyncrl_cli.base.errors import ExecutorFailed
 from asyncrl_cli.base.safe_files import MIB
 from asyncrl_cli.base.storage import telling_storage
 from asyncrl_cli.contracts.item import Item
-from asyncrl_cli.contracts.trajectories import GroupPayload, joined, joined_by_index
+from asyncrl_cli.data.trajectories import Arrays, GroupPayload, joined, joined_by_index, with_column
 from asyncrl_cli.engines.port import kind_of
 from asyncrl_cli.job.host_process import Refs, arriving, merging, no_collection_while_starting, set_up_process
 from asyncrl_cli.job.rank_sending import ObjectStoreSender, Sending
@@ -56,9 +56,10 @@ if TYPE_CHECKING:  # torch: the driver imports this module
 
     from asyncrl_cli.contracts.ports import LoopSnapshot
     from asyncrl_cli.contracts.prompt_group import TrainReport
-    from asyncrl_cli.train.batch import Column, Columns
+    from asyncrl_cli.train.batch import Column
     from asyncrl_cli.train.critic import CriticApart
     from asyncrl_cli.train.policy_model import PolicyModel
+    from asyncrl_cli.train.policy_trainer import Kept
     from asyncrl_cli.train.reward_model import RewardModel
     from asyncrl_cli.train.step_plan import RankPlan
     from asyncrl_cli.weights.versions import Manifest, Sender
@@ -225,20 +226,32 @@ class RankHost:
 
     @ray.method(concurrency_group="main")
     def train(
-        self, step: int, step_in_window: int, plan: RankPlan, names: Sequence[str], *given: Any
+        self,
+        step: int,
+        step_in_window: int,
+        dumped: Sequence[int],
+        plan: RankPlan,
+        names: Sequence[str],
+        *given: Any,
     ) -> tuple[TrainReport, ExecutorReport]:
         """One train step on the groups of `plan.groups`. `given`: their columns, in the order of `names`, and
-        then their parts."""
+        then their parts. `dumped`: groups of which `kept` is asked for."""
         began_s = time.monotonic()
         with self._meter.doing(State.BUSY):
             values = iter(given)
-            columns: Columns = {name: {group: next(values) for group in plan.groups} for name in names}
+            columns = {name: {group: next(values) for group in plan.groups} for name in names}
             payloads = dict(zip(plan.groups, joined(values), strict=True))
+            for name, column in columns.items():
+                payloads = {g: with_column(payload, name, column[g]) for g, payload in payloads.items()}
             if self._role == CRITIC:
-                report = self._critic.learn(plan, payloads, columns)
+                report = self._critic.learn(plan, payloads, names)
             else:
                 report = self.trainer.train(
-                    step_in_window=step_in_window, plan=plan, payloads=payloads, columns=columns
+                    step_in_window=step_in_window,
+                    plan=plan,
+                    payloads=payloads,
+                    columns=names,
+                    dumped=dumped,
                 )
         if self._role == TRAINER:
             busy_s, gauges = time.monotonic() - began_s, {"step": step}
@@ -264,7 +277,8 @@ class RankHost:
             if self._rank == 0:
                 whole = [joined(ray.get([*parts]))[0] for parts in snapshot.payloads]
                 tokens = chain.from_iterable(ray.get([*snapshot.partial_tokens]))
-                write_payloads(Path(directory), [*whole, *joined_by_index(snapshot.partial_groups, tokens)])
+                schema, partial = self.trainer.schema, joined_by_index(snapshot.partial_groups, tokens)
+                write_payloads(Path(directory), [*whole, *partial], schema)
 
     @ray.method(concurrency_group="main")
     def restore(self, directory: str) -> None:
@@ -321,6 +335,11 @@ class RankHost:
         with self._meter.doing(State.BUSY, "samples to be scored"):
             return self.trainer.model.column(dict(zip(indices, joined(parts), strict=True)))
 
+    @ray.method(concurrency_group="main")
+    def kept(self) -> Kept:
+        """What losses have kept in the last train step for the groups to dump."""
+        return self.trainer.kept
+
     @ray.method(concurrency_group="write")
     def dump(
         self,
@@ -329,21 +348,33 @@ class RankHost:
         window: int,
         facts: Mapping[int, SampleFacts],
         part_refs: list[ObjectRef],
+        kept: list[ObjectRef],
         *columns: Column,
     ) -> None:
         """Rank 0: write trajectories of a train step as text lines, beside training.
 
-        `facts`: of each chosen group, by its index in the step, in the order of `part_refs`. `columns`: the
-        logprobs that the ranks have computed, if any.
+        `facts`: of each chosen group, by its index in the step, in the order of `part_refs`. `kept`: every
+        rank's. `columns`: the logprobs that the ranks have computed, if any.
         """
         logprobs = {index: arrays for column in columns for index, arrays in column.items()}
+        outputs: dict[int, dict[int, Arrays]] = {}
+        for (index, trajectory), arrays in chain.from_iterable(one.items() for one in ray.get(kept)):
+            outputs.setdefault(index, {})[trajectory] = arrays
         groups = [
-            SampledGroup(payload=payload, logprobs=logprobs.get(index), **known)
+            SampledGroup(payload=payload, logprobs=logprobs.get(index), kept=outputs.get(index, {}), **known)
             for payload, (index, known) in zip(joined(ray.get(part_refs)), facts.items(), strict=True)
         ]
         decode, most = self.tokenizer.decode, self._profile.logging.samples_max_mb * MIB
         with telling_storage():
-            dump_samples(Path(directory), step, groups, window=window, decode=decode, max_bytes=most)
+            dump_samples(
+                Path(directory),
+                step,
+                groups,
+                window=window,
+                decode=decode,
+                max_bytes=most,
+                schema=self.trainer.schema,
+            )
 
     # --- scorers
 

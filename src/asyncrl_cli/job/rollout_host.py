@@ -31,8 +31,9 @@ from asyncrl_cli.base.errors import ExecutorFailed
 from asyncrl_cli.contracts.environment import Environment, RewardSpec
 from asyncrl_cli.contracts.ports import EvalRequest, EvalResult, PartialResult, WorkerUpdate
 from asyncrl_cli.contracts.prompt_group import AttemptKey, PartRequest, PartResult
-from asyncrl_cli.contracts.trajectories import GroupPayload
 from asyncrl_cli.contracts.weight_version import LoadReport
+from asyncrl_cli.data.sample_fields import schema_of
+from asyncrl_cli.data.trajectories import GroupPayload
 from asyncrl_cli.engines.port import Sampling, make_engine
 from asyncrl_cli.envs import find_environment
 from asyncrl_cli.envs.slots import Slots
@@ -157,7 +158,9 @@ class RolloutHost:
             environment = partial(ToolEnvironment, self._processes, self._tool_class, rewards, log, timeout_s)
         else:
             environment = partial(find_environment(environment_of(profile.task)), self._rewards)
-        means = Means(self._engine, chat, environment, limits, self._places, self._meter.waiting)
+        means = Means(
+            self._engine, chat, environment, limits, self._places, self._meter.waiting, schema_of(profile)
+        )
         return GroupRunner(means, sampling)
 
     async def connect(self, rank_zero: ActorHandle) -> None:

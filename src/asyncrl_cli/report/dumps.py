@@ -20,7 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from asyncrl_cli.base.errors import ConfigError
-from asyncrl_cli.contracts.trajectories import NOT_SAMPLED
+from asyncrl_cli.data.sample_fields import NOT_SAMPLED
 from asyncrl_cli.observe.recorded import Recorded
 from asyncrl_cli.observe.run_lines import SampleLine
 

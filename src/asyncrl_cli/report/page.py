@@ -19,7 +19,7 @@ from itertools import chain, islice
 
 from asyncrl_cli import __version__
 from asyncrl_cli.base.errors import ConfigError
-from asyncrl_cli.contracts.trajectories import NOT_SAMPLED
+from asyncrl_cli.data.sample_fields import NOT_SAMPLED
 from asyncrl_cli.observe.format import evenly
 from asyncrl_cli.observe.recorded import Recorded
 from asyncrl_cli.observe.run_lines import meaning_of

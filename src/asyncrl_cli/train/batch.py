@@ -1,7 +1,8 @@
 """Microbatches: segments and advantages -> padded tensors on the trainer's device, with columns of per-token
 values.
 
-A column has one float per sampled token. These are all that travel with a train step's microbatches:
+A column has one number per sampled token. These travel with a train step's microbatches, and so do all
+declared fields with `in_losses` (data/sample_fields.py):
 
     prox        the token's logprob under the weights at the window's start
     ref         its logprob under the reference
@@ -11,7 +12,8 @@ A column has one float per sampled token. These are all that travel with a train
     returns     what the critic should have answered                     (critic.py)
 
 Any process that has the stage's model computes one of the first three for groups (`ShardedModel.column`).
-`PolicyTrainer.train` takes such columns, and computes the missing ones itself, once per token.
+They are fields of the trajectories then; `PolicyTrainer.train` computes the missing ones itself, once per
+token.
 
 Legend: B = rows (segments), T = padded positions, N = sampled tokens, row by row; F = sampled tokens of a
 rank's share of an optimizer step, trajectory by trajectory; P = its trajectories.
@@ -21,13 +23,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from asyncrl_cli.contracts.trajectories import NOT_SAMPLED, GroupPayload, Segment
+from asyncrl_cli.data.sample_fields import (
+    BUILT_IN,
+    LOGPROBS,
+    MASK,
+    NOT_SAMPLED,
+    TOKENS,
+    VERSIONS,
+    Field,
+    Schema,
+)
+from asyncrl_cli.data.trajectories import Arrays, GroupPayload, Trajectory, segment_of
 from asyncrl_cli.profile import arithmetic
 from asyncrl_cli.train.ranks import Ranks
 from asyncrl_cli.train.step_plan import OptimizerStepPlan, RankPlan
@@ -40,8 +52,6 @@ parameters). On a GPU it is high, because full microbatches are more efficient."
 
 Column = Mapping[int, tuple[NDArray[np.float32], ...]]
 """By group index: an array per trajectory, with one number per sampled token, all segments end to end."""
-Columns = Mapping[str, Column]
-"""By name. A rank without groups has the names, too, so that all ranks know which columns were passed in."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,7 +109,7 @@ class BatchRow(NamedTuple):
     """A segment, its trajectory's advantage and number of sampled tokens, and the index of its first sampled
     token."""
 
-    segment: Segment
+    segment: Arrays
     advantage: float
     trajectory_tokens: int
     first_token: int = 0
@@ -108,27 +118,28 @@ class BatchRow(NamedTuple):
 def step_batches(
     plan: RankPlan,
     payloads: Mapping[int, GroupPayload],
-    columns: Columns | None = None,
+    columns: Sequence[str] = (),
     *,
     max_tokens: int,
     ranks: Ranks,
     are_packed: bool = False,
+    schema: Schema = BUILT_IN,
 ) -> list[StepBatch]:
-    """This rank's share of each optimizer step, with the columns that were passed in. A collective. All
-    segments of a trajectory share its advantage. `max_tokens` is per rank; it counts padding unless rows
-    `are_packed` (packed_rows.py)."""
+    """This rank's share of each optimizer step, with the fields that losses want. A collective. All segments
+    of a trajectory share its advantage. `columns`: further fields that all trajectories have (a rank without
+    groups has the names, too). `max_tokens` is per rank; it counts padding unless rows `are_packed`
+    (packed_rows.py)."""
     batches, budget = list[StepBatch](), max_tokens * ranks.sequence_size
     for step in plan.optimizer_steps:
         rows, counts_P, first_token = list[BatchRow](), list[int](), 0
         for planned in step.trajectories:
-            segments = payloads[planned.group].trajectories[planned.trajectory].segments
-            counts = [int(segment.mask_T.sum()) for segment in segments]
-            counts_P.append(sum(counts))
-            for segment, count in zip(segments, counts, strict=True):
-                if count:
+            trajectory = payloads[planned.group].trajectories[planned.trajectory]
+            counts_P.append(trajectory.num_sampled)
+            for segment, count in zip(trajectory.segments(), trajectory.counts, strict=True):
+                if count.sampled:
                     rows.append(BatchRow(segment, planned.advantage, counts_P[-1], first_token))
-                first_token += count
-        lengths = [len(row.segment.tokens_T) - 1 for row in rows]
+                first_token += count.sampled
+        lengths = [len(row.segment[TOKENS]) - 1 for row in rows]
         split_cost = SPLIT_COST_TOKENS[ranks.device.type]
         cut = cut_packed(lengths, budget) if are_packed else cut_padded(lengths, budget, split_cost)
         parts = ([rows[i] for i in indices] for indices in cut)
@@ -140,11 +151,22 @@ def step_batches(
     for batch, number in zip(batches, ranks.max(most).tolist(), strict=True):
         while len(batch.microbatches) < number:
             batch.microbatches.append(scoring_microbatch([[0, 0]], ranks.device, is_scored=False))
-        for name, column in (columns or {}).items():
-            arrays = [column[planned.group][planned.trajectory] for planned in batch.plan.trajectories]
-            values_F = np.concatenate([np.zeros(0, np.float32), *arrays])
-            batch.set_column(name, torch.from_numpy(values_F).to(ranks.device))
+        mine = [payloads[one.group].trajectories[one.trajectory] for one in batch.plan.trajectories]
+        for declared in (*(schema[name] for name in columns), *schema.in_losses):
+            values_F = np.concatenate([declared.filled(0), *(sampled_values(one, declared) for one in mine)])
+            is_float = np.issubdtype(values_F.dtype, np.floating)
+            values_F = values_F.astype(np.float32 if is_float else np.int64)
+            batch.set_column(declared.name, torch.from_numpy(values_F).to(ranks.device))
     return batches
+
+
+def sampled_values(trajectory: Trajectory, declared: Field) -> NDArray[Any]:
+    """A field's values for the sampled tokens of a trajectory, all segments end to end."""
+    if declared.name in trajectory.per_sampled:
+        return trajectory.per_sampled[declared.name]
+    if declared.name in trajectory.per_token:
+        return trajectory.per_token[declared.name][trajectory.per_token[MASK]]
+    return declared.filled(trajectory.num_sampled)
 
 
 def build_microbatch(rows: Sequence[BatchRow], window: int, device: torch.device) -> Microbatch:
@@ -153,23 +175,23 @@ def build_microbatch(rows: Sequence[BatchRow], window: int, device: torch.device
     Padding follows the real tokens, so causal attention never sees it. Raises ValueError if a segment's first
     token is sampled.
     """
-    if any(row.segment.mask_T[0] for row in rows):
+    if any(row.segment[MASK][0] for row in rows):
         raise ValueError("a segment begins with a sampled token, which nothing predicts")
-    shape = (len(rows), max(len(row.segment.tokens_T) for row in rows))
+    shape = (len(rows), max(len(row.segment[TOKENS]) for row in rows))
     tokens_BT, mask_BT = np.zeros(shape, dtype=np.int64), np.zeros(shape, dtype=np.bool_)
     for b, (segment, *_) in enumerate(rows):
-        tokens_BT[b, : len(segment.tokens_T)] = segment.tokens_T
-        mask_BT[b, : len(segment.mask_T)] = segment.mask_T
+        tokens_BT[b, : len(segment[TOKENS])] = segment[TOKENS]
+        mask_BT[b, : len(segment[MASK])] = segment[MASK]
     predicted_BT = mask_BT[:, 1:]
     rows_N, positions_N = predicted_BT.nonzero()
-    logp_mu_N = np.concatenate([segment.logprobs_T[segment.mask_T] for segment, *_ in rows])
-    versions_N = np.concatenate([segment.versions_T[segment.mask_T] for segment, *_ in rows])
+    logp_mu_N = np.concatenate([segment[LOGPROBS][segment[MASK]] for segment, *_ in rows])
+    versions_N = np.concatenate([segment[VERSIONS][segment[MASK]] for segment, *_ in rows])
     advantages_N = np.array([row.advantage for row in rows], dtype=np.float32)[rows_N]
     trajectory_tokens_N = np.array([row.trajectory_tokens for row in rows])[rows_N]
-    order_N = np.concatenate([row.first_token + np.arange(row.segment.mask_T.sum()) for row in rows])
+    order_N = np.concatenate([row.first_token + np.arange(row.segment[MASK].sum()) for row in rows])
     return Microbatch(
         inputs_BT=torch.from_numpy(tokens_BT[:, :-1].copy()).to(device),
-        lengths=tuple(len(segment.tokens_T) - 1 for segment, *_ in rows),
+        lengths=tuple(len(segment[TOKENS]) - 1 for segment, *_ in rows),
         rows_N=torch.from_numpy(rows_N).to(device),
         select_N=torch.from_numpy(rows_N * predicted_BT.shape[1] + positions_N).to(device),
         targets_N=torch.from_numpy(tokens_BT[:, 1:][predicted_BT]).to(device),
@@ -189,7 +211,7 @@ def scoring_microbatch(
     rows = []
     for tokens in sequences:
         versions = [NOT_SAMPLED, *[0 if is_scored else NOT_SAMPLED] * (len(tokens) - 1)]
-        rows.append(BatchRow(Segment.of(tokens, [0.0] * len(tokens), versions), 0.0, len(tokens)))
+        rows.append(BatchRow(segment_of(tokens, [0.0] * len(tokens), versions), 0.0, len(tokens)))
     return build_microbatch(rows, 0, device)
 
 

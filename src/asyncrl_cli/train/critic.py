@@ -42,7 +42,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from asyncrl_cli.contracts.prompt_group import TrainReport
-from asyncrl_cli.contracts.trajectories import GroupPayload
+from asyncrl_cli.data.trajectories import GroupPayload
 from asyncrl_cli.measure.values import Ratio, Value
 from asyncrl_cli.profile.algorithm_section import AlgorithmSection
 from asyncrl_cli.profile.arithmetic import Schedule
@@ -53,7 +53,6 @@ from asyncrl_cli.train.batch import (
     REF,
     RETURNS,
     VALUES,
-    Columns,
     Microbatch,
     StepBatch,
 )
@@ -186,7 +185,9 @@ class CriticApart(Critic):
         super().__init__(profile, place, ranks, total_optimizer_steps=Schedule.of(profile).optimizer_steps)
         self._snapshots: dict[int, tuple[HostState, CriticCounters]] = {}
 
-    def learn(self, plan: RankPlan, payloads: Mapping[int, GroupPayload], columns: Columns) -> TrainReport:
+    def learn(
+        self, plan: RankPlan, payloads: Mapping[int, GroupPayload], columns: Sequence[str]
+    ) -> TrainReport:
         """Run a train step's optimizer steps. A collective. `columns`: the values, and whatever else the
         returns need."""
         began_s = time.monotonic()

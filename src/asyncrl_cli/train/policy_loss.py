@@ -38,6 +38,8 @@ from typing import cast
 
 import torch
 
+from asyncrl_cli.base.errors import ConfigError
+from asyncrl_cli.data.sample_fields import BUILT_IN, Schema
 from asyncrl_cli.measure.values import Ratio, Value
 from asyncrl_cli.profile.algorithm_section import AlgorithmSection, Kl, bounds
 from asyncrl_cli.profile.schema import Profile
@@ -59,8 +61,8 @@ MOST_LOW_VAR_KL = 10.0
 class PolicyLoss:
     """The loss of microbatches under the profile's algorithm."""
 
-    def __init__(self, profile: Profile) -> None:
-        self._profile, self._algorithm = profile, profile.algorithm
+    def __init__(self, profile: Profile, schema: Schema = BUILT_IN) -> None:
+        self._profile, self._algorithm, self._schema = profile, profile.algorithm, schema
         self._loss = find_loss(profile.algorithm.loss_mode)
 
     def __call__(
@@ -73,8 +75,16 @@ class PolicyLoss:
     ) -> tuple[torch.Tensor, dict[str, Metric]]:
         """The microbatch's part of the optimizer step's loss, with gradient, and its metrics. `steps_done`:
         optimizer steps of the window before this one. `normalizer`: a factor of all importance weights."""
-        algorithm, batch = self._algorithm, self._batch(microbatch, scored.logprobs_N, steps_done)
+        algorithm, batch = self._algorithm, self._batch(microbatch, scored, steps_done)
         loss_N, metrics = self._loss(batch, algorithm)
+        for name, values_N in batch.kept.items():
+            if name not in self._schema or self._schema[name].by != "trainer":
+                why = f'algorithm.loss_mode = "{algorithm.loss_mode}" keeps the field "{name}"'
+                raise ConfigError(
+                    f"{why}, which is not declared as the trainer's", hint="declare it in task.fields"
+                )
+            microbatch.columns[name] = values_N
+            metrics[f"fields/{name}"] = mean_of(values_N)
         factors_N, corrections = correct(batch, algorithm)
         loss = aggregated(loss_N * (factors_N * normalizer), microbatch, plan, self._profile)
         if REF in microbatch.columns:
@@ -93,13 +103,15 @@ class PolicyLoss:
             return 1.0
         total = torch.zeros(2, dtype=torch.float64, device=ranks.device)
         for microbatch in batch.microbatches:
-            loss_batch = self._batch(microbatch, microbatch.columns[PROX], 0)
+            prox_N = microbatch.columns[PROX]
+            loss_batch = self._batch(microbatch, Scored(prox_N, torch.zeros_like(prox_N)), 0)
             weights_N, _ = importance_weights(loss_batch, self._algorithm)
             total += torch.stack([weights_N.double().sum(), total.new_tensor(len(weights_N))])
         weights, tokens = ranks.sum(total).tolist()
         return tokens / weights if weights else 1.0
 
-    def _batch(self, microbatch: Microbatch, logp_theta_N: torch.Tensor, steps_done: int) -> LossBatch:
+    def _batch(self, microbatch: Microbatch, scored: Scored, steps_done: int) -> LossBatch:
+        logp_theta_N = scored.logprobs_N
         prox_N, training = microbatch.columns.get(PROX), self._profile.async_training
         if self._algorithm.old_logprobs == "loglinear":
             prox_N = loglinear_prox(
@@ -117,6 +129,8 @@ class PolicyLoss:
             advantages_N=microbatch.columns.get(ADVANTAGES, microbatch.advantages_N),
             rows_N=microbatch.rows_N,
             num_rows=len(microbatch.inputs_BT),
+            entropy_N=scored.entropy_N,
+            columns={field.name: microbatch.columns[field.name] for field in self._schema.in_losses},
         )
 
 

@@ -19,21 +19,24 @@ again.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch.distributed.tensor import DTensor
 
 from asyncrl_cli.base.errors import RefusedError
 from asyncrl_cli.contracts.prompt_group import TrainReport
-from asyncrl_cli.contracts.trajectories import GroupPayload
+from asyncrl_cli.data.sample_fields import schema_of
+from asyncrl_cli.data.trajectories import GroupPayload
 from asyncrl_cli.measure.values import Sum, Value
 from asyncrl_cli.profile.arithmetic import MAX_LOGPROB_DIFF, is_apart
 from asyncrl_cli.profile.schema import ProcessPlace, Profile
-from asyncrl_cli.train.batch import PROX, REF, VALUES, Columns, StepBatch, step_batches
+from asyncrl_cli.train.batch import PROX, REF, VALUES, StepBatch, step_batches
 from asyncrl_cli.train.critic import Critic, credit
 from asyncrl_cli.train.losses import Metric
 from asyncrl_cli.train.optimizer import PolicyOptimizer, StepResult, finite, host_like, step_metrics
@@ -55,12 +58,17 @@ from asyncrl_cli.weights.buckets import BYTES_PER_MB, Bucket, Packing, plan_layo
 from asyncrl_cli.weights.senders import BufferPool, Publication
 from asyncrl_cli.weights.versions import Manifest, make_probes
 
+Kept = dict[tuple[int, int], dict[str, NDArray[Any]]]
+"""Outputs that losses keep, by group and trajectory of the train step, and by field: one value per sampled
+token, all segments end to end."""
+
 
 class PolicyTrainer:
     """One rank of the trainer; see the module's docstring. `init_method` is tcp://host:port or file://path.
     The learning rate schedule ends after `total_optimizer_steps`. `probe_text`: token ids for the probes.
     `reference` and `critic`: None if there is none, or if it has processes of its own. `publication`: None
-    before the first `gather`. OSError or ValueError, from transformers, if `place.model_dir` is not a model.
+    before the first `gather`. `kept`: of the last train step. OSError or ValueError, from transformers, if
+    `place.model_dir` is not a model.
     """
 
     def __init__(
@@ -87,7 +95,9 @@ class PolicyTrainer:
         self.critic: Critic | None = None
         if algorithm.has_critic and not is_apart(profile, VALUES):
             self.critic = Critic(profile, place, self.ranks, total_optimizer_steps=total_optimizer_steps)
-        self._loss = PolicyLoss(profile)
+        self.schema = schema_of(profile)
+        self._loss = PolicyLoss(profile, self.schema)
+        self.kept: Kept = {}
         self._window_first: dict[str, torch.Tensor] | None = None
         """A host copy of this rank's shards at the window's start, if prox needs it."""
         self.publication: Publication | None = None
@@ -111,12 +121,14 @@ class PolicyTrainer:
         step_in_window: int,
         plan: RankPlan,
         payloads: Mapping[int, GroupPayload],
-        columns: Columns | None = None,
+        columns: Sequence[str] = (),
+        dumped: Collection[int] = (),
     ) -> TrainReport:
         """Run the train step's optimizer steps, skipping those whose gradient is not finite. A collective.
 
-        `payloads` maps indices in the train step to groups. It has at least those in `plan.groups`, and so
-        have the `columns` that were computed elsewhere.
+        `payloads` maps indices in the train step to groups. It has at least those in `plan.groups`, with the
+        `columns` that were computed elsewhere. `dumped`: the groups whose outputs that losses keep go into
+        `kept`.
         """
         began_s, algorithm, ranks = time.monotonic(), self.profile.algorithm, self.ranks
         models = [model for model in (self.model, self.reference, self.critic) if model is not None]
@@ -127,6 +139,7 @@ class PolicyTrainer:
             max_tokens=self.profile.trainer.max_tokens_per_microbatch,
             ranks=ranks,
             are_packed=all(model.is_packed for model in models),  # all of them take the same microbatches
+            schema=self.schema,
         )
         # Columns come first, while no weights have changed. Those that were passed in are not computed.
         column_s = dict[str, float]()
@@ -163,6 +176,7 @@ class PolicyTrainer:
         if num_scored:
             num_tokens = sum(batch.plan.num_loss_tokens for batch in batches[-num_scored:])
             metrics["train/old_logprob_tokens"] = Sum(float(num_tokens))
+        self.kept = self._kept_of(trained, dumped)
         ranks.synchronize()  # or the seconds would be those in which the work was queued
         optimizers = [self.optimizer, *([self.critic.optimizer] if self.critic is not None else [])]
         return TrainReport(
@@ -173,6 +187,19 @@ class PolicyTrainer:
             skipped_steps=skipped_steps,
             skipped_in_a_row=max(optimizer.skipped_in_a_row for optimizer in optimizers),
         )
+
+    def _kept_of(self, batches: Sequence[StepBatch], dumped: Collection[int]) -> Kept:
+        kept: Kept = {}
+        for field in (field for field in self.schema.values() if field.by == "trainer"):
+            for batch in batches:
+                if any(field.name not in microbatch.columns for microbatch in batch.microbatches):
+                    continue
+                values_F = batch.column(field.name).cpu().numpy()
+                values = np.split(values_F.astype(field.dtype), np.cumsum(batch.counts_P)[:-1])
+                for one, values_n in zip(batch.plan.trajectories, values, strict=True):
+                    if one.group in dumped:
+                        kept.setdefault((one.group, one.trajectory), {})[field.name] = values_n
+        return kept
 
     @contextmanager
     def _timed(self, name: str, seconds: dict[str, float]) -> Iterator[None]:

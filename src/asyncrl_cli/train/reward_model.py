@@ -22,7 +22,8 @@ from transformers import (
 
 from asyncrl_cli.base.errors import AsyncrlError, PreflightError, first_names
 from asyncrl_cli.contracts.item import Item, messages_of
-from asyncrl_cli.contracts.trajectories import GroupPayload, Trajectory
+from asyncrl_cli.data.sample_fields import MASK, TOKENS
+from asyncrl_cli.data.trajectories import GroupPayload, Trajectory
 from asyncrl_cli.models.model_files import positions_of
 from asyncrl_cli.profile.schema import ProcessPlace, Profile
 from asyncrl_cli.train.batch import SPLIT_COST_TOKENS, cut_padded
@@ -83,7 +84,7 @@ class RewardModel:
         return [tuple(next(left) for _ in group.trajectories) for group in groups]
 
     def _text(self, item: Item, trajectory: Trajectory) -> str:
-        sampled = [token for part in trajectory.segments for token in part.tokens_T[part.mask_T].tolist()]
+        sampled = trajectory.per_token[TOKENS][trajectory.per_token[MASK]].tolist()
         messages = [*messages_of(item["prompt"]), {"role": "assistant", "content": self._decode(sampled)}]
         if self._tokenizer.chat_template is None:
             return "".join(message["content"] for message in messages)

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import chain, groupby
 from operator import itemgetter
 from pathlib import Path
@@ -20,7 +20,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncrl_cli.base.storage import appearing_file
-from asyncrl_cli.contracts.trajectories import GroupPayload, Segment
+from asyncrl_cli.data.sample_fields import (
+    BUILT_IN,
+    FINISH_REASON,
+    LOGPROBS,
+    MASK,
+    REWARD,
+    TOKENS,
+    TURN_REWARDS,
+    VERSIONS,
+    Field,
+    Schema,
+)
+from asyncrl_cli.data.trajectories import Arrays, GroupPayload, Trajectory
 
 Decode = Callable[[list[int]], str]
 """Token ids to text, e.g. a tokenizer's `decode`."""
@@ -49,13 +61,15 @@ def choose_samples(sizes: Sequence[int], most: int, seed: str) -> dict[int, int]
 class SampledGroup:
     """A group to dump. `advantages`: one per trajectory to dump, None if unknown or not trained. `rewards`:
     theirs, if a reward model has added to those in the payload. `logprobs`: per trajectory, the logprobs of
-    its sampled tokens under the trainer's weights at the step's start, segments concatenated. `answer`: the
-    reference answer, if the task has one."""
+    its sampled tokens under the trainer's weights at the step's start, segments concatenated. `kept`: by
+    trajectory, what losses have kept per sampled token, by field. `answer`: the reference answer, if the task
+    has one."""
 
     payload: GroupPayload
     advantages: Sequence[float | None]
     rewards: Sequence[float] = ()
     logprobs: Sequence[NDArray[np.float32]] | None = None
+    kept: Mapping[int, Arrays] = field(default_factory=dict)
     answer: str | None = None
 
 
@@ -67,13 +81,14 @@ def dump_samples(
     window: int,
     decode: Decode,
     max_bytes: float = math.inf,
+    schema: Schema = BUILT_IN,
 ) -> Path:
     """Atomically write one JSON line per trajectory of `step`: its whole text, and the part that the policy
     sampled.
 
     Arrays cover all tokens of all segments, end to end; `segment_lengths` says where each segment ends,
     `pieces` has the text of each token. `spans` has the text turn by turn: what the model generated, and what
-    it was given.
+    it was given. `fields` has the declared fields of `schema` with `in_samples`.
 
     `max_bytes` limits all dumps in the directory. This one takes an eighth of it at most and leaves further
     trajectories out. Then the oldest dumps are deleted.
@@ -82,7 +97,7 @@ def dump_samples(
     path = directory / f"step-{step:06d}.jsonl"
     room = max_bytes / 8
     with appearing_file(path) as temporary, temporary.open("wb") as file:
-        for line in _lines(groups, step, window, decode):
+        for line in _lines(groups, step, window, decode, schema):
             # Some tokenizers decode to lone surrogates. These become \\udxxx, as JSON writes them.
             encoded = f"{line}\n".encode(errors="backslashreplace")
             if (room := room - len(encoded)) < 0:
@@ -98,47 +113,72 @@ def dump_samples(
     return path
 
 
-def _lines(groups: Sequence[SampledGroup], step: int, window: int, decode: Decode) -> Iterator[str]:
+def _lines(
+    groups: Sequence[SampledGroup], step: int, window: int, decode: Decode, schema: Schema
+) -> Iterator[str]:
     for group in groups:
         for index, advantage in enumerate(group.advantages):
-            line = _line(group, index, advantage, decode)
+            line = _line(group, index, advantage, decode, schema)
             head = {"schema_version": 2, "step": step, "window": window}
             yield json.dumps({**head, **line}, ensure_ascii=False)
 
 
-def _line(group: SampledGroup, index: int, advantage: float | None, decode: Decode) -> dict[str, Any]:
+def _line(
+    group: SampledGroup, index: int, advantage: float | None, decode: Decode, schema: Schema
+) -> dict[str, Any]:
     of, trajectory = group.payload, group.payload.trajectories[index]
-    segments = trajectory.segments
-    tokens = [segment.tokens_T.tolist() for segment in segments]
-    mask_T = np.concatenate([np.asarray(segment.mask_T, dtype=bool) for segment in segments])
-    sampled = [segment.tokens_T[np.asarray(segment.mask_T, dtype=bool)].tolist() for segment in segments]
+    segments = list(trajectory.segments())
+    tokens = [segment[TOKENS].tolist() for segment in segments]
+    mask_T = trajectory.per_token[MASK]
+    sampled = [segment[TOKENS][segment[MASK]].tolist() for segment in segments]
     scored = {}
     if group.logprobs is not None:
         trainer_T = np.zeros(len(mask_T), np.float32)
         trainer_T[mask_T] = group.logprobs[index]
         scored = {"trainer_logprobs": _shortest(trainer_T)}
+    values, kept = trajectory.values, group.kept.get(index, {})
+    further = {
+        field.name: _shown(field, trajectory, kept)
+        for field in schema.values()
+        if field.in_samples and field.name not in BUILT_IN
+    }
     return {
         "group": f"{of.uid}@{of.epoch}.{of.attempt}",
         "uid": of.uid,
         "epoch": of.epoch,
         "attempt": of.attempt,
         "trajectory": index,
-        "reward": group.rewards[index] if group.rewards else trajectory.reward,
+        "reward": group.rewards[index] if group.rewards else values[REWARD],
         "advantage": advantage,
         "answer": group.answer,
-        "finish_reason": trajectory.finish_reason,
+        "finish_reason": values[FINISH_REASON],
         "text": "".join(map(decode, tokens)),
         "sampled_text": "".join(map(decode, sampled)),
         "spans": [span for n, segment in enumerate(segments) for span in _spans(segment, n, decode)],
-        "turn_rewards": list(trajectory.turn_rewards),
+        "turn_rewards": list(values.get(TURN_REWARDS, ())),
         "tokens": list(chain.from_iterable(tokens)),
         "pieces": list(chain.from_iterable(pieces(ids, decode) for ids in tokens)),
-        "logprobs": [value for segment in segments for value in _shortest(segment.logprobs_T)],
+        "logprobs": _shortest(trajectory.per_token[LOGPROBS]),
         **scored,
-        "versions": [int(value) for segment in segments for value in segment.versions_T],
+        "versions": trajectory.per_token[VERSIONS].tolist(),
         "mask": mask_T.astype(int).tolist(),
         "segment_lengths": [len(ids) for ids in tokens],
+        "fields": {name: shown for name, shown in further.items() if shown["values"] is not None},
     }
+
+
+def _shown(field: Field, trajectory: Trajectory, kept: Arrays) -> dict[str, Any]:
+    """A declared field of a trajectory: a value, or one for every token (None where it was not sampled, if it
+    is a field of sampled tokens). `values` is None if nobody has written it."""
+    shown: dict[str, Any] = {"per": field.per, "shown": field.shown, "doc": field.doc}
+    array = {**trajectory.per_token, **trajectory.per_sampled, **kept}.get(field.name)
+    if not field.is_array or array is None:
+        return {**shown, "values": trajectory.values.get(field.name)}
+    values = _shortest(array) if array.dtype == np.float32 and array.ndim == 1 else array.tolist()
+    if field.per == "sampled":
+        left = iter(values)
+        values = [next(left) if is_sampled else None for is_sampled in trajectory.per_token[MASK].tolist()]
+    return {**shown, "values": values}
 
 
 def _shortest(values_T: NDArray[np.float32]) -> list[float]:
@@ -164,9 +204,9 @@ def pieces(tokens: Sequence[int], decode: Decode) -> list[str]:
     return texts
 
 
-def _spans(segment: Segment, number: int, decode: Decode) -> Iterator[dict[str, Any]]:
+def _spans(segment: Arrays, number: int, decode: Decode) -> Iterator[dict[str, Any]]:
     """The stretches of a segment that the model sampled, and those in between."""
-    tokens = zip(segment.mask_T.tolist(), segment.tokens_T.tolist(), strict=True)
+    tokens = zip(segment[MASK].tolist(), segment[TOKENS].tolist(), strict=True)
     for is_sampled, pairs in groupby(tokens, key=itemgetter(0)):
         yield {
             "segment": number,

@@ -26,13 +26,13 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from asyncrl_cli.contracts.item import Item
-from asyncrl_cli.contracts.trajectories import GroupPayload
+from asyncrl_cli.data.trajectories import GroupPayload
 from asyncrl_cli.models.attention import Attention, choose_attention
 from asyncrl_cli.models.model_files import tensor_files
 from asyncrl_cli.models.saved_form import SavedForm, persistent_buffers, skeleton
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.train import keeps_whole_gradients
-from asyncrl_cli.train.batch import Column, Columns, Microbatch, StepBatch, step_batches
+from asyncrl_cli.train.batch import Column, Microbatch, StepBatch, step_batches
 from asyncrl_cli.train.packed_rows import Divide, choose_division, is_packed
 from asyncrl_cli.train.ranks import Ranks
 from asyncrl_cli.train.step_plan import OptimizerStepPlan, PlannedTrajectory, RankPlan
@@ -140,7 +140,7 @@ class ShardedModel(ABC, Generic[Content]):
         return numbers_N
 
     def step_batches(
-        self, plan: RankPlan, payloads: Mapping[int, GroupPayload], columns: Columns | None = None
+        self, plan: RankPlan, payloads: Mapping[int, GroupPayload], columns: Sequence[str] = ()
     ) -> list[StepBatch]:
         """The microbatches of a plan, if this model alone takes them. A collective."""
         max_tokens, packs = self.profile.trainer.max_tokens_per_microbatch, self.is_packed

@@ -17,7 +17,6 @@ from transformers import AutoTokenizer, Qwen3ForCausalLM
 from asyncrl_cli.checkpoint.payloads import read_payloads, write_payloads
 from asyncrl_cli.contracts.environment import OneTurn
 from asyncrl_cli.contracts.prompt_group import PartKey
-from asyncrl_cli.contracts.trajectories import joined_by_index
 from asyncrl_cli.engines.port import Completion
 from asyncrl_cli.engines.vllm import requests as vllm_requests
 from asyncrl_cli.engines.vllm.worker_transports import paused
@@ -186,14 +185,14 @@ async def test_every_turn_of_an_episode_has_the_logprobs_of_the_weights_that_sam
     assert {version for meta in result.trajectories for version, _ in meta.version_tokens} == set(versions)
     assert max(meta.span for meta in result.trajectories) >= 1
     for trajectory in payload.trajectories:
-        (segment,) = trajectory.segments
-        for version in {*segment.versions_T.tolist()} - {-1}:
+        (segment,) = trajectory.segments()
+        for version in {*segment["versions"].tolist()} - {-1}:
             expected = [
                 0.0,
-                *tiny.plain_logprobs(there.model, there.weights[version], segment.tokens_T.tolist(), 0.8),
+                *tiny.plain_logprobs(there.model, there.weights[version], segment["tokens"].tolist(), 0.8),
             ]
-            span = [t for t, other in enumerate(segment.versions_T) if other == version]
-            assert segment.logprobs_T[span].tolist() == pytest.approx([expected[t] for t in span], abs=1e-4)
+            span = [t for t, other in enumerate(segment["versions"]) if other == version]
+            assert segment["logprobs"][span].tolist() == pytest.approx([expected[t] for t in span], abs=1e-4)
 
 
 async def test_what_a_cut_has_kept_goes_on_after_a_resume_and_stays_as_it_was(
@@ -234,19 +233,19 @@ async def test_what_a_cut_has_kept_goes_on_after_a_resume_and_stays_as_it_was(
     )
     assert sum(not one.is_whole for one in kept.values()) >= 2, "the others ended before the cut"
     for index, trajectory in enumerate(payload.trajectories):
-        (segment,), (before,) = trajectory.segments, read.trajectories[index].segments
-        start = int(np.argmax(segment.mask_T))
-        end = start + len(before.tokens_T)
-        for name in ("tokens_T", "logprobs_T", "versions_T"):
+        (segment,), (before,) = trajectory.segments(), read.trajectories[index].segments()
+        start = int(np.argmax(segment["mask"]))
+        end = start + len(before["tokens"])
+        for name in ("tokens", "logprobs", "versions"):
             np.testing.assert_array_equal(getattr(segment, name)[start:end], getattr(before, name))
-        assert set(segment.versions_T[end:].tolist()) == (set() if kept[index].is_whole else {versions[2]})
+        assert set(segment["versions"][end:].tolist()) == (set() if kept[index].is_whole else {versions[2]})
         for version in versions:
             expected = [
                 0.0,
-                *tiny.plain_logprobs(there.model, there.weights[version], segment.tokens_T.tolist(), 0.8),
+                *tiny.plain_logprobs(there.model, there.weights[version], segment["tokens"].tolist(), 0.8),
             ]
-            span = [t for t, other in enumerate(segment.versions_T) if other == version]
-            assert segment.logprobs_T[span].tolist() == pytest.approx([expected[t] for t in span], abs=1e-4)
+            span = [t for t, other in enumerate(segment["versions"]) if other == version]
+            assert segment["logprobs"][span].tolist() == pytest.approx([expected[t] for t in span], abs=1e-4)
 
 
 async def test_keep_kv_marks_the_spans_and_goes_on_with_the_old_cache(there: World) -> None:

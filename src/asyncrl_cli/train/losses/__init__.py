@@ -17,8 +17,8 @@ a microbatch, row by row; R = its rows (sequences).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 from asyncrl_cli.base.named_code import find_plugin
@@ -40,7 +40,8 @@ class LossBatch:
     """The sampled tokens of one microbatch, in float32. Only `logp_theta_N` carries a gradient.
 
     `rows_N` is the row (sequence) of each token, 0 to `num_rows` - 1, for losses over whole sequences. A
-    microbatch may be empty.
+    microbatch may be empty. `entropy_N`: of each token's distribution, in nats. `columns`: the declared
+    fields with `in_losses`, (N), float32 or int64 (data/sample_fields.py).
     """
 
     logp_theta_N: torch.Tensor
@@ -49,6 +50,14 @@ class LossBatch:
     advantages_N: torch.Tensor
     rows_N: torch.Tensor
     num_rows: int
+    entropy_N: torch.Tensor
+    columns: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    kept: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    def keep(self, name: str, values_N: torch.Tensor) -> None:
+        """Keep an output per token under a declared field's name: samples have it, and its mean is the metric
+        `fields/<name>`. Every microbatch, even an empty one, must keep the same names."""
+        self.kept[name] = values_N.detach()
 
     def row_sums(self, values_N: torch.Tensor) -> torch.Tensor:
         """Each row's sum of its tokens' values, (R)."""
