@@ -17,6 +17,7 @@ from transformers import AutoTokenizer, Qwen3ForCausalLM
 from asyncrl_cli.checkpoint.payloads import read_payloads, write_payloads
 from asyncrl_cli.contracts.environment import OneTurn
 from asyncrl_cli.contracts.prompt_group import PartKey
+from asyncrl_cli.data.trajectories import joined_by_index
 from asyncrl_cli.engines.port import Completion
 from asyncrl_cli.engines.vllm import requests as vllm_requests
 from asyncrl_cli.engines.vllm.worker_transports import paused
