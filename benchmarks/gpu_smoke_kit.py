@@ -19,7 +19,6 @@ from engine_kit import RandomModel, save_tokenizer
 
 from asyncrl_cli.contracts.prompt_group import AttemptKey, GroupResult, TrajectoryMeta
 from asyncrl_cli.data.sample_fields import BUILT_IN
-from asyncrl_cli.data.sample_fields import BUILT_IN
 from asyncrl_cli.data.trajectories import GroupPayload, Trajectory, trajectory_of
 from asyncrl_cli.profile.schema import ModelSection, ProcessPlace, Profile, TrainerSection
 from asyncrl_cli.train.step_plan import plan_train_step

@@ -34,7 +34,6 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 
 from asyncrl_cli.contracts.prompt_group import AttemptKey, GroupResult
 from asyncrl_cli.data.sample_fields import BUILT_IN
-from asyncrl_cli.data.sample_fields import BUILT_IN
 from asyncrl_cli.data.trajectories import GroupPayload, trajectory_of
 from asyncrl_cli.job.host_process import M_MMAP_THRESHOLD, keep_freed_memory
 from asyncrl_cli.models.shape import shape_of

@@ -20,7 +20,6 @@ from asyncrl_cli.checkpoint import reader, writer
 from asyncrl_cli.checkpoint.payloads import write_payloads
 from asyncrl_cli.checkpoint.writer import CheckpointStore
 from asyncrl_cli.data.sample_fields import BUILT_IN
-from asyncrl_cli.data.sample_fields import BUILT_IN
 from asyncrl_cli.data.trajectories import Arrays, GroupPayload, trajectory_of
 from asyncrl_cli.job.driver_prompts import PromptFeed
 from asyncrl_cli.loop.pipeline import Pipeline

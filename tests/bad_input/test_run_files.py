@@ -24,7 +24,6 @@ import pytest
 from asyncrl_cli.base.errors import ConfigError
 from asyncrl_cli.cli.app import run
 from asyncrl_cli.data.sample_fields import BUILT_IN
-from asyncrl_cli.data.sample_fields import BUILT_IN
 from asyncrl_cli.data.trajectories import GroupPayload, segment_of, trajectory_of
 from asyncrl_cli.simulate.calibration import calibrate
 from asyncrl_cli.train.sample_dump import SampledGroup, dump_samples

@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from asyncrl_cli.base.errors import RefusedError
 from asyncrl_cli.checkpoint.payloads import read_payloads, write_payloads
 from asyncrl_cli.data.sample_fields import BUILT_IN
-from asyncrl_cli.data.sample_fields import BUILT_IN
 from asyncrl_cli.data.trajectories import GroupPayload, trajectory_of
 
 

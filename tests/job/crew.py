@@ -12,7 +12,6 @@ from typing import Any
 from asyncrl_cli.contracts.environment import RewardSpec
 from asyncrl_cli.contracts.prompt_group import AttemptKey, GroupResult, TrajectoryMeta
 from asyncrl_cli.data.sample_fields import BUILT_IN, NOT_SAMPLED
-from asyncrl_cli.data.sample_fields import BUILT_IN, NOT_SAMPLED
 from asyncrl_cli.data.trajectories import GroupPayload, segment_of, trajectory_of
 from asyncrl_cli.plan.cluster import ClusterResources, NodeResources
 from asyncrl_cli.plan.compiler import compile_job

@@ -13,7 +13,6 @@ from rich.cells import cell_len
 from asyncrl_cli.base.errors import ConfigError
 from asyncrl_cli.cli.app import run as asyncrl
 from asyncrl_cli.data.sample_fields import BUILT_IN
-from asyncrl_cli.data.sample_fields import BUILT_IN
 from asyncrl_cli.data.trajectories import GroupPayload, trajectory_of
 from asyncrl_cli.observe.recorded import Recorded
 from asyncrl_cli.observe.terminal import SafeConsole

@@ -13,7 +13,6 @@ from transformers import AutoModelForCausalLM
 
 from asyncrl_cli.base.errors import ExecutorFailed
 from asyncrl_cli.data.sample_fields import BUILT_IN
-from asyncrl_cli.data.sample_fields import BUILT_IN
 from asyncrl_cli.data.trajectories import GroupPayload, trajectory_of
 from asyncrl_cli.train.batch import PROX
 from asyncrl_cli.train.policy_model import frozen_model

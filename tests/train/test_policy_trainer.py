@@ -13,8 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from asyncrl_cli.data.sample_fields import BUILT_IN
-from asyncrl_cli.data.sample_fields import BUILT_IN
-from asyncrl_cli.data.trajectories import GroupPayload, joined, trajectory_of
+from asyncrl_cli.data.trajectories import GroupPayload, trajectory_of
 from asyncrl_cli.measure.values import shown
 from asyncrl_cli.profile.schema import TrainerSection
 from asyncrl_cli.train import optimizer, ranks

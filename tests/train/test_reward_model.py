@@ -10,7 +10,6 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer, Llam
 from asyncrl_cli.base.errors import AsyncrlError, PreflightError
 from asyncrl_cli.builtin.tiny import tiny_tokenizer
 from asyncrl_cli.data.sample_fields import BUILT_IN
-from asyncrl_cli.data.sample_fields import BUILT_IN
 from asyncrl_cli.data.trajectories import GroupPayload, trajectory_of
 from asyncrl_cli.profile.schema import ProcessPlace, Profile, RunSection
 from asyncrl_cli.train.reward_model import RewardModel

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from asyncrl_cli.data.sample_fields import BUILT_IN
-from asyncrl_cli.data.sample_fields import BUILT_IN
 from asyncrl_cli.data.trajectories import GroupPayload, joined, trajectory_of
 from asyncrl_cli.train.sample_dump import SampledGroup, choose_samples, dump_samples, is_dump_step, pieces
 

@@ -11,7 +11,6 @@ import numpy as np
 
 from asyncrl_cli.contracts.prompt_group import AttemptKey, GroupResult, TrajectoryMeta
 from asyncrl_cli.data.sample_fields import BUILT_IN
-from asyncrl_cli.data.sample_fields import BUILT_IN
 from asyncrl_cli.data.trajectories import Arrays, GroupPayload, Trajectory, trajectory_of
 
 VOCAB_SIZE = 64
