@@ -275,7 +275,7 @@ def test_every_dtype_and_shape_comes_back_from_transferqueue_exactly(
 
 
 @pytest.mark.slow
-def test_too_few_cpus_for_transferqueue_are_refused_at_once(ray_session: None) -> None:
+def test_too_few_cpus_for_transferqueue_are_refused_at_once(transfer_queue: TransferQueueStore) -> None:
     with pytest.raises(PreflightError, match="need 3 CPUs, and the cluster has 1 free") as refused:
         transferqueue_store.start("run", DataPlaneSection(backend="transferqueue"))
     assert refused.value.exit_code == 3
@@ -284,7 +284,7 @@ def test_too_few_cpus_for_transferqueue_are_refused_at_once(ray_session: None) -
 
 @pytest.mark.slow
 def test_actors_that_do_not_start_in_time_are_ended(
-    ray_session: None, monkeypatch: pytest.MonkeyPatch
+    transfer_queue: TransferQueueStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(transferqueue_client, "START_LIMIT_S", 0.01)
     with pytest.raises(PreflightError, match=r"did not start within 0\.01 s"):

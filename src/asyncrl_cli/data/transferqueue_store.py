@@ -172,7 +172,7 @@ class TransferQueueStore(Store):
 
     def clear(self, keys: Iterable[str]) -> None:
         """Does not wait, so it may be called in an event loop. Also clears keys that only the controller
-        knows."""
+        knows. Before a cleared key is put again `keys` has to be called, which does wait."""
         keys = [*keys]
         unheard = [key for key in keys if key not in self._held and key not in self._cleared]
         super().clear(keys)
