@@ -50,8 +50,8 @@ class Turn:
     that it may call.
 
     `is_last`: `step` will end the trajectory whatever the answer is, so its engine slot is already free while
-    `step` runs. `fields`: values of declared fields (`task.fields`) for the answer that `step` was given, one
-    per token.
+    `step` runs (else only with `rollout.hold_slots = false`). `fields`: values of declared fields
+    (`task.fields`) for the answer that `step` was given, one per token.
     """
 
     messages: tuple[Message, ...]
@@ -88,8 +88,8 @@ class Answer:
 
 
 class EpisodeFailed(Exception):
-    """This trajectory has no reward: its group goes on without it. Metrics count failures by `kind`; `text`
-    gives the details.
+    """This trajectory has no reward: its group goes on without it, if at least two others have one.
+    Metrics count failures by `kind`; `text` gives the details.
 
     Kinds: prompt, template, cut, environment, agent, tool-timeout, tool-died, episode-timeout, reward,
     aborted.

@@ -19,9 +19,9 @@ ENDED = ("done", "failed", "stopped")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
-    """One line of events.jsonl. `name` is a ledger stage or one of: replaced, scored, published, loaded,
-    checkpointed, failed, resumed, warning, eval, lost, away, restarted, tools_again. `fields` are further
-    JSON values."""
+    """One line of events.jsonl. `name` is a ledger stage or one of: replaced (responses that were lost or
+    resumed are placed again), scored, published, loaded, checkpointed, failed, resumed, warning, eval, lost,
+    away, restarted, tools_again. `fields` are further JSON values."""
 
     time_s: float
     name: str
@@ -105,11 +105,13 @@ class Overview:
     metrics line.
 
     `phase`: starting, running, evaluating, stopping, done, stopped, failed. `admission`: why nothing more is
-    admitted ("" if open): stopping, end, window, restart, loading, slots, deadlines; `admission_cause`: the
-    cause, in words. `window_taken`, `window_groups` (W) and `window_budget` are numbers of groups. `reports`:
-    states and waits as the loop knows them now (causes.py). `worker_versions`: by worker name, -1 for none
-    yet. `restarting`: workers that have no process at the moment, by name, with "1 of 3" (the first of the
-    three restarts that each worker may have) or with the reason why the run continues without it.
+    admitted ("" if open): slots, window, deadlines (loop/admission.py), stopping, end (all groups of the run
+    have started), loading (colocate: until all have loaded; else all are loading), restart (no worker has a
+    process); `admission_cause`: the cause, in words. `window_taken`: groups taken in this window, of
+    `window_groups` (W); `window_budget`: how many may be running, finished or taken in it. `reports`: states
+    and waits as the loop knows them now (causes.py). `worker_versions`: by worker name, -1 for none yet.
+    `restarting`: workers that have no process at the moment, by name, with "1 of 3" (the first of
+    `rollout.max_restarts = 3`) or with the reason why the run continues without it.
     """
 
     phase: str

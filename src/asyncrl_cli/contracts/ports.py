@@ -129,19 +129,22 @@ class RolloutWorker(Protocol):
 
     async def load(self, version: int, interrupt: Interrupt) -> LoadReport:
         """Interrupt, copy the prefetched weights in, resume, score the probes. If it fails, the old version
-        stays."""
+        stays. `interrupt`: running responses end first (`drain`), or freeze and then continue with the new
+        weights (`keep-kv`, `recompute-kv`)."""
 
     async def evaluate(self, request: EvalRequest) -> EvalResult:
-        """Generate and reward the request's tries, beside the running groups."""
+        """Generate and reward the request's tries, beside the running groups. The loop begins no load
+        meanwhile."""
 
     async def abort_evals(self) -> None:
         """Stop the running `evaluate` calls. They soon return what they have."""
 
     async def pause(self) -> None:
-        """Colocate: give the resources to the trainer (nothing is running)."""
+        """Colocate, before a window's first train step: give the resources to the trainer (nothing is
+        running)."""
 
     async def resume(self) -> None:
-        """Colocate: take the resources back."""
+        """Colocate, after the window's gather: take the resources back."""
 
     async def node_is_gone(self) -> bool:
         """After the loss of this worker: whether its node is gone too, and with it the arrays of all parts
@@ -158,12 +161,13 @@ class RolloutWorker(Protocol):
 
 
 class Scorer(Protocol):
-    """All processes of one scorer as one. While other groups are trained, it computes its column: a number
-    for every sampled token of finished groups (`reward`: for every trajectory). `load`, `judge` and `learn`
-    are each called on one kind of scorer only.
+    """All processes of one scorer as one, if its column has processes of its own (`placement.tasks`); else
+    the trainer computes the column. While other groups are trained, it computes a number for every sampled
+    token of finished groups (`reward`: for every trajectory). `load`, `judge` and `learn` are each called on
+    one kind of scorer only.
 
-    A critic is never restarted: what it has learned is saved in the trainer's checkpoints only, and is lost
-    with its process.
+    Such a separate critic is never restarted: what it has learned is saved in the trainer's checkpoints only,
+    and is lost with its process.
 
     `name` names both executor and column: `ref`, `prox`, `critic`, `reward`. `call_tokens`: how many tokens
     of prompts and responses fill one call.
@@ -201,7 +205,8 @@ class Trainer(Protocol):
     """All trainer ranks as one."""
 
     async def train(self, batch: TrainBatch) -> tuple[TrainReport, ExecutorReport]:
-        """`require_batches` optimizer steps on the groups of one train step."""
+        """Plan the step from the metadata (advantages, if they need no values per token; which rank trains
+        what), and make `require_batches` optimizer steps on its groups."""
 
     async def gather(self, version: int) -> tuple[float, ExecutorReport]:
         """Copy the full parameters into host buckets as `version` and score the probes; stalls training.
@@ -244,6 +249,7 @@ class LoopSnapshot:
     """The loop's part of a checkpoint: the run between an optimizer step and the next take, frozen in one
     turn of the event loop.
 
+    `at_window_boundary`: no group of the window is taken, so the trainer's weights are those of `version`.
     `loop_state` is JSON, with all that the driver knows of the untrained groups. Handles are pinned until
     written. `payloads`: those of each finished group's parts, then those of each ended part of a running
     group, in the same order. `partial_groups`: the running groups with responses that a resumed run

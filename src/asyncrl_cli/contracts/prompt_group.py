@@ -10,12 +10,13 @@ Worked example, with n = 3 and two workers that have room:
     PartRequest(key=9f3c@0.0/0, indices=(0, 1), seed=77, item=...)      to rollout-0
     PartRequest(key=9f3c@0.0/1, indices=(2,), seed=77, item=...)        to rollout-1
     PartResult(key=9f3c@0.0/0, trajectories=(a, b), payload=<handle>)   from rollout-0
-    PartResult(key=9f3c@0.0/1, failures=(reward: it raised,), ...)      from rollout-1, which has no reward
+    PartResult(key=9f3c@0.0/1, failures=(reward: it raised,), ...)      from rollout-1; response 2 failed
     GroupResult(key=9f3c@0.0, trajectories=(a, b), payload=(<handle>, <handle>))
     TrainBatch(step=41, window=10, step_in_window=0, groups=(...), columns={key: {"ref": <handle>}})
     TrainReport(train_s=3.2, tokens=81920, metrics={"loss/policy": Ratio(12.5, 81920), ...})
 
-With K = 4 this is the first of the four train steps between the publishes of versions 10 and 11.
+Train steps count from 1. If K = 4 of them make a window, this is the first one of window 10, between the
+publishes of versions 10 and 11.
 
 The arrays (`data.trajectories.GroupPayload`) stay behind the handles: the loop passes these on and never
 opens them.
@@ -88,8 +89,8 @@ class PartialResponse(NamedTuple):
 
     def may_continue(self, version: int, *, mixes: bool, at_once: bool) -> bool:
         """Whether it may continue with weights of `version`. `mixes`: a response may have tokens of several
-        versions. `at_once`: it gets a slot now. A load could overtake it in a queue, because a drain waits
-        only for running responses."""
+        versions. `at_once`: it gets a slot now. If it had to queue, a load could come first, because a drain
+        does not wait for queued responses."""
         return self.is_whole or mixes or (at_once and self.version_tokens[-1][0] == version)
 
 
@@ -120,7 +121,8 @@ class TrajectoryFailure(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrajectoryMeta:
-    """What the driver knows of a trajectory: enough for advantages, balancing and every metric.
+    """What the driver knows of a trajectory: enough to plan a train step (`Trainer.train`), and for every
+    metric.
 
     Checkpoints hold it unchanged. `model_score`: the reward model's score, if there is one; `reward` includes
     it times its weight; not in checkpoints. `num_turns`: answers of the model; `num_forks`: contexts that the
@@ -205,7 +207,7 @@ class GroupResult(_Result):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainBatch:
-    """The R groups of one train step, in take order. `window` is the number of the window that trains them.
+    """The R groups of one train step, in finish order. `window` is the number of the window that trains them.
     `columns`: per group, the handles of what scorers have computed for it, by scorer."""
 
     step: int

@@ -2,41 +2,41 @@
 
     feed --prompt--> ADMIT --requests-> workers (generate, reward) --results-> (scorers) -> BATCH -R-> trainer
       ^                ^                  ^     |                                             |           |
-      |                |                  |     +-- sequences that ended                      |        gather
-      |                +-- slots, window, deadlines (admission.py) ---------------------------+           |
-      +-- requeued     |                  +-- load <-- prefetch <-- newest <-- publish <------------------+
-                       +--------------------- version rises when the gather has ended
+      |                |                  |     +-- slots of sequences that ended             |        gather
+      |                +-- slots, window, deadlines (admission.py) <---- takes ---------------+           |
+      +-- requeued     |                  +-- load <-- prefetch <-- newest version <-- publish <----------+
+                       +--------------------- version rises: after the gather, before the publish
 
     task               consumes             waits for                          unblocked by
     -----------------  -------------------  ---------------------------------  -------------------------------
     admit              prompts              admission open                     follow (slots, a drop), sync (a
-                                                                               load, or the end of an eval,
-                                                                               which runs there and frees
-                                                                               slots), training (a publish)
+                                                                               load, or the end of its eval,
+                                                                               which frees slots), training (a
+                                                                               new version)
     follow (a worker)  results, progress    the worker's next change           the worker, within one second.
                                                                                One that has work but makes no
                                                                                token for
                                                                                rollout.call_timeout_s is lost
     restart (executor) a dead worker/scorer a fresh one                        its start, bounded
-                                            colocate: also the lease           training
+                                            colocate: the trainer's hand-back  training (a window's end)
     sync (a worker)    the newest version   a version newer than its own       publish; then its prefetch,
                                                                                load and eval, each bounded
-                       -                    or an eval that a lost worker left restart
+                       -                    or an eval that a lost worker left restart (of the lost worker)
     scorer             finished groups      a group that it has not scored     follow; then its call,
                                                                                rollout.call_timeout_s
                        -                    prox: the window's version         publish; then its load,
                                                                                weights.timeout_s
-                       -                    critic: to have learned from the   its learn call, beside the
-                                            last train step                    trainer's,
-                                                                               trainer.step_timeout_s
-    training           R finished groups    R takeable groups                  follow; colocate: also the
-                                                                               eval's end
+                       -                    critic: to have learned from the   its learn call,
+                                            last train step                    trainer.step_timeout_s
+    training           R finished groups    R takeable groups; in colocate, at follow; colocate: also the
+                                            a window's start: W, and no eval   eval's end
                        -                    their columns                      scorer
+                       -                    colocate: then every worker to     the workers,
+                                            hand over                          rollout.call_timeout_s; a stop
                        -                    after each step: a separate critic the critic,
                                                                                trainer.step_timeout_s
-                       -                    colocate: every worker to hand     the workers,
-                                            over                               rollout.call_timeout_s; a stop
-                       -                    at most one older version loading  sync (before a gather)
+                       -                    before a gather: no two versions   sync (a load)
+                                            on their way to workers
                        -                    weights.mode = "sync": all workers sync (every worker's load)
                                             to hold the newest version
                        -                    the previous checkpoint written    checkpoint
@@ -45,33 +45,50 @@
     tick, reports      -                    one second                         the clock; the trainer's
                                                                                report is bounded
 
-Words. W groups are trained between two publishes: a window, numbered like the version that it begins with. A
-train step takes R of them. A group's deadline is the last version in which it may be trained. A group is
-takeable when it is finished, has all its columns, and every other untaken group can still be taken in time
-without it: inequality (*) of admission.py.
+Words. A train step takes R groups. K train steps, so W = K * R groups, are a window, numbered like the
+version that it begins with (the last window may be shorter). It ends with a publish. A group's deadline is
+the last window in which it may be trained: the oldest version of the workers that its responses start on,
+plus `max_staleness`. A group is takeable when it is finished, has all its columns, and every other untaken
+group can still be taken in time without it: inequality (*) of admission.py. (*) applies under
+`on_stale = "wait"` only, where no group is ever late; else late groups are trained (`"accept"`) or ended.
 
-The journey of a prompt group, by file. groups.py takes a `Prompt` from the feed, and an `Attempt` at it
-begins; ledger.py draws its stages. admission.py finds slots for its n responses and sets its deadline;
-rollouts.py submits a `PartRequest` to each worker that gets some. There an environment and the model take
-turns, and a reward judges. The arrays (`GroupPayload`) stay behind a handle; a `PartResult` comes back.
-Joined, the parts are a `GroupResult`: the group is finished, or left out for equal rewards. scorer_tasks.py
-has the attempt's missing columns computed. training.py takes R takeable groups as a `TrainBatch`, in finish
-order; the trainer computes advantages, deals the responses to its ranks, makes its optimizer steps and
-answers with a `TrainReport`. At the window's end the trainer gathers its weights and the version rises: that
-opens the next window, and under `on_stale = "drop"` or `"requeue"` it ends the attempts that are past their
-deadline (a requeued prompt starts again as another attempt). Then publishing.py has the trainer hand its
-buckets out: a `Published`, which each worker prefetches and loads (rollouts.py), and answers with a
-`LoadReport`.
+The journey of a prompt group, by file. When admission is open, groups.py takes a `Prompt` from the feed, and
+an `Attempt` at it begins (ledger.py has its stages). admission.py finds slots for its n responses and sets
+its deadline; rollouts.py submits a `PartRequest` to each worker that gets some. There an environment and the
+model take turns, and a reward judges. A `PartResult` comes back with the metadata. The arrays go from process
+to process without the driver: data/ declares their fields, and has the stores that can hold them. Joined, the
+parts are a `GroupResult`, and the group is finished. Or it is dropped, and another prompt gets its place: if
+too few of its responses have a reward, or (`algorithm.filter_groups`) if all rewards are equal, which is
+known once a reward model, if there is one, has scored them. scorer_tasks.py has the attempt's missing columns
+computed. training.py takes R takeable groups as a `TrainBatch`: in finish order, passing over those that are
+not takeable yet. The trainer plans the step from the metadata (advantages, which rank trains what), makes its
+optimizer steps and answers with a `TrainReport`. At the window's end it gathers its weights, and the version
+rises: that opens the next window, and under `on_stale = "drop"` or `"requeue"` it ends the attempts that are
+past their deadline (a requeued prompt starts again as another attempt). Then publishing.py has the trainer
+hand its buckets out: a `Published`, which each worker prefetches and loads (rollouts.py), and answers with a
+`LoadReport`. A worker always turns to the newest version, and may skip others.
+
+Evals (evals.py): a worker that has loaded a version whose eval is due works on it beside its groups, and does
+not load again before no tries are left. If all workers of an eval are lost, another one with that version
+goes on with it, or a newer version is scored instead. Evals take slots, but no place in the window.
+
+A worker's death: the parts that it has returned remain, unless its node is gone with their arrays. Its other
+responses start again, in new parts, before any new group. They need slots on workers with weights new enough
+for their group's deadline; every load adds such slots. Its new process first loads the newest version.
+
+Checkpoints (checkpointer.py): between two train steps the trainer copies its state, workers report what
+running responses have so far, and the loop's state is frozen: the feed's position, finished groups, and what
+running ones have; no columns. A resumed run first publishes its version again. It places what ran as if all
+workers had died, except that responses of a single turn may continue from their tokens.
 
 Why there is no deadlock: training waits for groups and loads. Groups run on workers whatever training does.
 Admission is closed by slots (freed by groups, and by evals, which eval.timeout_s bounds), by the window
 (reopened when the version rises, which needs only groups that are already admitted: `takeable_in_time` keeps
-room for every one of them), or by deadlines (a worker that lags would start the group too old; reopened by
-its load, which waits for a publish and, under `drain`, for running groups). Responses of a failed worker are
-placed before any new group. They need slots on workers whose weights are as new as those of the rest of the
-group; every load adds such slots. A failed worker or scorer is restarted (executor_tasks.py) while it has
-restarts left. After that its failure stops the run in good order, unless the run can continue without it
-(`rollout.min_workers`). A failed trainer or separate critic fails the run at once.
+room for every one of them), by deadlines (a worker that lags would start the group too old; reopened by its
+load, which waits for a publish and, if loads drain, for running responses), or in colocate by loads. A failed
+worker or scorer is restarted (executor_tasks.py) while it has restarts left. After that its failure stops the
+run in good order, unless the run can continue without it (`rollout.min_workers`). A failed trainer or
+separate critic fails the run at once.
 """
 
 from __future__ import annotations
