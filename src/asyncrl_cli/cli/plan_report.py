@@ -27,6 +27,7 @@ from asyncrl_cli.profile.keys import values_of
 from asyncrl_cli.profile.loaded import DEFAULT, Loaded, is_default
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.sandbox.rehearsal import Rehearsal, rehearse
+from asyncrl_cli.tasks.code_choice import check_fields
 from asyncrl_cli.tasks.files import KINDS
 from asyncrl_cli.tasks.task import load_task
 from asyncrl_cli.train.losses import check_loss
@@ -51,9 +52,10 @@ def print_plan(
     and `node_memory_gib` of host memory, or for a cluster.
 
     Raises PreflightError if the job cannot run there: before printing if no plan can be made, otherwise after
-    printing the plan. Raises ConfigError for an unknown loss.
+    printing the plan. Raises ConfigError for an unknown loss, and for fields that cannot be used.
     """
     check_loss(loaded.profile.algorithm.loss_mode)
+    check_fields(loaded.profile)
     is_here = gpus is None and address is None
     if address is not None:
         there = _Cluster.at(address)

@@ -91,8 +91,8 @@ class EpisodeFailed(Exception):
     """This trajectory has no reward: its group goes on without it, if at least two others have one.
     Metrics count failures by `kind`; `text` gives the details.
 
-    Kinds: prompt, template, cut, environment, agent, tool-timeout, tool-died, episode-timeout, reward,
-    aborted.
+    Kinds: prompt, template, cut, engine, environment, agent, tool-timeout, tool-died, episode-timeout,
+    reward, aborted.
     """
 
     def __init__(self, kind: str, text: str) -> None:

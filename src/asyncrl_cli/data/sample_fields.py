@@ -19,7 +19,7 @@ A field that nobody writes takes no room. Readers of an absent value see `fill`.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from importlib.metadata import entry_points
 from typing import Any, Literal
@@ -28,13 +28,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncrl_cli.base.errors import ConfigError, first_line
-from asyncrl_cli.base.named_code import UserCode, describe
+from asyncrl_cli.base.named_code import UserCode, describe, is_user_code
 from asyncrl_cli.profile.arithmetic import CRITIC, PROX, REF
 from asyncrl_cli.profile.schema import Profile
 
 Per = Literal["token", "sampled", "segment", "trajectory", "group"]
 Writer = Literal["engine", "environment", "reward", "scorer", "trainer"]
 GROUP = "asyncrl.fields"
+HINT = 'it names a sequence of asyncrl_cli.data.sample_fields.Field, for example "my_fields:FIELDS"'
 NOT_SAMPLED = -1
 """Version of a token that no policy sampled (prompt, tool output)."""
 
@@ -79,6 +80,8 @@ class Field:
             raise ValueError(f"field {self.name}: only a field per token has a shape, a colour or a loss")
         if self.in_losses and self.shape:
             raise ValueError(f"field {self.name}: losses take one number per token")
+        if self.by in ("trainer", "scorer") and (self.per != "sampled" or self.shape):
+            raise ValueError(f"field {self.name}: the {self.by} writes one number per sampled token")
 
     @property
     def is_array(self) -> bool:
@@ -86,6 +89,22 @@ class Field:
 
     def filled(self, count: int) -> NDArray[Any]:
         return np.full((count, *self.shape), self.fill, dtype=self.dtype)
+
+    def array_of(self, values: Any, count: int) -> NDArray[Any]:
+        """Somebody's values of `count` tokens. Raises ValueError if they are not of this field."""
+        given, dtype = np.asarray(values), np.dtype(self.dtype)
+        if given.shape[:1] != (count,):
+            number = len(given) if given.shape else "no"
+            raise ValueError(f"field {self.name} has {number} values for an answer of {count} tokens")
+        if given.size == 0:
+            given = given.astype(dtype).reshape(0, *self.shape)
+        taken = given.astype(dtype) if given.dtype.kind in "biuf" else given
+        # Rounding to float32 is fine; an integer that changes is not.
+        is_same = dtype.kind == "f" or (given.dtype.kind != "f" and bool((taken == given).all()))
+        if taken.dtype != dtype or taken.shape[1:] != self.shape or not is_same:
+            shape = f" of shape {self.shape}" if self.shape else ""
+            raise ValueError(f"field {self.name}: its values are not {self.dtype}{shape}")
+        return taken
 
 
 class Schema(Mapping[str, Field]):
@@ -170,14 +189,17 @@ def schema_of(profile: Profile) -> Schema:
     if profile.task.fields:
         code = UserCode(name=profile.task.fields, import_path=profile.task.import_path or "")
         named.append((f'task.fields = "{code.name}"', code.load))
+        if not is_user_code(code.name):
+            raise ConfigError(f'task.fields = "{code.name}" is not of the form module:name', hint=HINT)
     fields = list(FIELDS)
     for where, load in named:
         try:
-            found = [replace(field) for field in load()]  # a copy: each is a Field, or this raises
-            fields += found
+            for field in load():
+                if not isinstance(field, Field):
+                    raise ValueError(f"{field!r:.80} is not a Field")
+                fields.append(field)
             Schema(fields)
         except Exception as error:  # a user's module may raise anything
             why = describe(error) if not isinstance(error, ValueError) else first_line(error)
-            hint = 'a sequence of asyncrl_cli.data.sample_fields.Field, for example "my_fields:FIELDS"'
-            raise ConfigError(f"{where}: {why}", hint=hint) from error
+            raise ConfigError(f"{where} cannot be used: {why}", hint=HINT) from error
     return Schema(fields)

@@ -61,7 +61,7 @@ class Completion:
 
     `logprobs` are from the temperature-scaled, untruncated distribution (the unscaled one if greedy).
     `versions` are the versions of the weights that sampled each token. `fields`: a value per token of
-    declared fields that the engine writes (`data.sample_fields`).
+    declared fields that the engine writes (`data.sample_fields`); all completions of an engine have the same.
     """
 
     tokens: list[int]
@@ -160,8 +160,8 @@ class Engine(Protocol):
         """Wait for a free slot (first come, first served) and sample a response.
 
         `first_version`: for a later turn, the version that sampled its trajectory's first token (see `load`).
-        `so_far`: tokens that another engine sampled for the same prompt. The response begins with them, and
-        they count towards `max_response_tokens`.
+        `so_far`: tokens that another engine sampled for the same prompt. The response begins with them (and
+        with the values of their fields), and they count towards `max_response_tokens`.
 
         Raises ValueError for a request that the engine is not configured for (for example, too long),
         ExecutorFailed once the engine has failed or is closed.

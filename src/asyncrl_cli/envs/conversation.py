@@ -13,15 +13,16 @@ segments of a trajectory share its reward, and its tokens count once.
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import numpy as np
+from numpy.typing import NDArray
 
-from asyncrl_cli.contracts.environment import Answer, Message
-from asyncrl_cli.data.sample_fields import BUILT_IN, MASK, NOT_SAMPLED, Schema
+from asyncrl_cli.contracts.environment import Answer, EpisodeFailed, Message
+from asyncrl_cli.data.sample_fields import BUILT_IN, MASK, NOT_SAMPLED, Schema, Writer
 from asyncrl_cli.data.trajectories import Arrays, segment_of
 from asyncrl_cli.engines.port import Completion
 from asyncrl_cli.envs.chat import Chat, Tools
@@ -40,14 +41,14 @@ class Context:
     num_sampled: int = 0
     answers: list[range] = field(default_factory=list)
     """Where the tokens of each answer are."""
-    written: list[tuple[str, range, Sequence[Any]]] = field(default_factory=list)
+    written: list[tuple[str, range, NDArray[Any]]] = field(default_factory=list)
     """Values of further fields: the name, the tokens, and a value for each of them."""
 
     def begins(self, tokens: Sequence[int]) -> bool:
         """Whether `tokens` begin with all of this context's tokens."""
         return list(tokens[: len(self.tokens)]) == self.tokens
 
-    def segment(self, schema: Schema = BUILT_IN) -> Arrays:
+    def segment(self, schema: Schema) -> Arrays:
         """Tokens that were not sampled have mask 0, version -1 and logprob 0. Further fields have their
         `fill` where nobody wrote them."""
         arrays = dict(segment_of(self.tokens, self.logprobs, self.versions))
@@ -55,18 +56,21 @@ class Context:
         for name in dict.fromkeys(name for name, _, _ in self.written):
             values_T = schema[name].filled(len(self.tokens))
             for _, where, values in (one for one in self.written if one[0] == name):
-                values_T[where.start : where.stop] = np.asarray(values, dtype=values_T.dtype)
+                values_T[where.start : where.stop] = values
             arrays[name] = values_T if schema[name].per == "token" else values_T[mask_T]
         return arrays
 
 
 @dataclass(slots=True, eq=False)
 class Conversation:
-    """`contexts`: all so far; `ask` continues the last one. A question without an answer leaves no trace."""
+    """`contexts`: all so far; `ask` continues the last one. A question without an answer leaves no trace.
+    `values`: what was written of declared fields of the trajectory."""
 
     chat: Chat
+    schema: Schema = field(default_factory=lambda: BUILT_IN)
     contexts: list[Context] = field(default_factory=list)
     num_turns: int = 0
+    values: dict[str, Any] = field(default_factory=dict)
     _asked: Context = field(default_factory=Context)
     _prompt: list[int] = field(default_factory=list)
     _messages: list[Message] = field(default_factory=list)
@@ -87,7 +91,8 @@ class Conversation:
         return self._prompt
 
     def take(self, completion: Completion) -> Answer:
-        """Add the completion of the last question, and return it as an answer."""
+        """Add the completion of the last question, and return it as an answer. Raises EpisodeFailed as `keep`
+        does."""
         answer = self.chat.parse(self._prompt, completion, self._asked.tools)
         answer = replace(answer, tokens=completion.tokens)
         self.keep(self._asked, self._prompt, completion, [*self._messages, answer.message])
@@ -97,7 +102,7 @@ class Conversation:
         self, context: Context, prompt: list[int], completion: Completion, messages: list[Message]
     ) -> None:
         """Add a whole response to a context, which may be a new one. `messages`: all messages of the context
-        from now on."""
+        from now on. Raises EpisodeFailed if the engine wrote fields that are not declared so."""
         if context not in self.contexts:
             self.contexts.append(context)
         added = list(prompt[len(context.tokens) :])  # what the prompt adds to the tokens so far
@@ -109,13 +114,29 @@ class Conversation:
         context.num_sampled += len(completion.tokens)
         context.messages = messages
         self.num_turns += 1
-        self.write(completion.fields, context)
+        try:
+            self.write("engine", completion.fields, context)
+        except ValueError as error:
+            raise EpisodeFailed("engine", f"engine: {error}") from None
 
-    def write(self, fields: Mapping[str, Sequence[Any]], context: Context | None = None) -> None:
-        """Add values of further fields, one for each token of the last answer."""
-        context = context or self.contexts[-1]
+    def write(self, by: Writer, fields: Mapping[str, Any], context: Context | None = None) -> None:
+        """Add values of further fields: of the trajectory, or one for each token of the last answer. Raises
+        ValueError if they are not as declared."""
         for name, values in fields.items():
-            context.written.append((name, context.answers[-1], values))
+            declared = self.schema.get(name)
+            if declared is None or declared.by != by or name in BUILT_IN:
+                why = f"field {name!r} is not declared as written by the {by}"
+                raise ValueError(f"{why}; task.fields names the declarations")
+            if declared.is_array:
+                context = context or self.contexts[-1]
+                where = context.answers[-1]
+                context.written.append((name, where, declared.array_of(values, len(where))))
+                continue
+            try:
+                json.dumps(values, allow_nan=False)
+            except (TypeError, ValueError) as error:
+                raise ValueError(f"field {name!r} is nothing that JSON can hold: {error}") from None
+            self.values[name] = values
 
     @property
     def num_sampled(self) -> int:
@@ -137,5 +158,5 @@ class Conversation:
         versions = self.contexts[0].versions if self.contexts else []
         return next((version for version in versions if version != NOT_SAMPLED), None)
 
-    def segments(self, schema: Schema = BUILT_IN) -> list[Arrays]:
-        return [context.segment(schema) for context in self.contexts]
+    def segments(self) -> list[Arrays]:
+        return [context.segment(self.schema) for context in self.contexts]

@@ -102,8 +102,6 @@ class Episode:
     conversation: Conversation = field(init=False)
     lost_tokens: int = 0
     """Sampled tokens of discarded conversations."""
-    values: dict[str, Any] = field(default_factory=dict)
-    """What the environment has given for declared fields of the trajectory."""
     _slot: TrajectorySlot = field(init=False)
     _stopped: EpisodeFailed | None = None
     _wait: asyncio.Future[Any] | None = None
@@ -111,7 +109,7 @@ class Episode:
     _waits_since_s: float | None = None
 
     def __post_init__(self) -> None:
-        self.conversation = Conversation(self.means.chat)
+        self.conversation = Conversation(self.means.chat, self.means.schema)
         self._slot = TrajectorySlot(self.means.slots)
 
     async def play(self) -> None:
@@ -129,6 +127,7 @@ class Episode:
                 if not abs(end.reward) <= MAX_REWARD:
                     what = f"it is {end.reward:g}, not a number up to {MAX_REWARD:g}"
                     raise EpisodeFailed("reward", f"reward of {self.id}: {what}")
+                self._write(end.fields)
                 # Facts that are no figures (NaN, say) were not measured.
                 facts = {name: fact for name, fact in end.facts.items() if abs(fact) <= MAX_REWARD}
                 self.end = replace(end, facts=facts)
@@ -190,28 +189,17 @@ class Episode:
                     if lends:
                         self.on_slot(-1)
                     self.waits_for("")
-            self._write(following.fields)
             if isinstance(following, End):
                 return following
+            self._write(following.fields)
             turn = following
 
     def _write(self, fields: Mapping[str, Any]) -> None:
-        """Take the environment's values of declared fields, for the last answer or the trajectory. Raises
-        EpisodeFailed for others."""
-        num_tokens = len(self.conversation.contexts[-1].answers[-1]) if fields else 0
-        for name, value in fields.items():
-            declared = self.means.schema.get(name)
-            if declared is None:
-                why = f"field {name!r} is not declared; task.fields names the declarations"
-            elif not declared.is_array:
-                self.values[name] = value
-                continue
-            elif len(value) != num_tokens:
-                why = f"field {name!r} has {len(value)} values for an answer of {num_tokens} tokens"
-            else:
-                self.conversation.write({name: value})
-                continue
-            raise EpisodeFailed("environment", f"environment of {self.id}: {why}")
+        """Take the environment's values of declared fields, for the last answer or the trajectory."""
+        try:
+            self.conversation.write("environment", fields)
+        except (ValueError, LookupError) as error:  # LookupError: there is no answer
+            raise EpisodeFailed("environment", f"environment of {self.id}: {first_line(error)}") from None
 
     def _prompt(self, turn: Turn) -> list[int] | None:
         """The prompt's ids; None if no further answer is possible: then `finish_reason` says why.
@@ -266,13 +254,13 @@ class Episode:
         if self.finish_reason == "abort":
             return None
         (context,) = self.conversation.contexts
-        first = len(context.tokens) - context.num_sampled
+        first, schema = len(context.tokens) - context.num_sampled, self.means.schema
         return Completion(
             tokens=context.tokens[first:],
             logprobs=context.logprobs[first:],
             versions=context.versions[first:],
             finish_reason=cast(FinishReason, self.finish_reason),
-            fields={name: values for name, _, values in context.written},
+            fields={n: values.tolist() for n, _, values in context.written if schema[n].by == "engine"},
         )
 
     def waits_for(self, what: str) -> None:
@@ -330,13 +318,13 @@ class Episode:
     def trajectory(self) -> Trajectory:
         assert self.end is not None
         return trajectory_of(
-            self.conversation.segments(self.means.schema),
+            self.conversation.segments(),
             self.means.schema,
             reward=self.end.reward,
             finish_reason=self.finish_reason,
             turn_rewards=list(self.end.turn_rewards),
             facts=dict(self.end.facts),
-            **self.values,
+            **self.conversation.values,
         )
 
     def meta(self) -> TrajectoryMeta:

@@ -23,10 +23,10 @@ from typing import cast
 from asyncrl_cli.base.errors import ExecutorFailed
 from asyncrl_cli.contracts.ports import EvalRequest, EvalResult, PartialResult
 from asyncrl_cli.contracts.prompt_group import AttemptKey, PartialResponse, PartKey, PartRequest, PartResult
-from asyncrl_cli.data.sample_fields import FINISH_REASON, LOGPROBS, MASK, TOKENS, VERSIONS
+from asyncrl_cli.data.sample_fields import BUILT_IN, FINISH_REASON, LOGPROBS, TOKENS, VERSIONS, Schema
 from asyncrl_cli.data.trajectories import GroupPayload, Trajectory, trajectory_of
 from asyncrl_cli.engines.port import Completion, FinishReason, Sampling
-from asyncrl_cli.envs.conversation import Context
+from asyncrl_cli.envs.conversation import Context, Conversation
 from asyncrl_cli.envs.episode import Episode, Means, derived_seed
 from asyncrl_cli.measure.meters import LongPoll
 
@@ -91,11 +91,10 @@ class GroupRunner:
             # The tokens are the only segment of a trajectory at their response's index; others have none.
             trajectories = [Trajectory()] * (max(has) + 1)
             for index, one in has.items():
-                context = Context(one.tokens, one.logprobs, one.versions)
-                everything = range(len(one.tokens))
-                context.written = [(name, everything, values) for name, values in one.fields.items()]
-                segments, schema = [context.segment(self.means.schema)], self.means.schema
-                trajectories[index] = trajectory_of(segments, schema, finish_reason=one.finish_reason)
+                conversation = Conversation(self.means.chat, self.means.schema)
+                conversation.keep(Context(), [], one, [])
+                segments, reason = conversation.segments(), one.finish_reason
+                trajectories[index] = trajectory_of(segments, self.means.schema, finish_reason=reason)
             uid, epoch, attempt = request.key.attempt
             payload = GroupPayload(uid=uid, epoch=epoch, attempt=attempt, trajectories=tuple(trajectories))
             payloads.append(payload)
@@ -123,7 +122,7 @@ class GroupRunner:
         for index in request.indices:
             earlier = None
             if so_far is not None and index in request.partial:
-                earlier = _completion(so_far.trajectories[index])
+                earlier = _completion(so_far.trajectories[index], self.means.schema)
             name, seed = f"{key}/{index}", seeds[index]
             episodes.append(Episode(name, request.item, seed, self.means, self.sampling, on_slot, earlier))
         part = _Running(request, episodes)
@@ -195,15 +194,16 @@ def _kept(completion: Completion) -> PartialResponse:
     return PartialResponse(version_tokens=versions, is_whole=completion.finish_reason != "abort")
 
 
-def _completion(trajectory: Trajectory) -> Completion:
+def _completion(trajectory: Trajectory, schema: Schema) -> Completion:
     (segment,) = trajectory.segments()
+    written = [name for name in segment if schema[name].by == "engine" and name not in BUILT_IN]
     tokens, logprobs, versions = (segment[name].tolist() for name in (TOKENS, LOGPROBS, VERSIONS))
     return Completion(
         tokens=tokens,
         logprobs=logprobs,
         versions=versions,
         finish_reason=cast(FinishReason, trajectory.values[FINISH_REASON]),
-        fields={n: [*array] for n, array in segment.items() if n not in (TOKENS, LOGPROBS, VERSIONS, MASK)},
+        fields={name: segment[name].tolist() for name in written},
     )
 
 

@@ -20,6 +20,7 @@ from asyncrl_cli.checkpoint.payloads import read_payloads
 from asyncrl_cli.checkpoint.reader import Checkpoint
 from asyncrl_cli.contracts.environment import RewardSpec
 from asyncrl_cli.contracts.item import Item
+from asyncrl_cli.data.sample_fields import schema_of
 from asyncrl_cli.job.driver_preflight import Wanted, examined, refuse
 from asyncrl_cli.job.driver_ranks import RayRanks, RayScorer, RayTrainer
 from asyncrl_cli.job.driver_rollout import RayRolloutWorker
@@ -121,7 +122,7 @@ async def started_crew(order: CrewOrder) -> AsyncIterator[Crew]:
                     await worker.connect(trainer.actors[0])
             for warning in trainer.warnings:
                 order.warn(warning)
-            payloads = await _restored(trainer, order.checkpoint, say) if order.checkpoint else []
+            payloads = await _restored(trainer, order.checkpoint, profile, say) if order.checkpoint else []
             yield Crew(trainer=trainer, workers=workers, scorers=scorers, payloads=payloads)
         finally:
             await _stop([trainer, *workers, *scorers])
@@ -177,12 +178,14 @@ async def _started(executor: RayRanks | RayRolloutWorker, say: Say) -> None:
     say(f"{executor.name} is ready")
 
 
-async def _restored(trainer: RayTrainer, checkpoint: Checkpoint, say: Say) -> list[tuple[ObjectRef]]:
+async def _restored(
+    trainer: RayTrainer, checkpoint: Checkpoint, profile: Profile, say: Say
+) -> list[tuple[ObjectRef]]:
     """Load the trainer's state. Returns handles of the arrays, in the order of the file. The loop publishes
     the checkpoint's version."""
     say(f"restoring {checkpoint.directory.name}")
     await trainer.restore(checkpoint.directory)
-    payloads = await asyncio.to_thread(read_payloads, checkpoint.directory)
+    payloads = await asyncio.to_thread(read_payloads, checkpoint.directory, schema_of(profile))
     # the last ones are of groups that go on: their handles are of lists, as a worker's are (`PartialResult`)
     num_going_on = sum(bool(entry.get("kept")) for entry in checkpoint.loop_state["groups"]["running"])
     num_whole = len(payloads) - num_going_on

@@ -33,7 +33,7 @@ from asyncrl_cli.plan.cluster import local_cluster
 from asyncrl_cli.plan.compiler import compile_job, device_of
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.sandbox.rehearsal import rehearse
-from asyncrl_cli.tasks.code_choice import environment_of, has_tool_class
+from asyncrl_cli.tasks.code_choice import check_fields, environment_of, has_tool_class
 from asyncrl_cli.tasks.task import Task, load_task
 from asyncrl_cli.train.losses import check_loss
 
@@ -103,10 +103,11 @@ def expectation(task: Task) -> str:
 
 
 def check_surroundings(profile: Profile, address: str | None) -> None:
-    """Check that the loss and the environment exist and fit, the job fits here (or the cluster answers), the
-    engine is installed, the sinks could start, and a model in a directory is complete. Call it before
-    transformers is imported: broken engine packages may break that import, too."""
+    """Check that the loss, the fields and the environment exist and fit, the job fits here (or the cluster
+    answers), the engine is installed, the sinks could start, and a model in a directory is complete. Call it
+    before transformers is imported: broken engine packages may break that import, too."""
     check_loss(profile.algorithm.loss_mode)
+    check_fields(profile)
     if not profile.task.agent:
         check_environment(environment_of(profile.task))
     if environment_of(profile.task) != "one-turn" or profile.task.has_agent:

@@ -130,7 +130,9 @@ def _damaged(what: str) -> RefusedError:
 def check_resumable(checkpoint: Checkpoint, profile: Profile) -> None:
     """Raises RefusedError unless the checkpoint's loop state, observer state and finished groups fit each
     other and `profile`."""
-    from asyncrl_cli.checkpoint.payloads import read_payloads  # imports numpy, which a dry run does not need
+    # both import numpy, which a dry run does not need
+    from asyncrl_cli.checkpoint.payloads import read_payloads
+    from asyncrl_cli.data.sample_fields import schema_of
 
     state, why = read_state(checkpoint.loop_state, LoopSettings.of(profile)), ""
     if state["step"] != checkpoint.step:
@@ -141,7 +143,7 @@ def check_resumable(checkpoint: Checkpoint, profile: Profile) -> None:
         observers.read_state(state["observers"][0])
         # the arrays must be those of the finished groups, then of running groups' ended parts, and then of
         # their unfinished parts
-        payloads = read_payloads(checkpoint.directory)
+        payloads = read_payloads(checkpoint.directory, schema_of(profile))
         finished, running = state["groups"]["finished"], state["groups"]["running"]
         whole = [(entry["result"].key, entry["result"].trajectories) for entry in finished]
         for entry in running:

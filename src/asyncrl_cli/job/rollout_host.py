@@ -140,6 +140,7 @@ class RolloutHost:
 
         profile = self._profile
         limits, sampling = Limits.of(profile), Sampling.of(profile.rollout, profile.rollout.temperature)
+        schema = schema_of(profile)
         trusted, max_tokens = profile.model.trust_remote_code, limits.max_context_tokens
         chat = load_chat(self._place.model_dir, trust_remote_code=trusted, max_tokens=max_tokens)
         environment: Callable[[], Environment]
@@ -147,7 +148,7 @@ class RolloutHost:
             from asyncrl_cli.envs.gateway.admin_routes import admin_routes
             from asyncrl_cli.envs.gateway.server import AgentEnvironment, Gateway
 
-            gateway = self._gateway = Gateway(self._engine, chat, sampling, limits)
+            gateway = self._gateway = Gateway(self._engine, chat, sampling, limits, schema)
             await gateway.start(admin_routes(gateway, self._loader))
             # its address and the admin's key, for this user alone
             gateway.write_address(self._log_path.with_suffix(".gateway.json"))
@@ -158,9 +159,8 @@ class RolloutHost:
             environment = partial(ToolEnvironment, self._processes, self._tool_class, rewards, log, timeout_s)
         else:
             environment = partial(find_environment(environment_of(profile.task)), self._rewards)
-        means = Means(
-            self._engine, chat, environment, limits, self._places, self._meter.waiting, schema_of(profile)
-        )
+        waiting = self._meter.waiting
+        means = Means(self._engine, chat, environment, limits, self._places, waiting, schema)
         return GroupRunner(means, sampling)
 
     async def connect(self, rank_zero: ActorHandle) -> None:

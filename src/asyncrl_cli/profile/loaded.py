@@ -155,6 +155,10 @@ def _place_code(values: Table, origins: dict[str, str], directories: Mapping[str
             directory = directories.get(origins[key])
             if directory is not None and has_module(directory, module):
                 beside[key, module] = directory
+    fields = str(values.get("task.fields") or "").partition(":")[0]
+    if not beside and fields and has_module(Path.cwd(), fields):
+        # Every process imports them, and so does a run that is resumed from elsewhere.
+        beside["task.fields", fields] = Path.cwd()
     if not beside:
         return
     (first, _), directory = next(iter(beside.items()))

@@ -13,6 +13,7 @@ import json
 import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from importlib.metadata import entry_points
 from operator import attrgetter
 from pathlib import Path
 from typing import Generic, TypeVar, cast
@@ -156,6 +157,31 @@ def resolve_tool_class(profile: Profile, run_dir: Path | None) -> tuple[ToolClas
         hint += 'signature) or "exact-match"'
         raise ConfigError(f"{why}: nothing gives the reward", hint=hint)
     return ToolClass(code=code, tools=tuple(tools), rewards=tuple(rewards)), notes
+
+
+def check_fields(profile: Profile) -> None:
+    """Check the fields that the profile and installed packages declare, in a child process: the module is the
+    user's. Raises ConfigError."""
+    name = profile.task.fields
+    if name is None and not entry_points(group="asyncrl.fields"):
+        return
+    limit_s = max(START_LIMIT_S, profile.env.tool_timeout_s)
+    try:
+        call_once(_declare, profile, timeout_s=limit_s)
+    except ChildTimedOut:
+        why = f"its module was not imported within {limit_s:g} s"
+    except ChildFailed as failure:
+        why = str(failure)
+    else:
+        return
+    hint = "the module should only declare fields"
+    raise ConfigError(f'task.fields = "{name}" cannot be used: {why}', hint=hint)
+
+
+def _declare(profile: Profile) -> None:
+    from asyncrl_cli.data.sample_fields import schema_of  # imports numpy, which a plan does not need
+
+    schema_of(profile)
 
 
 START_LIMIT_S = 10.0

@@ -83,6 +83,9 @@ class PolicyLoss:
                 raise ConfigError(
                     f"{why}, which is not declared as the trainer's", hint="declare it in task.fields"
                 )
+            if values_N.shape != loss_N.shape:
+                why = f"{why} of shape {tuple(values_N.shape)} for {len(loss_N)} tokens"
+                raise ConfigError(why, hint="one number per token")
             microbatch.columns[name] = values_N
             metrics[f"fields/{name}"] = mean_of(values_N)
         factors_N, corrections = correct(batch, algorithm)

@@ -191,13 +191,14 @@ class PolicyTrainer:
     def _kept_of(self, batches: Sequence[StepBatch], dumped: Collection[int]) -> Kept:
         kept: Kept = {}
         for field in (field for field in self.schema.values() if field.by == "trainer"):
-            for batch in batches:
+            for batch in batches if dumped else ():
                 if any(field.name not in microbatch.columns for microbatch in batch.microbatches):
                     continue
-                values_F = batch.column(field.name).cpu().numpy()
-                values = np.split(values_F.astype(field.dtype), np.cumsum(batch.counts_P)[:-1])
-                for one, values_n in zip(batch.plan.trajectories, values, strict=True):
+                values_F = batch.column(field.name).cpu().numpy().astype(field.dtype)
+                begins = np.cumsum([0, *batch.counts_P])
+                for one, begin, end in zip(batch.plan.trajectories, begins, begins[1:], strict=False):
                     if one.group in dumped:
+                        values_n = values_F[begin:end]
                         kept.setdefault((one.group, one.trajectory), {})[field.name] = values_n
         return kept
 

@@ -47,6 +47,7 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 
 from asyncrl_cli.contracts.environment import End, EpisodeFailed, Rewards, SelfPlayed
+from asyncrl_cli.data.sample_fields import BUILT_IN, Schema
 from asyncrl_cli.engines.port import Engine, Sampling
 from asyncrl_cli.envs.chat import Chat
 from asyncrl_cli.envs.conversation import Conversation
@@ -82,13 +83,16 @@ logger = logging.getLogger(__name__)
 class Gateway:
     """`sampling`: for requests that belong to no trajectory. `num_running`: model requests that now run."""
 
-    def __init__(self, engine: Engine, chat: Chat, sampling: Sampling, limits: Limits) -> None:
+    def __init__(
+        self, engine: Engine, chat: Chat, sampling: Sampling, limits: Limits, schema: Schema = BUILT_IN
+    ) -> None:
         self.admin_key = secrets.token_urlsafe(32)
         self.url = ""
         self._engine = engine
         self._chat = chat
         self._sampling = sampling
         self._limits = limits
+        self._schema = schema
         self._max_body_bytes = BODY_BYTES + BODY_BYTES_PER_TOKEN * limits.max_context_tokens
         self._sessions: dict[str, tuple[str, Session]] = {}
         self._closed: dict[str, str] = {}
@@ -196,7 +200,7 @@ class Gateway:
         if number is None:
             self.check_admin(request)
             number = f"admin-{next(self._unrecorded)}"
-            conversation, seed = Conversation(self._chat), derived_seed(0, number)
+            conversation, seed = Conversation(self._chat, self._schema), derived_seed(0, number)
             return Session(number, self._engine, conversation, self._sampling, self._limits, seed)
         key, session = self._sessions.get(number, (self._closed.get(number), None))
         if key is None or not _has_key(request, key):
@@ -303,7 +307,7 @@ class AgentEnvironment(SelfPlayed):
         for start in range(1, MAX_STARTS + 1):
             # Each start has a new conversation. The tokens of an earlier one are never trained.
             episode.lost_tokens += episode.conversation.num_sampled
-            episode.conversation = Conversation(episode.means.chat)
+            episode.conversation = Conversation(episode.means.chat, episode.means.schema)
             session, access = self.gateway.open_session(
                 episode.id, episode.conversation, episode.sampling, episode.seed, on_running
             )
