@@ -14,9 +14,9 @@ from asyncrl_cli.bench.recommendation import scaled_sets, starting_point
 from asyncrl_cli.bench.search import (
     SHORT_WINDOWS,
     Evaluate,
-    Found,
     Outcome,
     Row,
+    SearchResult,
     front,
     planned_windows,
     search,
@@ -63,7 +63,7 @@ def row_of(setting: Setting, time_s: float, staleness: float, windows: int) -> R
 
 
 def best_of(rows: Sequence[Row]) -> Row:
-    return Found(space=space(), runs={(one.setting, one.windows): one for one in rows}).best
+    return SearchResult(space=space(), runs={(one.setting, one.windows): one for one in rows}).best
 
 
 def row(time_s: float, staleness: float, slots: int = 1) -> Row:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from asyncrl_cli.bench import recommendation as tune
-from asyncrl_cli.bench.recommendation import Tuned
+from asyncrl_cli.bench.recommendation import TuneResult
 from asyncrl_cli.bench.search import Row
 from asyncrl_cli.bench.space import Setting
 from asyncrl_cli.cli.app import run
@@ -210,7 +210,7 @@ def remarks_on(speedup: float | None, known: Any = None, **parts: tuple[float, f
     found.current = SimpleNamespace(window_time_s=1.0, setting=None)
     found.space = SimpleNamespace(allows=lambda setting: True)
     workload: Any = None
-    tuned = Tuned(workload=workload, profile="own", sets=(), found=found, known=known, fit=fit)
+    tuned = TuneResult(workload=workload, profile="own", sets=(), found=found, known=known, fit=fit)
     return "\n".join(remarks(tuned))
 
 

@@ -14,7 +14,7 @@ from asyncrl_cli.base.errors import ConfigError, PreflightError
 from asyncrl_cli.base.paths import ADDRESS_VARIABLE
 from asyncrl_cli.job.submit import job_server
 from asyncrl_cli.job.submit.cargo import PROFILE, Cargo
-from asyncrl_cli.job.submit.job_server import COMMAND, MARK, Job, JobServer, _without_rays_own
+from asyncrl_cli.job.submit.job_server import COMMAND, MARK, Job, JobServer, _without_ray_lines
 
 
 def test_the_entrypoint_keeps_what_was_shipped_and_becomes_the_driver(tmp_path, monkeypatch):
@@ -44,7 +44,7 @@ def test_the_entrypoint_keeps_what_was_shipped_and_becomes_the_driver(tmp_path, 
 def test_of_a_jobs_log_only_what_the_command_said_is_passed_on():
     """Ray's line about the entrypoint is buffered, and may come late."""
     said: list[str] = []
-    write = _without_rays_own(said.append)
+    write = _without_ray_lines(said.append)
     for line in (
         "INFO job_manager.py: Runtime env is setting up.",
         MARK,

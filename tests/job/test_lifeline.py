@@ -19,7 +19,7 @@ from ray.exceptions import RayActorError
 from asyncrl_cli.base.errors import SessionLost
 from asyncrl_cli.job.ray import lifeline as module
 from asyncrl_cli.job.ray.calls import Limit, answer
-from asyncrl_cli.job.ray.lifeline import ended, lifeline, lost_session
+from asyncrl_cli.job.ray.lifeline import ended_daemons, lifeline, lost_session
 
 NEVER_S = 300.0
 """Longer than any limit of a test: a call that waits this long fails its test."""
@@ -42,7 +42,7 @@ def daemons() -> Iterator[dict[str, subprocess.Popen[bytes]]]:
 
 
 def watched(daemons: dict[str, subprocess.Popen[bytes]], mend: Any = lambda: None) -> Any:
-    return lifeline(partial(ended, daemons), mend, [daemon.pid for daemon in daemons.values()])
+    return lifeline(partial(ended_daemons, daemons), mend, [daemon.pid for daemon in daemons.values()])
 
 
 async def ask(*, patient: bool) -> None:
@@ -156,7 +156,7 @@ def woken(line):
 
 lifeline.Lifeline._wake = woken
 daemon = subprocess.Popen(["sleep", "60"])
-with lifeline.lifeline(lambda: lifeline.ended({"gcs_server": daemon}), lambda: None):
+with lifeline.lifeline(lambda: lifeline.ended_daemons({"gcs_server": daemon}), lambda: None):
     async def wait():
         async with asyncio.timeout(30) as limit:
             with lifeline.session_wait(limit):

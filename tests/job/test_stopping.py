@@ -35,7 +35,9 @@ def _handlers_as_they_were() -> Iterator[None]:
 def test_requests_do_one_thing_after_the_other_and_the_last_again_and_again():
     done: list[str] = []
     requests = StopRequests(lambda: done.append("never"))
-    requests.mean(lambda: done.append("stop"), lambda: done.append("abort"), lambda: done.append("out"))
+    requests.set_actions(
+        lambda: done.append("stop"), lambda: done.append("abort"), lambda: done.append("out")
+    )
     for _ in range(4):
         requests.request()
     assert done == ["stop", "abort", "out", "out"]

@@ -9,15 +9,15 @@ import pytest
 
 from asyncrl_cli.base.errors import RefusedError
 from asyncrl_cli.observe.recorded import Recorded
-from asyncrl_cli.report.page import beside_each_other, page_of
+from asyncrl_cli.report.page import page_of, side_by_side_html
 from asyncrl_cli.report.run_data import JOINED_POINTS, MOST_STEPS, Timeline, columns_of, run_data
-from asyncrl_cli.report.side_by_side import compared
+from asyncrl_cli.report.side_by_side import compare
 from tests.report.recorded_run import line, make_run
 
 
 def page(*directories):
     found = [Recorded(directory) for directory in directories]
-    before = beside_each_other(compared(found)) if len(found) > 1 else ""
+    before = side_by_side_html(compare(found)) if len(found) > 1 else ""
     return page_of([run_data(recorded) for recorded in found], library="", title="otter", before=before)
 
 

@@ -24,7 +24,7 @@ WORDS = {1: "say ", 2: "it", 3: "one ", 4: "two ", 5: "three", 6: "<tool>", 7: "
 
 
 def segment(*tokens):
-    """Of (token, version, logprob); version -1 was told."""
+    """Of (token, version, logprob); version -1 was given."""
     ids, versions, logprobs = zip(*tokens, strict=True)
     return dict(
         tokens=np.array(ids, np.int32),
@@ -40,9 +40,9 @@ def run(tmp_path):
     segments."""
     (tmp_path / "runs" / "r").mkdir(parents=True)
     (tmp_path / "runs" / "r" / "profile.toml").touch()
-    told, half = [(1, -1, 0), (2, -1, 0)], np.log(0.5)
-    first = segment(*told, (3, 3, half), (4, 3, half), (5, 4, half), (6, -1, 0), (7, 4, half))
-    second = segment(*told, (8, 5, half))
+    given, half = [(1, -1, 0), (2, -1, 0)], np.log(0.5)
+    first = segment(*given, (3, 3, half), (4, 3, half), (5, 4, half), (6, -1, 0), (7, 4, half))
+    second = segment(*given, (8, 5, half))
     third = segment((1, -1, 0), (3, 5, half))
     trajectories = (
         trajectory_of((first,), BUILT_IN, reward=1.0, finish_reason="stop"),
@@ -76,7 +76,7 @@ def test_a_pipe_tells_everything_in_plain_text_of_80_columns(run):
     assert all(cell_len(line) <= 80 for line in text.splitlines())
     assert "(v3)one two (load v4)three" in text
     assert "\nexpected: [b]7 & 8\n" in text
-    assert re.search("^told +<tool>", text, re.MULTILINE)
+    assert re.search("^given +<tool>", text, re.MULTILINE)
     assert "(v4)<b>&\\x1b[31m" in text
     for fact in (
         "reward 1",

@@ -11,7 +11,7 @@ from asyncrl_cli.cli.app import run
 from asyncrl_cli.observe.recorded import Recorded
 from asyncrl_cli.profile.loaded import load
 from asyncrl_cli.profile.resolved import to_document
-from asyncrl_cli.report.side_by_side import compared
+from asyncrl_cli.report.side_by_side import compare
 from tests.statuses import write_status
 
 
@@ -50,14 +50,14 @@ def runs(tmp_path: Path) -> list[Recorded]:
 
 
 def test_configurations_differ_where_they_do(runs):
-    assert compared(runs).differences == {
+    assert compare(runs).differences == {
         "async_training.staleness_threshold": [0, 1],
         "task.params.max_numbers": [None, 7],
     }
 
 
 def test_rewards_are_compared_at_equal_samples_and_at_equal_time(runs):
-    made = compared(runs, target=0.4)
+    made = compare(runs, target=0.4)
     found = {figure.label: figure.values for figure in made.figures}
     # 40 samples: a's tenth step, b's tenth; a window of 4 samples is one step of either.
     assert (made.samples, made.time_s) == (40, 40.0)
@@ -74,7 +74,7 @@ def test_rewards_are_compared_at_equal_samples_and_at_equal_time(runs):
 def test_the_target_is_what_all_have_reached_and_longer_steps_have_the_same_window(tmp_path):
     noisy = record(tmp_path, "noisy", [], [0.0, 1.0] * 100, step_s=1.0, groups=1)
     calm = record(tmp_path, "calm", [], [0.5] * 5, step_s=40.0, groups=40)
-    made = compared([noisy, calm])
+    made = compare([noisy, calm])
     found = {figure.label: figure.values for figure in made.figures}
     assert made.reward == pytest.approx(0.5)
     assert found["reward at 1,600 samples"] == pytest.approx([0.5, 0.5])
@@ -98,7 +98,7 @@ def test_compare_writes_the_report_of_the_runs_side_by_side(runs, tmp_path, caps
 
 
 def test_a_run_that_has_trained_nothing_is_compared_without_rewards(runs, tmp_path):
-    comparison = compared([runs[0], record(tmp_path, "young", [], [], step_s=1.0, groups=1)])
+    comparison = compare([runs[0], record(tmp_path, "young", [], [], step_s=1.0, groups=1)])
     assert "rewards are not compared" in comparison.doubts[-1]
     assert not any(figure.label.startswith("reward at") for figure in comparison.figures)
 
@@ -111,7 +111,7 @@ def test_last_evals_have_intervals_and_their_difference_says_whether_it_is_clear
         rewards = [1.0] * right + [0.0] * (64 - right)
         event = {"event": "eval", "time_s": 9.0, "version": 3, "reward_mean": right / 64, "rewards": rewards}
         recorded.files.events.write_text(json.dumps(event | ends) + "\n", encoding="utf-8")
-    found = {figure.label: figure for figure in compared(runs).figures}
+    found = {figure.label: figure for figure in compare(runs).figures}
     assert found["last eval"].texts == ["0.250 [0.100..0.900]", "0.625 [0.100..0.900]"]
     # Agresti and Min: 24.5 rises, 0.5 falls, 66 pairs: 24 / 66 -+ 1.96 / 66 * sqrt(25 - 24 ** 2 / 66)
     assert found["against a"].texts == ["-", "+0.375 (95%: 0.244 to 0.483)"]
@@ -119,5 +119,5 @@ def test_last_evals_have_intervals_and_their_difference_says_whether_it_is_clear
     other.write_text(other.read_text(encoding="utf-8").replace("same", "other"), encoding="utf-8")
     # Newcombe, for other prompts: 0.375 -+ sqrt(0.525 ** 2 + 0.65 ** 2) and sqrt(0.275 ** 2 + 0.15 ** 2) to
     # the other ends
-    again = {figure.label: figure for figure in compared(runs).figures}["against a"].texts
+    again = {figure.label: figure for figure in compare(runs).figures}["against a"].texts
     assert again == ["-", "+0.375 (95%: -0.461 to 0.688): too few prompts to tell"]

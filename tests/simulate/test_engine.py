@@ -102,7 +102,7 @@ def in_the_engine(costs, actions):
 
         def tool_ended(sequence):
             if not sequence.is_aborted:
-                engine.go_on(sequence)
+                engine.continue_after_tool(sequence)
 
         def submit(group):
             for name, prompt_tokens, tokens, prompt, *calls in group:

@@ -30,6 +30,11 @@ from asyncrl_cli.simulate.workload_files import Residual, profile_for
 
 ENOUGH_WINDOWS = 3
 """How many windows (of the longest W) must be measured for a speedup without a warning."""
+POLL_S = 0.5
+STOP_EXTRA_S = 30.0
+"""Added to `run.stop_grace_s`, the time that a stopped run has: ending Ray takes longer."""
+KINDS: dict[int, type[AsyncrlError]] = {2: ConfigError, 3: PreflightError}
+"""The error of a run by its exit code; others are an AsyncrlError."""
 
 
 def compare(contest: Contest, directory: Path, bars: Bars) -> Comparison:
@@ -132,12 +137,6 @@ def comparison_of(
         missing=missing,
         error=error,
     )
-
-
-POLL_S = 0.5
-STOP_EXTRA_S = 30.0
-"""Added to `run.stop_grace_s`, the time that a stopped run has: ending Ray takes longer."""
-KINDS: dict[int, type[AsyncrlError]] = {2: ConfigError, 3: PreflightError}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

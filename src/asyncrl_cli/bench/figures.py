@@ -98,6 +98,10 @@ class Stretch:
         """Tokens trained in the stretch."""
         return int(self.lines[-1]["tokens_trained"] - self.before["tokens_trained"])
 
+    def without_evals(self) -> Totals:
+        """Of the steps without an eval. It keeps workers busy, so steps beside one do not show idleness."""
+        return Totals(line for line in self.lines if spent_s(line, "eval") == 0.0)
+
 
 def stretches(runs: Sequence[Sequence[Line]], window_groups: int) -> list[Stretch]:
     """The measured stretch of each run, all of the same groups. `window_groups`: the longest W of all
@@ -150,8 +154,7 @@ def figures_of(stretch: Stretch, window_groups: int) -> dict[str, float]:
     steps_s = [spent_s(line, "step") - spent_s(line, "eval") for line in stretch.lines]
     seconds, windows, num_steps = stretch.seconds, stretch.groups / window_groups, len(stretch.lines)
     totals, run, last = Totals(stretch.lines), Totals(stretch.run), stretch.run[-1]
-    # An eval keeps workers busy: steps beside one say nothing about idleness.
-    alone = Totals(line for line in stretch.lines if spent_s(line, "eval") == 0.0)
+    without_evals = stretch.without_evals()
     figures: dict[str, float | None] = {
         "wall_s": last["time_s"],
         "measured_s": seconds,
@@ -167,7 +170,7 @@ def figures_of(stretch: Stretch, window_groups: int) -> dict[str, float]:
     figures |= {
         "tokens_per_s": stretch.tokens / seconds,
         "tokens_per_group": stretch.tokens / stretch.groups,
-        **{name: alone.mean(key) for name, key in RATIOS.items()},
+        **{name: without_evals.mean(key) for name, key in RATIOS.items()},
         "staleness_mean": totals.mean("staleness/mean"),
     }
     # Partial trajectories over all trained ones. A window's count is in its last line.
@@ -187,9 +190,6 @@ def figures_of(stretch: Stretch, window_groups: int) -> dict[str, float]:
     return {name: value for name, value in figures.items() if value is not None}
 
 
-RATE = "rollouter/tokens_per_s"
-
-
 def bound_of_costs(stretch: Stretch, windows: float, capacities: Capacities) -> dict[str, float]:
     """The bound of a simulated run, and the rates that it rests on, per window."""
     generation_s = tokens_made(stretch) / capacities.rollout_tokens_per_s
@@ -202,9 +202,8 @@ def bound_of_costs(stretch: Stretch, windows: float, capacities: Capacities) -> 
 
 def bound_of_states(stretch: Stretch, windows: float, *, is_colocated: bool) -> dict[str, float]:
     """The bound of a real run. Empty if it did not measure for how long each side was idle."""
-    # An eval keeps workers busy: steps beside one say nothing about generation.
-    alone = Totals(line for line in stretch.lines if spent_s(line, "eval") == 0.0)
-    rollout_idle, trainer_idle = alone.mean("rollouter/idle_ratio"), alone.mean("trainer/idle_ratio")
+    totals = stretch.without_evals()
+    rollout_idle, trainer_idle = totals.mean("rollouter/idle_ratio"), totals.mean("trainer/idle_ratio")
     if rollout_idle is None or trainer_idle is None:
         return {}
     generation_s, training_s = (1 - rollout_idle) * stretch.seconds, (1 - trainer_idle) * stretch.seconds
@@ -228,5 +227,5 @@ def tokens_made(stretch: Stretch) -> float:
     generated before it."""
     trained = sum(map(sampled_tokens, stretch.lines))
     steps_s = sum(spent_s(line, "step") for line in stretch.lines)  # evals too: the rate counts their tokens
-    rate = Totals(stretch.lines).mean(RATE)
+    rate = Totals(stretch.lines).mean("rollouter/tokens_per_s")
     return trained if rate is None else min(trained, rate * steps_s)

@@ -23,7 +23,7 @@ from asyncrl_cli.bench.results import Comparison, differences
 from asyncrl_cli.observe.format import NOTHING, clock, count, share
 from asyncrl_cli.plan.cluster import usable_cores
 
-Shown = Callable[[float], str]
+Format = Callable[[float], str]
 NAME_WIDTH = 10
 """Characters of a column's heading. A table of six profiles, with labels of 22 and spreads of 10 characters,
 is 100 wide."""
@@ -45,7 +45,7 @@ class TableFigure:
 
     label: str
     name: str
-    shown: Shown
+    form: Format
     key: bool = False
     always: bool = False
     strong: bool = False
@@ -105,47 +105,47 @@ def rows_of(comparison: Comparison, *, all_spreads: bool = False) -> list[TableR
     results, contestants = comparison.results, [result.contestant for result in comparison.results]
     made: list[TableRow] = []
 
-    def text(label: str, cells: Iterable[object], strong: bool = False) -> None:
+    def add_row(label: str, cells: Iterable[object], strong: bool = False) -> None:
         made.append(TableRow(label=label, cells=tuple(map(str, cells)), strong=strong))
 
-    def figures(shown: Iterable[TableFigure]) -> None:
+    def add_figures(shown: Iterable[TableFigure]) -> None:
         for one in shown:
             spreads = [result.figures.get(one.name) for result in results]
             if not one.always and not any(spreads):
                 continue
             cells = []
             for spread in spreads:
-                cells.append(NOTHING if spread is None else one.shown(spread.median))
+                cells.append(NOTHING if spread is None else one.form(spread.median))
                 if spread is not None and spread.min != spread.max and (one.key or all_spreads):
                     # on a second line, the minimum and maximum of the repeats
-                    cells[-1] += f"\n{_short(spread.min, one.shown)}-{_short(spread.max, one.shown)}"
-            text(one.label.format(window=comparison.window_groups), cells, one.strong)
+                    cells[-1] += f"\n{_short(spread.min, one.form)}-{_short(spread.max, one.form)}"
+            add_row(one.label.format(window=comparison.window_groups), cells, one.strong)
 
     unequal = [differences(results[0], result) for result in results]
     if any(unequal):
-        text("not equal", map(", ".join, unequal), strong=True)
-        text("steps per sync (K)", (one.window_steps for one in contestants))
-        text("groups per sync (W)", (one.window_groups for one in contestants))
-    figures(SPEED)
+        add_row("not equal", map(", ".join, unequal), strong=True)
+        add_row("steps per sync (K)", (one.window_steps for one in contestants))
+        add_row("groups per sync (W)", (one.window_groups for one in contestants))
+    add_figures(SPEED)
     # where each profile's step is a window, the step's rows say the same
     if any(one.step_groups != comparison.window_groups for one in contestants):
-        figures(WINDOW)
-    text("train step, groups (R)", (one.step_groups for one in contestants))
-    figures((*STEP, *REST))
+        add_figures(WINDOW)
+    add_row("train step, groups (R)", (one.step_groups for one in contestants))
+    add_figures((*STEP, *REST))
     if comparison.has_bound:
-        text("limited by", (result.limited_by or NOTHING for result in results))
-        figures(IDEAL)
+        add_row("limited by", (result.limited_by or NOTHING for result in results))
+        add_figures(IDEAL)
     if any(RATES[0].name in result.figures for result in results):
         made.append(TableRow(label="each phase alone"))
-        figures(RATES)
+        add_figures(RATES)
     return made
 
 
-def _short(value: float, shown: Shown) -> str:
+def _short(value: float, form: Format) -> str:
     """A value of a spread, with at most three digits and no unit."""
-    if shown in (seconds, digits) and 0.01 <= value < 1000:
+    if form in (seconds, digits) and 0.01 <= value < 1000:
         return f"{value:.3g}"
-    return shown(value).removesuffix("x").removesuffix("%")
+    return form(value).removesuffix("x").removesuffix("%")
 
 
 def table_of(comparison: Comparison) -> Table:

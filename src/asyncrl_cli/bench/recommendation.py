@@ -1,7 +1,7 @@
 """Recommends a setting: simulates many in parallel on the virtual clock, and names the best.
 
-    workload + profile -> Space -> search -> Tuned -> what is printed, and a profile for `train --profile` or
-                                     |                one side of `bench`
+    workload + profile -> Space -> search -> TuneResult -> what is printed, and a profile for `train
+                                     |                      --profile` or one side of `bench`
                                      +-> one simulated run per setting, each in a process of the pool
 
 All settings get the same groups with the same lengths (both follow from the seed), so that differences come
@@ -23,9 +23,9 @@ from asyncrl_cli.bench.search import (
     FIGURES,
     LONG_RUNS,
     Evaluate,
-    Found,
     Outcome,
     Row,
+    SearchResult,
     front,
     planned_windows,
     search,
@@ -73,7 +73,7 @@ LIMITS = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class TuneRequest:
     """A search as its user asked for it. `reference` is a workload, or a run that has been measured here;
     `bound` is S, by default the profile's own."""
 
@@ -86,7 +86,7 @@ class Asked:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Tuned:
+class TuneResult:
     """A finished search from `profile` with the keys in `sets`. `known`: the measured or published time of
     the current setting, if there is one. `fit`: how well the simulation reproduces the run that the workload
     was calibrated on; empty for any other one."""
@@ -94,7 +94,7 @@ class Tuned:
     workload: Workload
     profile: str
     sets: tuple[str, ...]
-    found: Found
+    found: SearchResult
     known: Reference | None
     fit: Sequence[Residual]
 
@@ -157,7 +157,7 @@ class Tuned:
         }
 
 
-def tune(asked: Asked, progress: Callable[..., None]) -> Tuned:
+def tune(asked: TuneRequest, progress: Callable[..., None]) -> TuneResult:
     """Search as asked. `progress(text, windows simulated so far, windows planned)`.
 
     Raises ConfigError if profile, workload and GPUs do not fit together, AsyncrlError if no setting could be
@@ -184,7 +184,7 @@ def tune(asked: Asked, progress: Callable[..., None]) -> Tuned:
         if other.model_dump(exclude={"run"}) == profile.model_dump(exclude={"run"}):
             known = row
             break
-    return Tuned(workload=workload, profile=reference, sets=sets, found=found, known=known, fit=fit)
+    return TuneResult(workload=workload, profile=reference, sets=sets, found=found, known=known, fit=fit)
 
 
 def evaluator(
@@ -213,7 +213,7 @@ def _simulated(
     return Row(setting=setting, windows=windows, **{name: figures.get(name, 0.0) for name in FIGURES})
 
 
-def workload_of(asked: Asked, progress: Callable[..., None]) -> tuple[Workload, str | None]:
+def workload_of(asked: TuneRequest, progress: Callable[..., None]) -> tuple[Workload, str | None]:
     """The workload that WORKLOAD|RUN names. For a run (a name or a directory) it is calibrated; the second
     value is its profile."""
     for directory in (expand(asked.reference), asked.runs_dir / asked.reference):

@@ -53,7 +53,7 @@ class Contestant:
 
     @property
     def window_steps(self) -> int:
-        """K"""
+        """K, the train steps between two syncs."""
         return self.window_groups // self.step_groups
 
     @property

@@ -75,7 +75,7 @@ of the settings."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
+class SearchResult:
     """What a search has simulated so far: the outcomes by setting and number of windows, the long runs of a
     setting last."""
 
@@ -151,19 +151,22 @@ def planned_windows(space: Space, long_windows: int) -> int:
 
 
 def search(
-    space: Space, evaluate: Evaluate, long_windows: int, tell: Callable[[int], None] = lambda windows: None
-) -> Found:
-    """Search the space. Deterministic if `evaluate` is. `tell(windows simulated so far)`.
+    space: Space,
+    evaluate: Evaluate,
+    long_windows: int,
+    progress: Callable[[int], None] = lambda windows: None,
+) -> SearchResult:
+    """Search the space. Deterministic if `evaluate` is. `progress(windows simulated so far)`.
 
     Raises AsyncrlError if no setting could be simulated.
     """
-    found = Found(space=space)
+    found = SearchResult(space=space)
 
     def run(settings: Iterable[Setting], windows: int = SHORT_WINDOWS) -> list[Row]:
         new = [setting for setting in dict.fromkeys(settings) if (setting, windows) not in found.runs]
         for setting, outcome in zip(new, evaluate(new, windows), strict=True):
             found.runs[setting, windows] = outcome
-            tell(found.windows)
+            progress(found.windows)
         return found.rows
 
     rows = run(filter(space.allows, (*space.starts, space.current)))

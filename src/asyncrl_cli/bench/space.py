@@ -43,8 +43,8 @@ def split_sets(devices: Mapping[str, int], gpus_per_rollout_worker: int) -> list
 
 
 def _key(key: str, heading: str = "") -> dict[str, str]:
-    """Of a field that sets the profile's `key`. `heading`: of its column in the table of results, if it has
-    one."""
+    """The metadata of a field that sets the profile's `key`. `heading`: that of its column in the table of
+    results, if it has one."""
     return {"key": key, "heading": heading}
 
 
@@ -174,7 +174,7 @@ class Space:
                 moved *= 2
 
     def first_splits(self, setting: Setting) -> Iterator[Setting]:
-        """Those around each start, and not only around the fastest so far."""
+        """Those around each start, and not, as in other stages, around `setting`, the fastest so far."""
         return (split for start in self.starts for split in self.splits(start))
 
     def windows(self, setting: Setting) -> Iterator[Setting]:
@@ -196,7 +196,8 @@ class Space:
     def slots_and_placements(self, setting: Setting) -> Iterator[Setting]:
         """Never more slots than now: whether the KV cache would hold more is not known."""
         counts = {max(self.profile.rollout.n, round(share * self.current.slots)) for share in SLOT_SHARES}
-        return (replace(setting, slots=of[0], placement=of[1]) for of in product(sorted(counts), PLACEMENTS))
+        for slots, placement in product(sorted(counts), PLACEMENTS):
+            yield replace(setting, slots=slots, placement=placement)
 
     def _with_eta(self, setting: Setting, eta: Decimal) -> Setting:
         """With the smallest bound that eta needs. At eta = 0 nothing runs during a sync, so no rollout can be

@@ -103,7 +103,7 @@ def compare(
 
     `asyncrl bench` makes runs that can be compared fairly; this command compares any runs."""
     from asyncrl_cli.observe.recorded import Recorded
-    from asyncrl_cli.report.side_by_side import compared
+    from asyncrl_cli.report.side_by_side import compare
 
     if len(runs) < 2:
         hint = f"`asyncrl status {runs[0]}` shows one run"
@@ -111,7 +111,7 @@ def compare(
     if not as_json:
         return _write(runs, out, runs_dir, open_it, target=reward)
     recorded = [Recorded.find(run, runs_dir) for run in runs]
-    comparison = compared(recorded, reward)
+    comparison = compare(recorded, reward)
     warn(*(note for run in recorded for note in run.damage.notes), *comparison.doubts)
     print_json(comparison.to_json())
 

@@ -24,8 +24,8 @@ from asyncrl_cli.cli.options import (
 )
 
 if TYPE_CHECKING:
-    from asyncrl_cli.bench.recommendation import Asked, Tuned
-    from asyncrl_cli.bench.search import Found
+    from asyncrl_cli.bench.recommendation import TuneRequest, TuneResult
+    from asyncrl_cli.bench.search import SearchResult
 
 EXAMPLES = """
   asyncrl tune verl-7b-math-128 --max-staleness 1 --out my.toml
@@ -71,12 +71,12 @@ def tune(
     as_json: JsonOption = False,
 ) -> None:
     """Search for the settings with which a workload, or a run of yours, would be fastest. Simulated."""
-    from asyncrl_cli.bench.recommendation import Asked
+    from asyncrl_cli.bench.recommendation import TuneRequest
     from asyncrl_cli.bench.recommendation import tune as search
     from asyncrl_cli.observe.screen import ProgressLine
 
     given = tuple(sets or ())
-    asked = Asked(
+    asked = TuneRequest(
         reference=reference, runs_dir=runs_dir, profile=profile, sets=given, gpus=gpus, bound=max_staleness
     )
     if out is not None:
@@ -95,7 +95,7 @@ def tune(
         _print(tuned, reference, out)
 
 
-def _print(tuned: Tuned, reference: str, out: Path | None) -> None:
+def _print(tuned: TuneResult, reference: str, out: Path | None) -> None:
     from asyncrl_cli.bench.recommendation import LIMITS
 
     best = tuned.found.best
@@ -127,7 +127,7 @@ def _print(tuned: Tuned, reference: str, out: Path | None) -> None:
         print_prose(f"\nnotes of the workload {tuned.workload.name}\n{notes}")
 
 
-def _print_table(found: Found) -> None:
+def _print_table(found: SearchResult) -> None:
     """The rows with long runs or on the front, and what is recommended."""
     from rich.table import Table
 
@@ -158,7 +158,7 @@ def _print_table(found: Found) -> None:
     stdout().print(table)
 
 
-def remarks(tuned: Tuned) -> Iterator[str]:
+def remarks(tuned: TuneResult) -> Iterator[str]:
     """How the recommended setting compares with the current one, with itself on the current split or without
     a bound, and with a measured time; and reasons to doubt the gain."""
     from asyncrl_cli.simulate.workload_files import WINDOW
@@ -210,7 +210,7 @@ def _check_new(path: Path) -> None:
         raise RefusedError(f"there is no directory {path.parent}", hint=f"--out {path.name}")
 
 
-def _write_profile(tuned: Tuned, asked: Asked, path: Path) -> None:
+def _write_profile(tuned: TuneResult, asked: TuneRequest, path: Path) -> None:
     """Write the recommended setting as a profile that extends the one that was tuned.
 
     Raises RefusedError if the file exists by now, OSError if it cannot be written.

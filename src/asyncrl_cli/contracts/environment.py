@@ -1,6 +1,6 @@
 """What gives a model its prompts and judges its answers: the environment port, in one turn or several, and
 the description of a task's reward, which every process can read; `reward_functions.build_reward` makes a
-scorer of it.
+function of it.
 
 item ─> start ─> Turn ─> render, generate, parse ─> step ─> Turn ─> render, generate, parse ─> step ─> End
                                                      └── no room for a further turn ─> cut ─> End

@@ -90,12 +90,11 @@ def _canonical(value: object) -> str:
     if type(value) in (str, float):
         return repr(value)
     if isinstance(value, Mapping):
-        return (
-            f"{kind}{{{','.join(f'{_canonical(key)}:{_canonical(entry)}' for key, entry in value.items())}}}"
-        )
+        entries = ",".join(f"{_canonical(key)}:{_canonical(entry)}" for key, entry in value.items())
+        return f"{kind}{{{entries}}}"
     if isinstance(value, (list, tuple)):
         return f"{kind}[{','.join(map(_canonical, value))}]"
-    # string hashes, and so the order of sets, differ between processes
+    # The order of a set differs between processes, because hashes of strings do.
     if isinstance(value, (set, frozenset)):
         return f"{kind}[{','.join(sorted(map(_canonical, value)))}]"
     if type(value) is int:

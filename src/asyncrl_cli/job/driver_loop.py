@@ -114,7 +114,7 @@ async def run_to_the_end(
             observers.warning(f"stopping after this train step; {requests.again} ends the run at once")
 
     why = "ended at once: finished checkpoints are kept; the reaper ends this run's processes"
-    requests.mean(partial(in_loop, stop), partial(in_loop, running.cancel), partial(leave, why=why))
+    requests.set_actions(partial(in_loop, stop), partial(in_loop, running.cancel), partial(leave, why=why))
     error: AsyncrlError | None = None
     try:
         await running
@@ -131,7 +131,7 @@ async def run_to_the_end(
         else:
             log.error("%s", error, exc_info=failure)
     finally:
-        requests.mean(lambda: None)
+        requests.set_actions(lambda: None)
     phase = "done" if error is None else "stopped" if isinstance(error, Interrupted) else "failed"
     summary = observers.close(phase, str(error) if phase == "failed" else "")
     exit_code = 0 if error is None else error.exit_code

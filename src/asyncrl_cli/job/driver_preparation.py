@@ -41,14 +41,14 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 T = TypeVar("T")
-Say = Callable[..., None]
+ShowProgress = Callable[..., None]
 """`say(text, done=0, total=0, figures="")`: shows what is being done, its progress (if that can be counted),
 and its `figures` (such as a loss)."""
 
 
 async def prepare(
     profile: Profile,
-    say: Say,
+    say: ShowProgress,
     address: str | None = None,
     resumed: Path | None = None,
     show: Callable[[str], None] = lambda line: None,
@@ -61,28 +61,28 @@ async def prepare(
     rehearsal's table.
     """
 
-    def load(look: Callable[[], None]) -> Task:
+    def load(check_cancelled: Callable[[], None]) -> Task:
         say("looking for the engine")
         check_surroundings(profile, address)
-        look()
+        check_cancelled()
         say("loading the task")
         task = load_task(profile, resumed)
-        look()
+        check_cancelled()
         if task.ceiling is not None:
             say(expectation(task))
         if needs_turns(profile):  # before gigabytes of weights are downloaded
             check_chat(profile, model_here(profile) or fetched_tokenizer(profile))
         return task
 
-    def prepare_model(look: Callable[[], None]) -> tuple[Path, dict[str, str]]:
+    def prepare_model(check_cancelled: Callable[[], None]) -> tuple[Path, dict[str, str]]:
         def progress(text: str, *how_far: object) -> None:
-            look()
+            check_cancelled()
             say(text, *how_far)
 
         progress("preparing the model")
         model_dir = resolve_model(profile, task, progress=progress)
         further = further_models(profile, model_dir)
-        look()
+        check_cancelled()
         check_prompts(profile, task, model_dir)
         return model_dir, further
 
@@ -141,15 +141,13 @@ def check_prompts(profile: Profile, task: Task, model_dir: Path | None) -> None:
         if profile.model.path != UNTAUGHT:
             demonstrations_of(task)
         # each character is a token, and in a chat so are the role of each message and that of the answer
-        role = int(task.words is not None or profile.model.path == UNTAUGHT)
-        check_prompt_lengths(
-            profile,
-            task,
-            lambda items: [
-                role + sum(role + len(message["content"]) for message in messages_of(item["prompt"]))
-                for item in items
-            ],
-        )
+        role_tokens = int(task.words is not None or profile.model.path == UNTAUGHT)
+
+        def count_tokens(items: Sequence[Item]) -> list[int]:
+            texts = ([message["content"] for message in messages_of(item["prompt"])] for item in items)
+            return [role_tokens + sum(role_tokens + len(text) for text in prompt) for prompt in texts]
+
+        check_prompt_lengths(profile, task, count_tokens)
     elif model_dir is not None:
         tokenizer = checked_tokenizer(profile, model_dir)
         check_prompt_lengths(profile, task, partial(tokens, tokenizer))
@@ -217,7 +215,9 @@ def tokens(tokenizer: PreTrainedTokenizerBase, items: Sequence[Item]) -> list[in
     return list(map(len, render_prompts(tokenizer, items)))
 
 
-def check_prompt_lengths(profile: Profile, task: Task, tokens: Callable[[Sequence[Item]], list[int]]) -> None:
+def check_prompt_lengths(
+    profile: Profile, task: Task, count_tokens: Callable[[Sequence[Item]], list[int]]
+) -> None:
     """ConfigError if a prompt has more tokens than `rollout.max_prompt_tokens`.
 
     A token hardly ever has less than a byte, so only prompts with more bytes than the limit are tokenized. A
@@ -225,14 +225,14 @@ def check_prompt_lengths(profile: Profile, task: Task, tokens: Callable[[Sequenc
     it.
     """
     limit = profile.rollout.max_prompt_tokens
-    (around,) = tokens([{"prompt": "x"}])
+    (around,) = count_tokens([{"prompt": "x"}])
 
     def num_bytes(item: Item) -> int:
         return sum(len(message["content"].encode()) + around for message in messages_of(item["prompt"]))
 
     items = chain(task.train, task.eval, *task.eval_sets.values())
     suspects = [item for item in items if num_bytes(item) > limit]
-    lengths = tokens(suspects)
+    lengths = count_tokens(suspects)
     num_too_long = sum(length > limit for length in lengths)
     if num_too_long:
         longest = max(lengths)
@@ -244,18 +244,18 @@ def check_prompt_lengths(profile: Profile, task: Task, tokens: Callable[[Sequenc
 
 
 async def interruptible(work: Callable[[Callable[[], None]], T]) -> T:
-    """Run `work(look)` in a thread. If the caller is cancelled, the next `look()` raises Interrupted, which
-    ends the work."""
+    """Run `work(check_cancelled)` in a thread. If the caller is cancelled, the next
+    `check_cancelled()` raises Interrupted, which ends the work."""
     answer: Future[T] = Future()
 
-    def look() -> None:
+    def check_cancelled() -> None:
         if answer.cancelled():
             raise Interrupted("interrupted before the run began")
 
     def run() -> None:
         with suppress(InvalidStateError):  # cancelled: nobody waits for the answer
             try:
-                answer.set_result(work(look))
+                answer.set_result(work(check_cancelled))
             except BaseException as error:
                 answer.set_exception(error)
 

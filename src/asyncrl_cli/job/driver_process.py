@@ -75,9 +75,9 @@ class StopRequests:
 
     Whenever the first request comes, the process is out once the limit of `within` is over. All notices
     together count as one request; a notice after another request is ignored. "Out" ends the process
-    immediately; the reaper ends its children, and whole checkpoints stay whole. `mean` sets what the next
-    requests do. Until it is called they do `actions`; by default each raises KeyboardInterrupt, as a Ctrl-C
-    does.
+    immediately; the reaper ends its children, and whole checkpoints stay whole. `set_actions` sets what the
+    next requests do. Until it is called they do `actions`; by default each raises KeyboardInterrupt, as a
+    Ctrl-C does.
     """
 
     def __init__(self, *actions: Callable[[], object]) -> None:
@@ -87,7 +87,7 @@ class StopRequests:
         self._limit_s = math.inf
         self._limit: threading.Timer | None = None
 
-    def mean(self, *actions: Callable[[], object]) -> None:
+    def set_actions(self, *actions: Callable[[], object]) -> None:
         """From now on each request does the next of `actions`; when only the last is left, every further
         request repeats it.
 

@@ -133,7 +133,7 @@ class Run:
             tell(f"cancelling the start; {self.requests.again} ends it at once")
             in_loop(task.cancel)
 
-        self.requests.mean(end_the_start, self._leave_the_start)
+        self.requests.set_actions(end_the_start, self._leave_the_start)
         with self.requests.on_signals(), self.requests.within(self.profile.run.stop_grace_s + END_S):
             try:
                 return await self._start_and_run()
@@ -170,7 +170,6 @@ class Run:
             sinks += make_sinks(self.profile, directory.path)
             if (screen := make_ui(self.ui)) is not None:
                 sinks.append(screen)
-            facts = facts_of(self.profile, directory.path, directory.attempts)
             observers = Observers(facts, sinks, further=RepeatedCalls(directory.logs))
             try:
                 pipeline = make_pipeline(self.profile, directory, task, crew, observers, self.checkpoint)

@@ -112,7 +112,6 @@ def arriving(manifest: Manifest, refs: Refs) -> Iterator[Bucket]:
 def _in_order(gets: ThreadPoolExecutor, refs: Refs) -> Iterator[Bucket]:
     """The next fetch begins when a bucket is taken, so that a slow consumer has at most GETS_AHEAD buckets
     waiting."""
-
     import ray
 
     def get(ref: Any) -> Bucket:

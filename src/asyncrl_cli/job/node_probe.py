@@ -13,6 +13,7 @@ from contextlib import suppress
 from importlib import import_module, metadata
 from typing import Any
 
+SHARED_MEMORY = "/dev/shm"
 SOCKET_VARIABLES = "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"
 
 
@@ -22,9 +23,11 @@ class Probe:
     def look(
         self, packages: Sequence[str], directory: str, token: str, models: Mapping[str, str]
     ) -> dict[str, Any]:
-        """Fields of `preflight.NodeFacts`. `token`: name and content of a file in `directory`. `models`:
-        directories by keys."""
-        shared_memory, own_address, directory_error = "/dev/shm", "", ""
+        """Fields of `driver_preflight.NodeFacts`. `token`: name and content of a file in `directory`.
+        `models`: directories by keys."""
+        shared_memory_bytes, own_address, directory_error = 0, "", ""
+        if os.path.isdir(SHARED_MEMORY):
+            shared_memory_bytes = shutil.disk_usage(SHARED_MEMORY).free
         path = os.path.join(directory, token)
         try:  # is it the directory that `token` was written to, and can be written to?
             with open(path, encoding="ascii") as file:
@@ -40,9 +43,7 @@ class Probe:
         return {
             "python": platform.python_version(),
             "versions": {name: self._version(name) for name in packages},
-            "shared_memory_bytes": shutil.disk_usage(shared_memory).free
-            if os.path.isdir(shared_memory)
-            else 0,
+            "shared_memory_bytes": shared_memory_bytes,
             "directory_error": directory_error,
             "missing_models": tuple(
                 key for key, path in models.items() if not os.path.isfile(os.path.join(path, "config.json"))

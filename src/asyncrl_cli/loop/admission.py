@@ -70,9 +70,9 @@ class Admission:
     """Decides from the fleet (where there is room) and the ledger (what is under way), and updates both.
     Nothing here waits.
 
-    If `async_training.on_stale` is not "wait", inequality (*) is off, and `publish` returns the late groups.
-    In colocate mode no group starts before all workers hold the newest version: otherwise the first worker to
-    load would get all groups.
+    If `async_training.on_stale` is not "wait", inequality (*) is off, and `open_window` returns the late
+    groups. In colocate mode no group starts before all workers hold the newest version: otherwise the first
+    worker to load would get all groups.
     """
 
     def __init__(

@@ -16,8 +16,8 @@ from asyncrl_cli.loop.fleet import WorkerSlots
 from asyncrl_cli.loop.run_state import RunState
 from asyncrl_cli.measure.states import ExecutorReport, State
 
-_SHOWN_WORKERS = 2
-"""How many reasons are listed: hundreds of workers may each have one."""
+_SHOWN_REASONS = 2
+"""How many are listed: each of hundreds of workers may have one."""
 
 
 def overview(run: RunState) -> Overview:
@@ -85,7 +85,7 @@ def closing(run: RunState) -> tuple[str, str]:
             next_opens = f"version {admission.version + 1} opens the next"
             cause = f"all {admission.budget} groups of the window have started, {next_opens}"
         case Closed.LOADING:
-            cause = _some(lags(run))
+            cause = _first_few(lags(run))
         case Closed.SLOTS:
             up = [worker for worker in workers if not worker.down]
             in_use = sum(min(worker.used, worker.slots) for worker in up)
@@ -93,14 +93,13 @@ def closing(run: RunState) -> tuple[str, str]:
             evals, running_eval = sum(worker.eval_sequences for worker in up), run.evaluator.running
             slots = f"{in_use} of {sum(worker.slots for worker in up)} in use"
             slots += f", {queued} sequences queued" if queued else ""
-            slots += (
-                f", {evals} by the eval of version {running_eval.version}" if running_eval and evals else ""
-            )
-            cause = _some([slots, *lags(run, [worker for worker in workers if worker.loading])])
+            if running_eval and evals:
+                slots += f", {evals} by the eval of version {running_eval.version}"
+            cause = _first_few([slots, *lags(run, [worker for worker in workers if worker.loading])])
         case Closed.DEADLINES:
             # Only lagging workers can be the cause: on workers with the newest weights the window's budget
             # closes first.
-            cause = _some(lags(run, admission.refused()))
+            cause = _first_few(lags(run, admission.refused()))
     return "restart" if closed is Closed.LOADING and admission.fleet.is_gone() else closed.value, cause
 
 
@@ -113,7 +112,7 @@ def groups_wait(run: RunState) -> str:
         takeable = f" (only {num_takeable} takeable before groups that are due earlier)"
     groups = f"{len(ledger.finished)} finished{takeable}, {len(ledger.running)} running"
     reports = run.executors.reports.latest
-    tools = _some(f"{name} {waits}" for name, report in reports.items() if (waits := _tools(report)))
+    tools = _first_few(f"{name} {waits}" for name, report in reports.items() if (waits := _tools(report)))
     return _with_admission(run, f"{needed} takeable groups: {groups}", tools)
 
 
@@ -127,8 +126,8 @@ def scores_wait(run: RunState) -> str:
             queues.append(
                 f"{queue} wait for {name}" + (f", which is being restarted ({restart})" if restart else "")
             )
-    takeable = f"{len(run.admission.takeable(needed))} takeable; of {num_finished} finished, {_some(queues)}"
-    return f"{needed} scored groups: {takeable}"
+    takeable = f"{len(run.admission.takeable(needed))} takeable"
+    return f"{needed} scored groups: {takeable}; of {num_finished} finished, {_first_few(queues)}"
 
 
 def window_wait(run: RunState) -> str:
@@ -136,7 +135,7 @@ def window_wait(run: RunState) -> str:
     evals and loads."""
     ledger, needed = run.groups.ledger, run.admission.window_size
     if len(ledger.finished) == needed:
-        return _some([*eval_holds(run), *lags(run)])
+        return _first_few([*eval_holds(run), *lags(run)])
     groups = f"{len(ledger.finished)} of {needed} groups finished, {len(ledger.running)} running"
     return _with_admission(run, f"the whole window: {groups}")
 
@@ -145,7 +144,8 @@ def _with_admission(run: RunState, *texts: str) -> str:
     """`texts`, then the rule that keeps admission closed (the feed's wait names its cause), then the workers
     that an eval holds."""
     closed = closing(run)[0]
-    return "; ".join(filter(None, [*texts, closed and f"admission waits: {closed}", _some(eval_holds(run))]))
+    waits = f"admission waits: {closed}" if closed else ""
+    return "; ".join(filter(None, [*texts, waits, _first_few(eval_holds(run))]))
 
 
 def lags(run: RunState, workers: Iterable[WorkerSlots] | None = None) -> list[str]:
@@ -194,7 +194,7 @@ def _tools(report: ExecutorReport | None) -> str:
 
 def restarts(run: RunState) -> str:
     """Which workers have no process and are being restarted."""
-    return _some(lags(run, [worker for worker in run.admission.fleet.present() if worker.down]))
+    return _first_few(lags(run, [worker for worker in run.admission.fleet.present() if worker.down]))
 
 
 def eval_holds(run: RunState) -> list[str]:
@@ -209,8 +209,8 @@ def _hold(run: RunState, name: str) -> str:
     return f"the eval of version {running.version} has held {name} for {held_s:.0f} s"
 
 
-def _some(reasons: Iterable[str]) -> str:
+def _first_few(reasons: Iterable[str]) -> str:
     """The first few distinct reasons, and how many more there are; "" for none."""
     different = list(dict.fromkeys(reasons))
-    more = [f"{len(different) - _SHOWN_WORKERS} more"] if len(different) > _SHOWN_WORKERS else []
-    return ", ".join([*different[:_SHOWN_WORKERS], *more])
+    more = [f"{len(different) - _SHOWN_REASONS} more"] if len(different) > _SHOWN_REASONS else []
+    return ", ".join([*different[:_SHOWN_REASONS], *more])

@@ -76,10 +76,10 @@ class Changes:
             except TimeoutError:
                 if self.num_moves == before:
                     waits = what if isinstance(what, str) else what()
-                    message = (
-                        f"nothing has moved for {still_s:g} s, and the {who.split()[0]} waits for {waits}"
-                    )
-                    raise StallError(message) from None
+                    moved = f"nothing has moved for {still_s:g} s"
+                    hint = "the run's log has the last messages of each executor"
+                    message = f"{moved}, and the {who.split()[0]} waits for {waits}"
+                    raise StallError(message, hint=hint) from None
         return found
 
     async def _sleep(self, condition: Callable[[], object], concerned: Collection[Change]) -> None:

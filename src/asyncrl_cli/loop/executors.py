@@ -1,5 +1,5 @@
-"""The second part of the run's state: its executors, which of them have no process, and what they report: the
-newest report of each, and their spans on the driver's clock."""
+"""The executors of a run, which of them have no process, and what they report: the newest report of each, and
+their spans on the driver's clock. `RunState.executors` (run_state.py) is made of it."""
 
 from __future__ import annotations
 
@@ -139,7 +139,8 @@ class ExecutorHistory:
         self.note(report)
 
     def note(self, report: ExecutorReport) -> None:
-        """Keep the report's spans and stays. (A later report that has overtaken it includes its sums.)"""
+        """Keep the report's spans and slot intervals. (A later report that has overtaken it includes its
+        sums.)"""
         for span in report.spans:
             start_s, end_s = max(span.start_s + self.offset_s, self.from_s), span.end_s + self.offset_s
             if end_s > self.from_s:
@@ -195,9 +196,9 @@ class ReportBook:
         ran there."""
         running_tokens = self.running_tokens(worker)
         for executor in self._in_process(worker):
-            gauges = {
-                name: amount if name == "slots" else 0.0 for name, amount in executor.report.gauges.items()
-            }
+            gauges = dict.fromkeys(executor.report.gauges, 0.0)
+            if "slots" in gauges:
+                gauges["slots"] = executor.report.gauges["slots"]
             executor.report = replace(
                 executor.report, state=State.FAILED, waiting_for=WAITS_FOR_RESTART, spans=(), gauges=gauges
             )

@@ -174,11 +174,8 @@ class Fleet:
     def update(self, worker: WorkerSlots) -> None:
         """Update sums and ranks. Call it after a change of the worker's sequences or process, and when a load
         begins or ends."""
-        free, unit, awake = (
-            worker.slots - worker.unfinished_sequences - worker.eval_sequences,
-            self._unit,
-            not worker.loading,
-        )
+        unit, awake = self._unit, not worker.loading
+        free = worker.slots - worker.unfinished_sequences - worker.eval_sequences
         up = free // unit if free > 0 and not worker.down else 0
         slots = up if awake else 0
         queue = (free + self._queue_sequences) // unit if awake and free + self._queue_sequences > 0 else 0

@@ -1,4 +1,4 @@
-"""The first part of the run's state: how far the run has come, and what its observers hear of it."""
+"""How far the run has come, and what its observers hear of it: `RunState.progress` (run_state.py)."""
 
 from __future__ import annotations
 

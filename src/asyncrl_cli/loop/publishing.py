@@ -16,6 +16,8 @@ from asyncrl_cli.measure.states import State, StepTimes
 
 
 class Publishing:
+    """Publishes the versions of one run, one at a time. It holds what the trainer waits for."""
+
     def __init__(self, run: RunState, tasks: asyncio.TaskGroup, rollouts: Rollouts, times: StepTimes) -> None:
         self._run = run
         self._tasks = tasks
@@ -48,7 +50,7 @@ class Publishing:
                     await self._publishing
             try:
                 await run.changes.until(
-                    lambda: run.sync.room or run.failure.stopping,
+                    lambda: run.sync.has_room or run.failure.stopping,
                     who,
                     older_loads,
                     (Change.LOADED,),
@@ -66,7 +68,8 @@ class Publishing:
         # After a stop nothing starts, and a hung worker would delay it.
         if run.settings.profile.placement.colocate and not run.failure.stopping:
             await self._rollouts.hand_over(to_trainer=False)
-        if run.sync.room:  # no room after a stop: workers keep their version, and a resume publishes first
+        # There may be no room after a stop: workers keep their version, and a resume publishes first.
+        if run.sync.has_room:
             self._publish_beside(gather_s)
         run.changes.notify()
         with self._times.waiting("gather"):

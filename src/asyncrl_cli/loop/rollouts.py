@@ -25,6 +25,8 @@ from asyncrl_cli.measure.states import State, StateClock
 
 
 class Rollouts:
+    """Admits groups, and sends their parts and aborts to the workers."""
+
     def __init__(self, run: RunState, tasks: asyncio.TaskGroup) -> None:
         """Start admitting groups, and start the tasks of every worker."""
         self.feed_clock = StateClock("feed", "feed", "", run.now_s)
@@ -90,6 +92,9 @@ class Rollouts:
 
 
 class WorkerTasks(ExecutorTasks):
+    """The tasks that wait for one worker: for its progress (`_follow`), its loads and its evals
+    (`_keep_in_sync`)."""
+
     def __init__(self, run: RunState, worker: RolloutWorker, tasks: asyncio.TaskGroup) -> None:
         super().__init__(run, worker, tasks)
         self.worker = worker

@@ -22,6 +22,8 @@ from asyncrl_cli.measure.values import shown
 
 
 class Training:
+    """The trainer's side of one run. `run` tells the story of a step, in four methods."""
+
     def __init__(
         self,
         run: RunState,
@@ -40,7 +42,8 @@ class Training:
         self._checkpointer = checkpointer
         self._times = StepTimes(run.now_s, lambda: run.evaluator.active_s)
         self._publishing = Publishing(run, tasks, rollouts, self._times)
-        self._warned_in: int | None = None
+        self._stale_warning_version: int | None = None
+        """The window in which stale groups were last warned of."""
         self._bands = Bands(run.settings.profile.algorithm)
 
     async def run(self) -> None:
@@ -67,7 +70,7 @@ class Training:
         """Wait for R takeable groups and take them; None on a stop."""
         run, failure, num_groups = self._run, self._run.failure, self._run.settings.schedule.step_groups
 
-        def is_scored() -> bool:
+        def may_go_on() -> bool:
             return failure.stopping or run.groups.takeable(num_groups) or not self._may_take()
 
         while True:
@@ -81,7 +84,7 @@ class Training:
             if run.admission.scorers:
                 with self._times.waiting("wait_scores"):
                     await run.changes.until(
-                        is_scored, "trainer", lambda: causes.scores_wait(run), (Change.GROUPS,)
+                        may_go_on, "trainer", lambda: causes.scores_wait(run), (Change.GROUPS,)
                     )
             if failure.stopping or not run.admission.scorers or run.groups.takeable(num_groups):
                 break  # else groups were dropped for their reward model scores, and too few are left
@@ -92,8 +95,9 @@ class Training:
         groups, bound = run.groups.take(num_groups), run.settings.schedule.max_staleness
         oldest = [min(meta.oldest for meta in group.trajectories) for group in groups]
         num_stale = sum(version < run.version - bound for version in oldest)
-        if num_stale and self._warned_in != run.version:  # on_stale = "accept"; one warning per window
-            self._warned_in = run.version
+        # With on_stale = "accept" groups may be stale. There is one warning per window.
+        if num_stale and self._stale_warning_version != run.version:
+            self._stale_warning_version = run.version
             run.progress.warn(
                 f"{num_stale} of {num_groups} groups of step {run.progress.step + 1} are older than "
                 f"max_staleness = {bound}"
@@ -140,17 +144,20 @@ class Training:
         run.groups.trained()
         for part, seconds in {"train": report.train_s, **report.column_s}.items():
             self._times.add(part, seconds)
-        self._warn_of_skipped(report, "trainer", "trainer.lr")
+        self._check_skipped(report, "trainer", "trainer.lr")
         rewards = [meta.reward for group in groups for meta in group.trajectories]
         for warning in (*self._bands.left(shown(report.metrics)), *self._bands.flat(rewards)):
             progress.warn(f"step {progress.step}: {warning}")
         run.changes.notify()
         return report
 
-    def _warn_of_skipped(self, report: TrainReport, who: str, rate_key: str) -> None:
-        """An optimizer step without a finite gradient leaves weights and optimizer as they were. Its groups
+    def _check_skipped(self, report: TrainReport, who: str, rate_key: str) -> None:
+        """Warn of optimizer steps that were skipped, and stop the run after too many in a row.
+
+        An optimizer step without a finite gradient leaves weights and optimizer as they were. Its groups
         still count as trained: they were consumed, and training them again would very likely fail the same
-        way."""
+        way.
+        """
         run, limit = self._run, self._run.settings.profile.trainer.max_skipped_steps
         if report.skipped_steps:
             skipped = f"{report.skipped_steps} optimizer step{'s' if report.skipped_steps > 1 else ''}"
@@ -184,11 +191,11 @@ class Training:
             )
             with self._times.waiting("wait_scores"), critic_waits:
                 learned = await self._learning
-            self._warn_of_skipped(learned, "critic", "critic.lr")
+            self._check_skipped(learned, "critic", "critic.lr")
             report = replace(report, metrics={**report.metrics, **learned.metrics})
 
         def record() -> StepRecord:
-            """The step so far, without spans and stays."""
+            """The step so far, without spans and slot intervals."""
             return StepRecord(
                 step=progress.step,
                 version=run.version,

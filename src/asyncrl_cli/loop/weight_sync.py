@@ -4,7 +4,7 @@ worker by worker.
     trainer --gather--> publish --offer--> [newest] --prefetch--> second buffer --load--> worker generates
 
 At most two published versions exist: the one being loaded and the newest. A newer version replaces one that
-no worker has begun to receive; once workers have begun two, the next gather waits (`WeightSync.room`).
+no worker has begun to receive; once workers have begun two, the next gather waits (`WeightSync.has_room`).
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class WeightSync:
         return {worker.name: worker.begun for worker in self._workers if worker.begun is not None}
 
     @property
-    def room(self) -> bool:
+    def has_room(self) -> bool:
         """Whether one more version may be published."""
         return len(set(self.begun.values())) < 2
 

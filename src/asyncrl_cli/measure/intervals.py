@@ -24,7 +24,7 @@ class Interval(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Change:
+class MeanChange:
     """A difference of two mean rewards over `num_prompts`. `paired`: computed from both rewards of each
     prompt."""
 
@@ -68,7 +68,7 @@ def mean_interval(rewards: Sequence[float]) -> Interval:
     return Interval(max(mean - half_width, ends.low), min(mean + half_width, ends.high))
 
 
-def paired_change(before: Sequence[float], after: Sequence[float]) -> Change:
+def paired_change(before: Sequence[float], after: Sequence[float]) -> MeanChange:
     """For the mean difference `after - before` of the same prompts, in the same order.
 
     Two prompts are added: one without a difference, and one that counts half as the largest rise and half as
@@ -84,14 +84,14 @@ def paired_change(before: Sequence[float], after: Sequence[float]) -> Change:
     squares = sum(difference * difference for difference in differences) + span * span
     half_width = Z * sqrt(max(squares / num - mean * mean, 0.0) / num)
     interval = Interval(max(mean - half_width, -span), min(mean + half_width, span))
-    return Change(
+    return MeanChange(
         mean=sum(differences) / len(differences), interval=interval, num_prompts=len(differences), paired=True
     )
 
 
 def unpaired_change(
     before: tuple[float, Interval], after: tuple[float, Interval], num_prompts: int
-) -> Change:
+) -> MeanChange:
     """For the difference of two means of which only (mean, interval) are known. `num_prompts`: the smaller of
     both numbers.
 
@@ -102,4 +102,4 @@ def unpaired_change(
     (old, old_interval), (new, new_interval) = before, after
     low = new - old - hypot(new - new_interval.low, old_interval.high - old)
     high = new - old + hypot(new_interval.high - new, old - old_interval.low)
-    return Change(mean=new - old, interval=Interval(low, high), num_prompts=num_prompts, paired=False)
+    return MeanChange(mean=new - old, interval=Interval(low, high), num_prompts=num_prompts, paired=False)

@@ -40,7 +40,7 @@ a dark or a light terminal would hide."""
 
 class Passage(NamedTuple):
     """Tokens of one segment that were sampled by `version` (-1: not sampled, but given). `speaker`: `model`,
-    `told` (by a tool or an environment), or, at the beginning of a segment, `prompt` and `segment 2`, ...:
+    `given` (by a tool or an environment), or, at the beginning of a segment, `prompt` and `segment 2`, ...:
     the rewritten context. `is_load`: new weights were loaded just before it, within an answer."""
 
     segment: int
@@ -91,7 +91,7 @@ class Sampled:
             begins, before = f"segment {segment + 1}" if segment else "prompt", NOT_SAMPLED
             for version, indices in groupby(range(end - length, end), key=self.versions.__getitem__):
                 first, *rest = indices
-                speaker = MODEL if version != NOT_SAMPLED else "told" if first > end - length else begins
+                speaker = MODEL if version != NOT_SAMPLED else "given" if first > end - length else begins
                 is_load = NOT_SAMPLED not in (version, before)
                 found.append(Passage(segment, speaker, version, range(first, first + 1 + len(rest)), is_load))
                 before = version

@@ -28,7 +28,7 @@ from asyncrl_cli.profile.loaded import DEFAULT, is_default
 from asyncrl_cli.profile.toml_files import toml_value
 from asyncrl_cli.report.dumps import AGE_COLOURS, Passage, Sampled, trajectories_of
 from asyncrl_cli.report.run_data import RunData
-from asyncrl_cli.report.side_by_side import Comparison
+from asyncrl_cli.report.side_by_side import SideBySide
 
 GENERATOR = '<meta name="generator" content="asyncrl report">'
 """In each page's head. A file that has it may be overwritten."""
@@ -53,7 +53,7 @@ LEGEND = (
     )
     + " versions behind the window; a small v7 stands before the tokens of version 7. Text that the model "
     "did not write is grey. "
-    "Dashed: the trainer gave the token a probability that differs by 0.2 or more."
+    f"Dashed: the trainer gave the token a probability that differs by {NOTABLE_CHANGE:g} or more."
 )
 
 
@@ -66,7 +66,7 @@ def plotly() -> str:
 def page_of(runs: Sequence[RunData], *, library: str, title: str, before: str = "", after: str = "") -> str:
     """The page. `library` is `plotly()`; `before` and `after`: further HTML, above the words about runs and
     below their charts."""
-    words = [before, _beside("Verdict", runs, _findings), _beside("What ran", runs, _facts)]
+    words = [before, _cards("Verdict", runs, _findings), _cards("What ran", runs, _facts)]
     sections = tomllib.loads(_file("charts.toml")).items()
     charts = ((name, title, chart) for name, section in sections for title, chart in section.items())
     metrics = sorted({key for run in runs for key in run.columns.values})
@@ -117,7 +117,8 @@ def _made(runs: Sequence[RunData]) -> str:
     return " · ".join([f"made by asyncrl {__version__}", *joined])
 
 
-def _beside(heading: str, runs: Sequence[RunData], content: Callable[[RunData], str]) -> str:
+def _cards(heading: str, runs: Sequence[RunData], content: Callable[[RunData], str]) -> str:
+    """A section with a card for each run, beside each other; empty without runs."""
     if not runs:
         return ""
     names = [f"<h3>{escape(run.name)}</h3>" if len(runs) > 1 else "" for run in runs]
@@ -149,7 +150,7 @@ def _facts(run: RunData) -> str:
     return f"{purpose}<dl>{facts}</dl><details><summary>{summary}</summary>{configuration}</details>"
 
 
-def beside_each_other(compared: Comparison, heading: str = "Side by side") -> str:
+def side_by_side_html(compared: SideBySide, heading: str = "Side by side") -> str:
     """Differences of configuration first, then figures."""
     names, keys = [escape(name) for name in compared.names], compared.differences.items()
     different = [[f"<code>{escape(key)}</code>", *map(_code, values)] for key, values in keys]
@@ -231,7 +232,7 @@ def _folded(one: Sampled) -> str:
 
 def _marked(one: Sampled, passage: Passage) -> str:
     if passage.version == NOT_SAMPLED:
-        return f'<span class="told">{escape(one.text(passage))}</span>'
+        return f'<span class="given">{escape(one.text(passage))}</span>'
     tokens = []
     for index in passage.tokens:
         text = escape(one.texts[index])

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 
-from asyncrl_cli.measure.intervals import Change, Interval, paired_change, unpaired_change
+from asyncrl_cli.measure.intervals import Interval, MeanChange, paired_change, unpaired_change
 from asyncrl_cli.observe.format import LEADING, NOTHING, clock, count, is_number, number, scored, share
 from asyncrl_cli.observe.recorded import Recorded
 from asyncrl_cli.observe.run_lines import EventLine
@@ -57,7 +57,7 @@ class Figure:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Comparison:
+class SideBySide:
     """`differences`: key -> a value per run. `samples`, `time_s`: what all runs have reached; `reward`: the
     target, for the time to reach it. They are None if a run has trained nothing."""
 
@@ -83,7 +83,7 @@ class Comparison:
         return {"runs": list(self.names), "differences": self.differences, "equal": at, "figures": figures}
 
 
-def compared(runs: Sequence[Recorded], target: float | None = None) -> Comparison:
+def compare(runs: Sequence[Recorded], target: float | None = None) -> SideBySide:
     """Compare runs. `target`: a reward; by default the highest that all of them have reached.
 
     Raises RefusedError or ConfigError if a run's configuration or metrics cannot be read.
@@ -117,7 +117,7 @@ def compared(runs: Sequence[Recorded], target: float | None = None) -> Compariso
             _figure(f"time to reward {number(reward, 3)}", reached_s, clock),
             _figure("samples to it", reached_samples, count),
         ]
-    return Comparison(
+    return SideBySide(
         names=[run.name for run in runs],
         differences=differences(runs),
         figures=[*figures, *_totals(runs)],
@@ -190,7 +190,7 @@ def _figure(label: str, values: Sequence[object], form: Callable[[object], str])
     return Figure(label=label, values=values, texts=[form(value) for value in values])
 
 
-def change_of(before: EventLine, after: EventLine) -> Change | None:
+def change_of(before: EventLine, after: EventLine) -> MeanChange | None:
     """The change of the mean reward between two evals, of one run or of two: over the prompts that have a
     reward in both, if both evals had the same prompts. None if an older version recorded one of them, without
     an interval."""
@@ -211,7 +211,7 @@ def _mean_of(event: EventLine) -> tuple[float, Interval] | None:
     return mean, Interval(event["reward_low"], event["reward_high"])
 
 
-def change_text(change: Change, *, doubt: bool = False) -> str:
+def change_text(change: MeanChange, *, doubt: bool = False) -> str:
     """`+0.075 (95%: -0.21 to 0.40)`, with `doubt` also whether that is too uncertain to tell."""
     low, high = (number(end, 3) for end in change.interval)
     is_doubtful = doubt and not change.is_clear

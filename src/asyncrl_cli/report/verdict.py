@@ -23,12 +23,12 @@ MOST_PROMPTS = 100_000
 """More eval prompts than this are not suggested: no change of practical size needs as many."""
 IDLE = 0.15
 """A side that idled more than this is worth a change. Less comes from the edges of steps and syncs."""
-APART = 0.2
+SIMILAR_IDLE = 0.2
 """If the idle ratios differ by no more than this, neither side is said to limit the run."""
-EMPTY = 0.6
+FEW_SLOTS = 0.6
 """If fewer slots are used while workers are busy, decoding runs with small batches, at nearly the cost of
 full ones."""
-DEAR = 0.05
+COSTLY = 0.05
 """A part of a step (a checkpoint, gathering) above this share of the time is worth a change."""
 CLIPPED = 0.2
 """Share of clipped tokens above which much of a batch teaches nothing."""
@@ -48,7 +48,7 @@ SIGNS = {
     "ref/kl": ("reference", "The policy was {} nats per token away from its reference"),
 }
 """For each signal that the loop warns about (measure/bands.py): its topic and its sentence."""
-BESIDE = {
+OTHER_PARTS = {
     "eval": (
         "evals",
         "Evals held workers while the trainer waited",
@@ -130,7 +130,7 @@ def _idle(totals: Totals, mode: str, is_divisible: bool) -> Remark | None:
         return None
     evals = totals.share("eval")
     trainer = max(trainer - evals, 0.0)  # generating more at a time does not make evals shorter
-    besides = f", and {share(evals)} more during evals;" if evals > DEAR else ","
+    besides = f", and {share(evals)} more during evals;" if evals > COSTLY else ","
     figures = f"the trainer idled {share(trainer)} of the time{besides} the rollout workers {share(rollout)}."
     waits = f"the trainer waited for groups {share(totals.share('wait_data'))} of the time."
     or_partial = "" if mode == "partial-rollout" else ", or async_training.partial_rollout = true"
@@ -146,7 +146,7 @@ def _idle(totals: Totals, mode: str, is_divisible: bool) -> Remark | None:
         return Remark("who idled", "note", text, compare)
     if max(trainer, rollout) <= IDLE:
         return Remark("who idled", "good", f"Hardly anyone: {figures}")
-    if min(trainer, rollout) > IDLE and abs(trainer - rollout) <= APART:
+    if min(trainer, rollout) > IDLE and abs(trainer - rollout) <= SIMILAR_IDLE:
         ahead = f"Allow more to be generated ahead (async_training.staleness_threshold){or_partial}."
         if mode in ("on-policy-pipeline", "stream-off-policy"):
             ahead = "Allow staleness (async_training.staleness_threshold = 0.5 or 1), so that both can work "
@@ -159,7 +159,7 @@ def _idle(totals: Totals, mode: str, is_divisible: bool) -> Remark | None:
         return Remark("who idled", "bad", text, f"{more('the trainer', 'placement.trainer_workers')}. {why}")
     text = f"Mostly the trainer: {figures} Generation limits the run; {waits}"
     slots = totals.mean("rollouter/slot_utilization")
-    if slots is not None and slots < EMPTY:
+    if slots is not None and slots < FEW_SLOTS:
         text += f" Only {share(slots)} of the slots were used: "
         text += "the longest responses keep workers busy with small batches."
         longer = "Let more groups run at once: a larger async_training.staleness_threshold"
@@ -172,11 +172,11 @@ def _idle(totals: Totals, mode: str, is_divisible: bool) -> Remark | None:
 
 def _costs(totals: Totals) -> Iterator[Remark]:
     """What takes time besides training and generation."""
-    for part, (about, text, change) in BESIDE.items():
-        if (spent := totals.share(part)) > DEAR:
+    for part, (about, text, change) in OTHER_PARTS.items():
+        if (spent := totals.share(part)) > COSTLY:
             yield Remark(about, "note", f"{text} {share(spent)} of the time.", change)
     tools = totals.mean("rollouter/tool_idle_ratio") or 0.0
-    if tools > DEAR:
+    if tools > COSTLY:
         text = f"Workers ran nothing {share(tools)} of the time because all their trajectories waited for "
         text += "tools."
         change = "rollout.hold_slots = false lets other trajectories use their slots."
@@ -238,7 +238,7 @@ def _losses(totals: Totals) -> Iterator[Remark]:
         yield Remark("reward", "note", text, look)
     discarded, trained = totals.last.get("waste/tokens_discarded", 0), totals.last.get("tokens_trained", 0)
     wasted = discarded / max(discarded + trained, 1)
-    if wasted > DEAR:
+    if wasted > COSTLY:
         text = f"{share(wasted)} of the sampled tokens were discarded and never trained."
         yield Remark("waste", "note", text)
     if restarts := totals.last.get("rollouter/restarts", 0):

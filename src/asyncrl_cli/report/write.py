@@ -27,16 +27,16 @@ from asyncrl_cli.observe.recorded import Recorded
 from asyncrl_cli.report.page import (
     GENERATOR,
     MAX_CHARACTERS,
-    beside_each_other,
     card,
     page_of,
     plotly,
     samples_html,
+    side_by_side_html,
     table,
 )
 from asyncrl_cli.report.perfetto import trace_entries
 from asyncrl_cli.report.run_data import run_data
-from asyncrl_cli.report.side_by_side import compared
+from asyncrl_cli.report.side_by_side import compare
 
 NAME = "report.html"
 TRACE_GENERATOR = "asyncrl trace"
@@ -70,29 +70,30 @@ def write_report(
     path = out or (bench / NAME if bench else found[0].files.path / NAME if len(found) == 1 else Path(NAME))
     check_out(path, GENERATOR, "report")
     words = bench_html(bench) if bench else ""
-    runs, read, doubts = [], "", list[str]()
+    runs, samples, doubts = [], "", list[str]()
     for recorded in found:
         progress(f"reading {recorded.name}")
         title = f"Samples of {recorded.name}" if len(found) > 1 else "Samples"
-        read += samples_html(recorded, title, MAX_CHARACTERS // len(found))
+        samples += samples_html(recorded, title, MAX_CHARACTERS // len(found))
         runs.append(run_data(recorded))
     if len(found) > 1:
-        comparison = compared(found, target)
+        comparison = compare(found, target)
         doubts = comparison.doubts
         heading = "Side by side: whole runs, with warm-up and evals" if bench else "Side by side"
-        words += beside_each_other(comparison, heading)
+        words += side_by_side_html(comparison, heading)
     words += "".join(searched(recorded, runs_dir, progress) for recorded in found if search)
     progress(f"writing {path}")
     title = f"bench {bench.resolve().name}" if bench else " · ".join(run.name for run in runs)
-    replace_text(path, page_of(runs, library=plotly() if runs else "", title=title, before=words, after=read))
+    library = plotly() if runs else ""
+    replace_text(path, page_of(runs, library=library, title=title, before=words, after=samples))
     return path, [note for recorded in found for note in recorded.damage.notes] + doubts
 
 
 def searched(recorded: Recorded, runs_dir: Path, progress: Callable[..., None]) -> str:
     """What `tune` recommends for the run. Raises as `tune`."""
-    from asyncrl_cli.bench.recommendation import Asked, tune
+    from asyncrl_cli.bench.recommendation import TuneRequest, tune
 
-    tuned = tune(Asked(reference=str(recorded.files.path), runs_dir=runs_dir), progress)
+    tuned = tune(TuneRequest(reference=str(recorded.files.path), runs_dir=runs_dir), progress)
     best, speedup = tuned.found.best, tuned.found.speedup
     heading = f"SIMULATED: what would be faster than {recorded.name}"
     if best == tuned.found.current:
@@ -135,10 +136,8 @@ def bench_html(directory: Path) -> str:
     for result, speed, outline in zip(results, speeds, outlines, strict=True):
         kind, width = "ideal" if result.limited_by else "", f"{outline / max(outlines):.1%}"
         inner = f'<i style="width:{speed / outline:.1%}"></i>'
-        bars += (
-            f'<span>{escape(result.profile)}</span><div class="{kind}" style="width:{width}">{inner}</div>'
-        )
-        bars += f"<span>{speed:.3g}</span>"
+        bar = f'<div class="{kind}" style="width:{width}">{inner}</div>'
+        bars += f"<span>{escape(result.profile)}</span>{bar}<span>{speed:.3g}</span>"
     title = "Groups per second" + (", and the bound (dashed)" if comparison.has_bound else "")
     parts = [
         f"<p>{escape(heading_of(comparison))}</p>",

@@ -63,7 +63,7 @@ TURN_KEYS = {
     "env": ("max_turns", "max_context_tokens", "tool_timeout_s", "episode_timeout_s"),
 }
 """The same keys and more, if trajectories have several turns."""
-OWN_KEYS = {
+SCHEDULE_KEYS = {
     "algorithm": ("old_logprobs",),
     "rollout": ("interrupt",),
     "async_training": (
@@ -108,12 +108,12 @@ def _calibrated(run_directory: Path) -> Workload:
     lines = [line for line, reason in zip(everything, reasons, strict=True) if not reason]
     left_out = ", ".join(f"{times} {reason}" for reason, times in Counter(filter(None, reasons)).items())
     why = "".join([f" ({left_out})" if left_out else "", *(f"; {note}" for note in damage)])
-    _enough(lines, run_directory, f"of {len(everything)} train steps can be used{why}")
+    _check_enough(lines, run_directory, f"of {len(everything)} train steps can be used{why}")
     job = compile_job(profile, virtual_cluster(profile))
     ranks = job.role(TRAINER).workers
     decoded, trained = decode_points(lines, job.role(ROLLOUT).workers), train_points(lines)
-    _enough(decoded, run_directory, "train steps have decoding beside them")
-    _enough(trained, run_directory, "train steps have trained tokens")
+    _check_enough(decoded, run_directory, "train steps have decoding beside them")
+    _check_enough(trained, run_directory, "train steps have trained tokens")
     decoding, training, turns = fit_line(decoded), fit_line(trained), turns_of(lines)
     # seconds per token of each scorer, on the trainer's number of devices
     found = {task: scorer_s_per_token(lines, task) for task in SCORERS}
@@ -156,7 +156,8 @@ def _calibrated(run_directory: Path) -> Workload:
     )
 
 
-def _enough(found: Sequence[object], run_directory: Path, what: str) -> None:
+def _check_enough(found: Sequence[object], run_directory: Path, what: str) -> None:
+    """Raises ConfigError if there are fewer than `LEAST_STEPS`."""
     if len(found) < LEAST_STEPS:
         why = f"{run_directory}: {len(found)} {what}; a calibration needs {LEAST_STEPS}"
         hint = "a longer run, with --set eval.every_versions=0 --set checkpoint.every_steps=0"
@@ -240,8 +241,8 @@ def _reference(lines: Sequence[Line], profile: Profile, run_directory: Path) -> 
     is_shipped = profile.name in shipped_profiles()
     name = profile.name if is_shipped else str((run_directory / "profile.toml").resolve())
     length = Layer(origin="calibration", values={"run.train_steps": 1})
-    tables = _values(profile, OWN_KEYS)
-    others = _values(load(name, environ={}, layers=[length]).profile, OWN_KEYS)
+    tables = _values(profile, SCHEDULE_KEYS)
+    others = _values(load(name, environ={}, layers=[length]).profile, SCHEDULE_KEYS)
     differing = {
         section: {key: value for key, value in table.items() if value != others[section].get(key)}
         for section, table in tables.items()

@@ -205,10 +205,9 @@ class Costs:
         )
         size = CacheSize(num_bytes // (memory.kv_bytes_per_token * memory.block_tokens), memory.block_tokens)
         if not size.holds(longest):
-            left = (
-                f"the weights leave {num_bytes / GIB:.3g} GiB of a rollout worker's memory for its KV cache"
-            )
-            what = f"workload {self.workload.name}: {left}, too little for one sequence of {longest} tokens"
+            left = f"the weights leave {num_bytes / GIB:.3g} GiB of a rollout worker's memory"
+            little = f"for its KV cache, too little for one sequence of {longest} tokens"
+            what = f"workload {self.workload.name}: {left} {little}"
             keys = "memory.gpu_memory_gib, placement.gpus_per_rollout_worker or rollout.max_response_tokens"
             raise ConfigError(what, hint=keys)
         return size

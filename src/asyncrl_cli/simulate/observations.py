@@ -86,7 +86,6 @@ def fit_line(points: Sequence[Point]) -> Fit:
             if rank == len(used) and coefficients.min() >= 0:
                 fits.append((float(np.mean((columns @ coefficients - 1) ** 2)), coefficients, interference))
     _, coefficients, interference = min(fits, key=lambda fit: fit[0])
-    # relative errors make the line too low: it is scaled to the seconds that were spent
     predicted_s = lines @ coefficients / alone(np.ones_like(shares), shares, interference)
     constant, slope = (float(coefficient) for coefficient in coefficients * seconds.sum() / predicted_s.sum())
     return Fit(constant, slope, interference, tells)
@@ -159,9 +158,9 @@ def scorer_s_per_token(lines: Sequence[Line], task: str) -> float | None:
     if there is none."""
     if spent := sum(spent_s(line, task) for line in lines):
         return spent / sum(sampled_tokens(line) for line in lines)
-    of_task = [line for line in lines if f"{task}/tokens_per_s" in line]
-    scored = sum(line[f"{task}/tokens_per_s"] * spent_s(line, "step") for line in of_task)
-    busy_s = sum((1 - line[f"{task}/idle_ratio"]) * spent_s(line, "step") for line in of_task)
+    scored_lines = [line for line in lines if f"{task}/tokens_per_s" in line]
+    scored = sum(line[f"{task}/tokens_per_s"] * spent_s(line, "step") for line in scored_lines)
+    busy_s = sum((1 - line[f"{task}/idle_ratio"]) * spent_s(line, "step") for line in scored_lines)
     return busy_s / scored if scored else None
 
 

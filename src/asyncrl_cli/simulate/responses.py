@@ -214,7 +214,7 @@ class Responses:
         # a list is faster here than a generator, and every report of a worker comes by
         return self.num_ended + sum([response.is_at_tool for response in self._responses])
 
-    def so_far(self) -> tuple[dict[int, PartialResponse], int]:
+    def partial_responses(self) -> tuple[dict[int, PartialResponse], int]:
         """The tokens, by index, from which trajectories can continue in a resumed run, and the token count of
         those that cannot."""
         kept, rest_tokens = dict[int, PartialResponse](), 0
@@ -292,7 +292,7 @@ class Responses:
             self._engine.abort([response])
             self._ended(response)
         else:
-            self._engine.go_on(response)
+            self._engine.continue_after_tool(response)
 
     def _ended(self, response: SimulatedSequence) -> None:
         if self.aborted:

@@ -4,7 +4,7 @@
                ^ gate closed (drain)      |                     |  | ^ frozen (load), slowed (shared machine)
             going on, before all these ---+                     |  +--> on_turn -> a tool -+
                ^-- first of them, preempted: no blocks ---------+                          |
-               ^-- last of them, its tool is done: go_on ----------------------------------+
+               ^-- last of them, its tool is done: continue_after_tool --------------------+
 
 All running sequences advance together, one token per decode step of
 
@@ -86,7 +86,7 @@ class SimulatedEngine:
         self._slowdown = 1.0
         self._on_running = on_running
         self._loop = asyncio.get_running_loop()
-        self._stays = SlotIntervals(self._loop.time) if trace_sequences else None
+        self._slot_intervals = SlotIntervals(self._loop.time) if trace_sequences else None
         # (step count, version); `first_load` of a sequence is an index into this list
         self._loads = [(0.0, version)]
         self._cache = KvCache(cache)
@@ -95,7 +95,7 @@ class SimulatedEngine:
         self._num_begun = 0
         self._holds_slots = hold_slots
         self._num_at_tools = 0
-        self._going_on: deque[SimulatedSequence] = deque()
+        self._continuing: deque[SimulatedSequence] = deque()
         self._waiting: deque[SimulatedSequence] = deque()
         self._is_closed = False
         self._is_frozen = False
@@ -117,18 +117,18 @@ class SimulatedEngine:
         return self._sampled_tokens, self._steps, self._cache.sampled_tokens(self._steps) + self._kept_tokens
 
     def take_slot_intervals(self) -> tuple[SlotInterval, ...]:
-        """The stays of sequences in slots that ended since the last call, if they are recorded."""
-        return self._stays.take() if self._stays is not None else ()
+        """The time of sequences in slots that ended since the last call, if it is recorded."""
+        return self._slot_intervals.take() if self._slot_intervals is not None else ()
 
     def submit(self, sequences: Collection[SimulatedSequence]) -> None:
         """Queue sequences. When one gets a slot, it begins, or continues from its kept tokens."""
         self._advance()
         self._waiting.extend(sequences)
         self._kept_tokens += sum([sequence.kept_tokens for sequence in sequences])
-        self._go_on(self.running)
+        self._begin_next(self.running)
         self._retime()
 
-    def go_on(self, sequence: SimulatedSequence) -> None:
+    def continue_after_tool(self, sequence: SimulatedSequence) -> None:
         """The tool that the sequence called is done: queue its next turn."""
         self._advance()
         call = sequence.calls[sequence.num_calls]
@@ -136,8 +136,8 @@ class SimulatedEngine:
         sequence.result_tokens += call.result_tokens
         sequence.tokens += call.turn_tokens
         self._leave_tool(sequence)
-        self._going_on.append(sequence)
-        self._go_on(self.running)
+        self._continuing.append(sequence)
+        self._begin_next(self.running)
         self._retime()
 
     def abort(self, sequences: Iterable[SimulatedSequence]) -> None:
@@ -158,7 +158,7 @@ class SimulatedEngine:
                 self._kept_tokens -= sequence.kept_tokens
                 self._leave_tool(sequence)
                 self._cache.drop(sequence, self._steps)
-        self._go_on(before)
+        self._begin_next(before)
         self._retime()
 
     def version_tokens(self, sequence: SimulatedSequence) -> VersionTokens:
@@ -197,7 +197,7 @@ class SimulatedEngine:
             # what an unfinished prefill still lacks is in it, too
             self._prefill_s = self._cache.outdate(self._steps) * self._times.prefill_s_per_token
         self._is_frozen = self._is_closed = False
-        self._go_on(self.running)
+        self._begin_next(self.running)
         self._retime()
 
     def slow_down(self, slowdown: float) -> None:
@@ -227,7 +227,7 @@ class SimulatedEngine:
 
     def _begin(self, sequence: SimulatedSequence) -> None:
         """Begin the sequence, or continue it from its kept tokens."""
-        # a new order voids the end that an earlier stay has left in the heap
+        # a new order voids the end that an earlier turn or a preemption has left in the heap
         self._num_begun += 1
         sequence.has_begun = True
         sequence.order = self._num_begun
@@ -238,15 +238,15 @@ class SimulatedEngine:
         self._prefill_s += self._cache.hold(sequence, self._steps) * self._times.prefill_s_per_token
         self._kept_tokens -= sequence.kept_tokens
         self.running += 1
-        if self._stays is not None:
-            self._stays.begin(sequence.name)
+        if self._slot_intervals is not None:
+            self._slot_intervals.begin(sequence.name)
 
     def _stop(self, sequence: SimulatedSequence) -> None:
         sequence.order = 0
         self._cache.release(sequence, self._steps)
         self.running -= 1
-        if self._stays is not None:
-            self._stays.end(sequence.name)
+        if self._slot_intervals is not None:
+            self._slot_intervals.end(sequence.name)
 
     def _stop_with(self, sequence: SimulatedSequence, tokens: int) -> None:
         """Stop the sequence. It will begin again with these tokens."""
@@ -258,13 +258,13 @@ class SimulatedEngine:
         self._num_at_tools -= sequence.is_at_tool
         sequence.is_at_tool = False
 
-    def _go_on(self, before: int) -> None:
+    def _begin_next(self, before: int) -> None:
         """Begin the next sequences after others ended, lost their blocks or arrived. `before`: how many were
         running until now."""
         if self.running == 0:
             self._prefill_s = 0.0  # that of sequences that are gone
         # from the head of the queues, until one has to wait
-        while queue := self._going_on or self._waiting:
+        while queue := self._continuing or self._waiting:
             sequence = queue[0]
             if not sequence.is_aborted:
                 # a sequence that holds its slot at a tool finds it free when it goes on
@@ -324,8 +324,8 @@ class SimulatedEngine:
             newest = self._cache.newest
             self._stop_with(newest, newest.whole_tokens(self._steps))
             self.preemptions += 1
-            self._going_on.appendleft(newest)
-        self._go_on(before)
+            self._continuing.appendleft(newest)
+        self._begin_next(before)
         # last, because a callback may submit or abort: it finds the engine as it is after this step
         for callback, sequence in callbacks:
             callback(sequence)

@@ -83,7 +83,7 @@ class SimulatedWorker:
         )
 
     async def partial_responses(self) -> PartialResult:
-        found = {key: part.so_far() for key, part in self._parts.items()}
+        found = {key: part.partial_responses() for key, part in self._parts.items()}
         kept = {key: kept for key, (kept, _) in found.items() if kept}
         return PartialResult(
             responses=kept,

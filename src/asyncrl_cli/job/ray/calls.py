@@ -73,9 +73,9 @@ async def answer(
     `host`: the actor's node, if it is to be named.
 
     Raises:
-        ExecutorFailed: `<executor> failed: <its own error>`, when the call raised; ExecutorLost when the
-        actor or its engine
-            ended, or time ran out. The remote traceback goes to the log.
+        ExecutorFailed: `<executor> failed: <its own error>`, when the call raised. The remote traceback goes
+            to the log.
+        ExecutorLost: the actor or its engine ended, or time ran out.
         ConfigError, PreflightError, RefusedError: as the actor raised them.
         SessionLost: a daemon of the local session died, or a cluster's head.
     """

@@ -149,7 +149,7 @@ class ClusterHead:
                 self.dead = {OUTLIVED: silent}
 
 
-def ended(daemons: Daemons) -> dict[str, str]:
+def ended_daemons(daemons: Daemons) -> dict[str, str]:
     """Those of a local session's daemons that have ended, and how."""
     codes = {name: daemon.poll() for name, daemon in daemons.items()}
     dead = {name: how_it_ended(code) for name, code in codes.items() if code is not None}
@@ -158,8 +158,8 @@ def ended(daemons: Daemons) -> dict[str, str]:
 
 @contextlib.contextmanager
 def lifeline(dead: Dead, mend: Callable[[], None], pids: Iterable[int] = ()) -> Iterator[None]:
-    """Watch the session within the block. `dead` tells of a local session's daemons (`ended`, with their
-    `pids`) or of a cluster's head (`ClusterHead`)."""
+    """Watch the session within the block. `dead` tells of a local session's daemons (`ended_daemons`, with
+    their `pids`) or of a cluster's head (`ClusterHead`)."""
     global _current
     assert _current is None, "a session within a session"
     _current = line = Lifeline(dead, mend, pids)

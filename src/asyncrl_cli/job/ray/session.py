@@ -24,7 +24,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from asyncrl_cli.base.errors import ConfigError, PreflightError, first_line
-from asyncrl_cli.job.ray.lifeline import ClusterHead, ended, lifeline
+from asyncrl_cli.job.ray.lifeline import ClusterHead, ended_daemons, lifeline
 from asyncrl_cli.job.ray.reaper_handle import Reaper
 from asyncrl_cli.job.submit.cluster_token import token_variables
 from asyncrl_cli.models.shape import ShapeUnknown, shape_of_directory
@@ -128,7 +128,7 @@ def _start_here(
         node = local_node(directory, num_cpus=cpus, num_gpus=gpus, object_store_bytes=store_bytes)
         address, daemons = stack.enter_context(node)
         pids = [daemon.pid for daemon in daemons.values()]
-        stack.enter_context(lifeline(partial(ended, daemons), reaping.mend, pids))
+        stack.enter_context(lifeline(partial(ended_daemons, daemons), reaping.mend, pids))
         # `uv run` sets a runtime-environment hook, which needs an agent; a local session has none.
         stack.enter_context(_connection(address=address, _skip_env_hook=True))
     except Exception as error:  # Ray raises bare Exceptions when it fails to start

@@ -197,7 +197,8 @@ class JobServer:
             found = self.started(job, 0.0)
             if found.status == "PENDING":
                 late = f"{self.address} has not started the command within {START_S:g} s"
-                raise PreflightError(f"{late}: {first_line(found.message or '')}")
+                why = f"{late}: {first_line(found.message or '')}"
+                raise PreflightError(why, hint="a busy head starts jobs late: try again")
             return self.follow(job, write, most_s=LONGEST_COMMAND_S + START_S)
         finally:
             with contextlib.suppress(AsyncrlError), self._asking():  # an earlier error is raised instead
@@ -213,12 +214,12 @@ class JobServer:
 
         Even a log that closes without an error may not have been read to its end: a proxy may have closed it
         just before."""
-        write = _without_rays_own(write)
+        write = _without_ray_lines(write)
         try:
             num_written = asyncio.run(asyncio.wait_for(self._follow(job, write), most_s))
         except TimeoutError as error:
             why = f"{self.address} says after {most_s:g} s that the command still runs"
-            raise PreflightError(why) from error
+            raise PreflightError(why, hint="it is ended there: give the command again") from error
         try:
             with self._asking():
                 log = self._client.get_job_logs(job)
@@ -275,7 +276,7 @@ class JobServer:
                     *lines, rest = (rest + chunk).split("\n")
                     if len(rest) > LONGEST_LINE:
                         why = f"the log of job {job} has a line of more than {LONGEST_LINE:,} characters"
-                        raise PreflightError(why)
+                        raise PreflightError(why, hint=f"`ray job logs {job}` shows it")
                     for line in lines:
                         yield line
                     coming = asyncio.ensure_future(anext(chunks, None))
@@ -317,7 +318,7 @@ class JobServer:
             raise PreflightError(why) from error
 
 
-def _without_rays_own(write: Write) -> Write:
+def _without_ray_lines(write: Write) -> Write:
     """Leaves out what Ray writes into a job's log: lines before the mark, and the entrypoint, which may come
     after it."""
     is_behind = False
