@@ -253,34 +253,39 @@ def entries_of(
         raise ConfigError(what, hint="--profile partial-rollout")
     baseline, *others = entries
     for entry in others:
-        theirs = values_of(entry.profile)
-        for key, value in values_of(baseline.profile).items():
-            is_work = key in SAME_KEYS or f"{key.partition('.')[0]}." in SAME_KEYS
-            if is_work and value != theirs[key]:
-                given = theirs[key] if value is None else value
-                # `--set` takes a string without quotes
-                setting = shlex.quote(f"{key}={given if isinstance(given, str) else toml_value(given)}")
-                values = f"{key} is {value!r} and {theirs[key]!r}"
-                what = f"'{baseline.name}' and '{entry.name}' do different work: {values}"
-                raise ConfigError(what, hint=f"--set {setting} sets it for all of them")
-        left, right = baseline.plan, entry.plan
-        if left.device != right.device:
-            what = f"'{baseline.name}' runs on {left.device} and '{entry.name}' on {right.device}"
-            raise ConfigError(what, hint="--set placement.device=cpu")
-        here, there, unit = left.gpus, right.gpus, "GPUs"
-        hint = f"--set placement.gpus={left.gpus}"
-        if left.device != "cuda":
-            here, there, unit = left.cpus, right.cpus, "CPU cores"
-            ranks, workers = left.trainer_workers, left.rollout_workers
-            if left.colocate:
-                # half of a colocated plan's processes become rollout workers
-                ranks, workers = max(ranks // 2, 1), max(ranks - ranks // 2, 1)
-            hint = f"--set placement.trainer_workers={ranks} --set rollout.workers={workers} "
-            hint += f"--set placement.cpus_per_worker={left.cpus_per_worker}"
-        if here != there:
-            what = f"'{baseline.name}' uses {here} {unit} and '{entry.name}' {there}"
-            raise ConfigError(f"{what}: a comparison needs the same resources", hint=hint)
+        _check_comparable(baseline, entry)
     return entries
+
+
+def _check_comparable(baseline: Entry, entry: Entry) -> None:
+    """Raises ConfigError unless both do the same work on the same resources."""
+    theirs = values_of(entry.profile)
+    for key, value in values_of(baseline.profile).items():
+        is_work = key in SAME_KEYS or f"{key.partition('.')[0]}." in SAME_KEYS
+        if is_work and value != theirs[key]:
+            given = theirs[key] if value is None else value
+            # `--set` takes a string without quotes
+            setting = shlex.quote(f"{key}={given if isinstance(given, str) else toml_value(given)}")
+            values = f"{key} is {value!r} and {theirs[key]!r}"
+            what = f"'{baseline.name}' and '{entry.name}' do different work: {values}"
+            raise ConfigError(what, hint=f"--set {setting} sets it for all of them")
+    left, right = baseline.plan, entry.plan
+    if left.device != right.device:
+        what = f"'{baseline.name}' runs on {left.device} and '{entry.name}' on {right.device}"
+        raise ConfigError(what, hint="--set placement.device=cpu")
+    here, there, unit = left.gpus, right.gpus, "GPUs"
+    hint = f"--set placement.gpus={left.gpus}"
+    if left.device != "cuda":
+        here, there, unit = left.cpus, right.cpus, "CPU cores"
+        ranks, workers = left.trainer_workers, left.rollout_workers
+        if left.colocate:
+            # half of a colocated plan's processes become rollout workers
+            ranks, workers = max(ranks // 2, 1), max(ranks - ranks // 2, 1)
+        hint = f"--set placement.trainer_workers={ranks} --set rollout.workers={workers} "
+        hint += f"--set placement.cpus_per_worker={left.cpus_per_worker}"
+    if here != there:
+        what = f"'{baseline.name}' uses {here} {unit} and '{entry.name}' {there}"
+        raise ConfigError(f"{what}: a comparison needs the same resources", hint=hint)
 
 
 def groups_for_all(entries: Sequence[Entry], wanted: int) -> int:

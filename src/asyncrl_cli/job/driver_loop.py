@@ -125,7 +125,7 @@ async def run_to_the_end(
         hint = f"asyncrl resume {as_typed(directory.path)}"
         error = Interrupted("aborted: the step in progress is lost", hint=hint)
     except Exception as failure:
-        error = _as_ours(failure, directory)
+        error = _as_asyncrl_error(failure, directory)
         if isinstance(error, Interrupted):
             log.info("%s", error)
         else:
@@ -138,7 +138,7 @@ async def run_to_the_end(
     return RunResult(run_dir=directory.path, exit_code=exit_code, summary=summary, error=error)
 
 
-def _as_ours(failure: Exception, directory: RunDirectory) -> AsyncrlError:
+def _as_asyncrl_error(failure: Exception, directory: RunDirectory) -> AsyncrlError:
     """The failure as an error for the user, with a hint about what to do next."""
     run = as_typed(directory.path)
     if isinstance(failure, OSError):

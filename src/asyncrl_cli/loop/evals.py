@@ -77,6 +77,7 @@ class Evaluator:
             for sample in samples
         ]
         self.last_version: int | None = None
+        """The last version whose eval has begun."""
         self.running: RunningEval | None = None
         self.ended: list[EvalSummary] = []
         """Results that no step's record contains yet."""

@@ -14,8 +14,8 @@ from typing import Any
 from asyncrl_cli.measure.states import ExecutorReport, SlotInterval, State, StateClock
 from asyncrl_cli.profile.schema import Interrupt
 
-DEBOUNCE_S = 0.1
-POLL_S = 1.0
+DEBOUNCE_S, POLL_S = 0.1, 1.0
+"""A worker's report: how long after the last one at the earliest, and after how long without a change."""
 MAX_STAYS = 10_000
 """At most this many untaken stays are kept, the newest: a driver that does not ask must not fill the worker's
 memory."""
@@ -206,10 +206,10 @@ class MeteredRewards:
 
 class CallMeter:
     """How the trainer or a scorer spends its time. During a call it is in that call's state; between calls it
-    is starved and waits for `input`. Thread-safe: calls and reports may come from two threads."""
+    is starved and waits for `starved_for`. Thread-safe: calls and reports may come from two threads."""
 
-    def __init__(self, name: str, role: str, input: str, now: Callable[[], float]) -> None:
-        self._clock = StateClock(name, role, input, now)
+    def __init__(self, name: str, role: str, starved_for: str, now: Callable[[], float]) -> None:
+        self._clock = StateClock(name, role, starved_for, now)
         self._lock = threading.Lock()
 
     @contextmanager

@@ -80,12 +80,12 @@ class StateClock:
     Not thread-safe: call it from one thread, or under the caller's lock.
     """
 
-    def __init__(self, name: str, role: str, input: str, now: Callable[[], float]) -> None:
-        """`input`: what the executor waits for while it is starved."""
+    def __init__(self, name: str, role: str, starved_for: str, now: Callable[[], float]) -> None:
+        """`starved_for`: what the executor waits for while it is starved."""
         self.name = name
         self.role = role
         self.state = State.STARVED
-        self.waiting_for = self._input = input
+        self.waiting_for = self._starved_for = starved_for
         self.sums: defaultdict[str, float] = defaultdict(float)
         self.gauges: dict[str, float] = {}
         self._now = now
@@ -98,7 +98,7 @@ class StateClock:
         if state is not self.state:
             self._close(self._now())
             self.state = state
-        self.waiting_for = waiting_for or (self._input if state is State.STARVED else "")
+        self.waiting_for = waiting_for or (self._starved_for if state is State.STARVED else "")
 
     def report(self, stays: tuple[SlotInterval, ...] = ()) -> ExecutorReport:
         now_s = self._now()

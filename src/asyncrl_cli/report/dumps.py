@@ -50,8 +50,8 @@ class Passage(NamedTuple):
     is_load: bool
 
 
-class Sampled:
-    """One line of a dump."""
+class DumpedTrajectory:
+    """One line of a dump, which is one trajectory."""
 
     def __init__(self, line: SampleLine) -> None:
         self.line = line
@@ -62,13 +62,13 @@ class Sampled:
         self.texts = _texts(line)
 
     @cached_property
-    def sampled(self) -> list[int]:
-        """Indices of the tokens that a policy sampled."""
+    def sampled_indices(self) -> list[int]:
+        """Of the tokens that a policy sampled."""
         return [index for index, version in enumerate(self.versions) if version != NOT_SAMPLED]
 
     @property
     def sampling_versions(self) -> list[int]:
-        return sorted({self.versions[index] for index in self.sampled}) or [self.window]
+        return sorted({self.versions[index] for index in self.sampled_indices}) or [self.window]
 
     def age(self, version: int) -> int:
         """Index of the version's colour in AGE_COLOURS."""
@@ -110,7 +110,8 @@ class Sampled:
 
     def probability(self, logprobs: Sequence[float]) -> float | None:
         """The geometric mean of the sampled tokens' probabilities."""
-        return _exp(sum(logprobs[i] for i in self.sampled) / len(self.sampled)) if self.sampled else None
+        indices = self.sampled_indices
+        return _exp(sum(logprobs[index] for index in indices) / len(indices)) if indices else None
 
     @property
     def trainer_probability(self) -> float | None:
@@ -122,14 +123,14 @@ class Sampled:
         empty if the trainer has not scored them."""
         if (trainer := self.trainer_logprobs) is None:
             return {}
-        return {i: (_exp(self.logprobs[i]), _exp(trainer[i])) for i in self.sampled}
+        return {i: (_exp(self.logprobs[i]), _exp(trainer[i])) for i in self.sampled_indices}
 
     def figures(self) -> dict[str, float | None]:
         """Derived figures for `--json`, in addition to the dumped line."""
         return {
             "staleness": self.staleness,
             "span": self.span,
-            "response_tokens": len(self.sampled),
+            "response_tokens": len(self.sampled_indices),
             "sampler_probability": self.probability(self.logprobs),
             "trainer_probability": self.trainer_probability,
         }
@@ -153,20 +154,22 @@ def _texts(line: SampleLine) -> list[str]:
     return texts
 
 
-KEYS: dict[Sort, Callable[[Sampled], float]] = {
+KEYS: dict[Sort, Callable[[DumpedTrajectory], float]] = {
     "staleness": lambda one: one.staleness,
     "reward": lambda one: one.reward,
-    "length": lambda one: len(one.sampled),
+    "length": lambda one: len(one.sampled_indices),
     "span": lambda one: one.span,
 }
 
 
-def trajectories_of(run: Recorded, step: int) -> Iterator[Sampled]:
+def trajectories_of(run: Recorded, step: int) -> Iterator[DumpedTrajectory]:
     """The trajectories of a dumped step, in the order of the dump."""
-    return map(Sampled, run.samples(step))
+    return map(DumpedTrajectory, run.samples(step))
 
 
-def choose(run: Recorded, step: int | None, group: str, sort: Sort | None, most: int) -> list[Sampled]:
+def choose(
+    run: Recorded, step: int | None, group: str, sort: Sort | None, most: int
+) -> list[DumpedTrajectory]:
     """At most `most` trajectories of a step (None: of the newest dumped one, or of any with that group);
     those with the largest figure first if they are sorted. `group`: the beginning of its key. Raises
     ConfigError if there are none."""
@@ -189,7 +192,7 @@ def choose(run: Recorded, step: int | None, group: str, sort: Sort | None, most:
     return chosen
 
 
-def shown(one: Sampled) -> RenderableType:
+def shown(one: DumpedTrajectory) -> RenderableType:
     """One trajectory for a terminal: what it is, what its tokens were worth, and its text turn by turn."""
     title = Text(f"step {one.step}  {one.group}  trajectory {one.number}  reward {one.reward:.4g}", "bold")
     if (advantage := one.line.get("advantage")) is not None:
@@ -212,13 +215,13 @@ def shown(one: Sampled) -> RenderableType:
     return Group(Rule(title, align="left", style="dim"), *_facts(one), turns)
 
 
-def _facts(one: Sampled) -> list[Text]:
+def _facts(one: DumpedTrajectory) -> list[Text]:
     versions = Text()
     for version in one.sampling_versions:
         versions.append(f"v{version}", AGE_COLOURS[one.age(version)]).append(" ")
     age = f"oldest {one.staleness} behind window v{one.window}" if one.staleness else f"window v{one.window}"
     ended = f"ended: {one.line.get('finish_reason', '?')}"
-    lines = [Text.assemble(f"{len(one.sampled)} tokens sampled by ", versions, f"({age}), {ended}")]
+    lines = [Text.assemble(f"{len(one.sampled_indices)} tokens sampled by ", versions, f"({age}), {ended}")]
     if rewards := one.line.get("turn_rewards"):
         lines[0].append(f", rewards {' '.join(f'{reward:.3g}' for reward in rewards)}")
     if (sampler := one.probability(one.logprobs)) is not None:

@@ -26,7 +26,7 @@ from asyncrl_cli.observe.run_lines import meaning_of
 from asyncrl_cli.profile.keys import entries_of
 from asyncrl_cli.profile.loaded import DEFAULT, is_default
 from asyncrl_cli.profile.toml_files import toml_value
-from asyncrl_cli.report.dumps import AGE_COLOURS, Passage, Sampled, trajectories_of
+from asyncrl_cli.report.dumps import AGE_COLOURS, DumpedTrajectory, Passage, trajectories_of
 from asyncrl_cli.report.run_data import RunData
 from asyncrl_cli.report.side_by_side import SideBySide
 
@@ -212,11 +212,11 @@ def samples_html(run: Recorded, title: str = "Samples", max_characters: int = MA
     return f'<section class="samples">{head}{"".join(parts)}</section>'
 
 
-def _folded(one: Sampled) -> str:
+def _folded(one: DumpedTrajectory) -> str:
     advantage, sampler = one.line.get("advantage"), one.probability(one.logprobs)
     facts = [f"step {one.step}", f"{one.group}/{one.number}", f"reward {one.reward:.4g}"]
     facts += [f"advantage {advantage:+.3g}"] if advantage is not None else []
-    facts += [f"{len(one.sampled)} tokens", f"staleness {one.staleness}", f"span {one.span}"]
+    facts += [f"{len(one.sampled_indices)} tokens", f"staleness {one.staleness}", f"span {one.span}"]
     if sampler:
         trainer = one.trainer_probability
         by_trainer = f", trainer's {trainer:.3f}" if trainer is not None else ""
@@ -230,7 +230,7 @@ def _folded(one: Sampled) -> str:
     return "".join([*parts, "</details>"])
 
 
-def _marked(one: Sampled, passage: Passage) -> str:
+def _marked(one: DumpedTrajectory, passage: Passage) -> str:
     if passage.version == NOT_SAMPLED:
         return f'<span class="given">{escape(one.text(passage))}</span>'
     tokens = []

@@ -26,7 +26,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, count
 
 from asyncrl_cli.observe.recorded import Recorded, add_span
 from asyncrl_cli.observe.run_lines import EventLine, RecordedSpan, Spans, TimelineLine
@@ -54,6 +54,8 @@ STAGES = ("running", "finished", "training", "trained")
 PHASES = ("generation", "waits to be taken", "training")
 """What a group does from one stage to the next."""
 LOSSES = ("dropped", "requeued")
+GROUP_ARROW, LOAD_ARROW, SEQUENCE_ARROW = 1, 10**12, 2 * 10**12
+"""The first ids of each kind of arrow: an id is unique in the whole trace, and no run has as many groups."""
 LOAD_FIGURES = ("version", "load_s", "pause_s", "send_s", "logprob_abs_diff", "verdict")
 
 
@@ -193,7 +195,7 @@ def group_entries(story: Story, tracks: Tracks, waits_s: Mapping[int, float]) ->
             yield slice_on(track, phase, "phase", start, end, short)
         if group.step is not None:
             by_step.setdefault(group.step, []).append(group)
-    numbers, done = iter(range(1, 10**12)), 0
+    numbers, done = count(GROUP_ARROW), 0
     for step, groups in sorted(by_step.items()):
         start = max(min(group.times[2] for group in groups), done)
         done = max(start + 1, max(group.times[3] for group in groups))
@@ -210,7 +212,7 @@ def group_entries(story: Story, tracks: Tracks, waits_s: Mapping[int, float]) ->
 
 def version_entries(story: Story, tracks: Tracks) -> Iterator[Entry]:
     """Versions, from one publication to the next, and their loads."""
-    track, number = tracks.track(LOOP, "versions"), 10**12
+    track, numbers = tracks.track(LOOP, "versions"), count(LOAD_ARROW)
     ends = [*(version.published for version in story.versions[1:]), story.last_event]
     for version, end in zip(story.versions, ends, strict=False):  # without a version there is an end, too
         if not (version.published <= story.end and end >= story.start):
@@ -223,8 +225,7 @@ def version_entries(story: Story, tracks: Tracks) -> Iterator[Entry]:
             figures = {key: load.get(key) for key in LOAD_FIGURES}
             onto = tracks.track(EXECUTORS, f"{worker} loads")
             yield slice_on(onto, f"load {version.number}", "load", start, done, {"worker": worker, **figures})
-            number += 1
-            yield from arrow("load", number, [(track, version.published), (onto, start)])
+            yield from arrow("load", next(numbers), [(track, version.published), (onto, start)])
 
 
 def executor_entries(
@@ -256,7 +257,7 @@ def executor_entries(
                 facts = {"worker": name, "group": key if group else ""}
                 yield slice_on(track, sequence, "sequence", start, micros(end_s), facts)
                 if group is not None and group.track is not None and sequence not in traced:
-                    number = 2 * 10**12 + len(traced)
+                    number = SEQUENCE_ARROW + len(traced)
                     yield from arrow("sequence", number, [(group.track, group.times[0]), (track, start)])
                     traced.add(sequence)
     for name, joined in spans.items():

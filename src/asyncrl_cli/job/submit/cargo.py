@@ -17,7 +17,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
@@ -52,13 +52,53 @@ class Cargo:
 def cargo_of(loaded: Loaded, root: Path) -> Cargo:
     """What a run of this profile needs from the directory `root`. Raises ConfigError if a pattern of
     `run.ship` matches nothing, or points outside `root`."""
-    profile, notes = loaded.profile, []
-    place = Path(profile.task.import_path or root)
-    if place == root:  # the job works there
+    profile, notes, files = loaded.profile, [], _named_files(loaded.profile.run.ship, root)
+    import_dir, not_shipped = Path(profile.task.import_path or root), set[Path]()
+    if import_dir == root:  # the job works there
         profile = profile.model_copy(update={"task": profile.task.model_copy(update={"import_path": None})})
-    away = set()
+    task = profile.task
+    names = (*task.rewards, task.environment, task.agent or "", task.fields or "")
+    modules = {name.partition(":")[0].partition(".")[0] for name in names if is_user_code(name)}
+    for module in sorted(modules):
+        found = set()
+        for directory in (import_dir, root):
+            if directory.is_relative_to(root):
+                path = directory.relative_to(root) / module
+                is_file = (root / f"{path}.py").is_file()
+                found |= set(_files(root, f"{path}.py" if is_file else f"{path}/**/*"))
+        if not found and has_module(import_dir, module):
+            not_shipped.add(import_dir)
+            remedy = f"run `asyncrl submit` in {import_dir}"
+            notes.append(f"the module {module} in {import_dir} is not shipped: {remedy}")
+        elif not found:
+            notes.append(f"the module {module} is not in {root}: it must be installed on the cluster")
+        files |= found
+    shipped = files | {parent for file in files for parent in file.parents}
+
+    def on_cluster(match: re.Match[str]) -> str:
+        """The path as the job there has it; notes one that the cluster must have itself."""
+        kind, path = match[1] or "", Path(match[2])
+        below = str(path.relative_to(root)) if path.is_relative_to(root) else ""
+        named = list(root.glob(below)) if below not in ("", ".") else []  # it may be a pattern
+        if named and all(one.relative_to(root) in shipped for one in named):
+            return f'"{kind}./{below}"'
+        if path in not_shipped:
+            return match[0]
+        if named or path.exists():
+            notes.append(f"{path} is not shipped: the cluster must have it there, or run.ship must name it")
+        else:
+            notes.append(f"{path} is not on this machine: the cluster must have it there")
+        return match[0]
+
+    toml = PATH.sub(on_cluster, to_toml(profile, loaded.origins))
+    return Cargo(root=root, files=tuple(sorted(files)), profile_toml=toml, notes=tuple(notes))
+
+
+def _named_files(patterns: Sequence[str], root: Path) -> set[Path]:
+    """The files that `run.ship` names. Raises ConfigError for a pattern that matches nothing, or points
+    outside `root`."""
     files = set[Path]()
-    for pattern in profile.run.ship:
+    for pattern in patterns:
         parts = PurePosixPath(pattern).parts
         if not parts or pattern.startswith("/") or ".." in parts:
             why = f'run.ship names "{pattern}", which is not within {root}'
@@ -68,40 +108,7 @@ def cargo_of(loaded: Loaded, root: Path) -> Cargo:
             why = f'run.ship names "{pattern}", but no file in {root} matches'
             raise ConfigError(why, hint='ship = ["data/*.parquet", "helpers.py"]')
         files |= found
-    task = profile.task
-    names = (*task.rewards, task.environment, task.agent or "", task.fields or "")
-    modules = {name.partition(":")[0].partition(".")[0] for name in names if is_user_code(name)}
-    for module in sorted(modules):
-        found = set()
-        for directory in (place, root):
-            if directory.is_relative_to(root):
-                path = directory.relative_to(root) / module
-                is_file = (root / f"{path}.py").is_file()
-                found |= set(_files(root, f"{path}.py" if is_file else f"{path}/**/*"))
-        if not found and has_module(place, module):
-            away.add(place)
-            notes.append(f"the module {module} in {place} is not shipped: run `asyncrl submit` in {place}")
-        elif not found:
-            notes.append(f"the module {module} is not in {root}: it must be installed on the cluster")
-        files |= found
-    shipped = files | {parent for file in files for parent in file.parents}
-
-    def elsewhere(match: re.Match[str]) -> str:
-        kind, path = match[1] or "", Path(match[2])
-        below = str(path.relative_to(root)) if path.is_relative_to(root) else ""
-        named = list(root.glob(below)) if below not in ("", ".") else []  # it may be a pattern
-        if named and all(one.relative_to(root) in shipped for one in named):
-            return f'"{kind}./{below}"'
-        if path in away:
-            return match[0]
-        if named or path.exists():
-            notes.append(f"{path} is not shipped: the cluster must have it there, or run.ship must name it")
-        else:
-            notes.append(f"{path} is not on this machine: the cluster must have it there")
-        return match[0]
-
-    toml = PATH.sub(elsewhere, to_toml(profile, loaded.origins))
-    return Cargo(root=root, files=tuple(sorted(files)), profile_toml=toml, notes=tuple(notes))
+    return files
 
 
 def _files(root: Path, pattern: str) -> Iterator[Path]:
