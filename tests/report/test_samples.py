@@ -12,11 +12,11 @@ from rich.cells import cell_len
 
 from asyncrl_cli.base.errors import ConfigError
 from asyncrl_cli.cli.app import run as asyncrl
-from asyncrl_cli.data.sample_fields import BUILT_IN
+from asyncrl_cli.data.sample_fields import BUILT_IN, FIELDS, Field, Schema
 from asyncrl_cli.data.trajectories import GroupPayload, trajectory_of
 from asyncrl_cli.observe.recorded import Recorded
 from asyncrl_cli.observe.terminal import SafeConsole
-from asyncrl_cli.report.dumps import choose, shown, trajectories_of
+from asyncrl_cli.report.dumps import Scale, choose, shown, trajectories_of
 from asyncrl_cli.report.page import samples_html
 from asyncrl_cli.train.sample_dump import SampledGroup, dump_samples
 
@@ -135,6 +135,96 @@ def test_dumps_of_older_versions_are_shown_with_the_text_of_whole_stretches(run)
     path.write_text(json.dumps(line) + "\n")
     assert list(trajectories_of(run, 20)) == []
     assert "the arrays differ in length: [6, 7]" in run.damage.notes[0]
+
+
+@pytest.fixture
+def with_fields(run):
+    """The same trajectories with fields of the user's."""
+    schema = Schema(
+        [
+            *FIELDS,
+            Field(
+                name="entropy", per="sampled", by="trainer", shown="colour", in_samples=True, doc="in nats"
+            ),
+            Field(name="kind", per="token", by="environment", dtype="int8", shown="number", in_samples=True),
+            Field(name="level", per="trajectory", by="environment", shown="number", in_samples=True),
+            Field(name="hidden", per="trajectory", by="environment"),
+        ]
+    )
+    told = [(1, -1, 0), (2, -1, 0)]
+    answer = {**segment(*told, *((3 + n % 6, 5, -1) for n in range(7))), "kind": np.arange(9, dtype=np.int8)}
+    one = trajectory_of((answer,), schema, reward=1.0, finish_reason="stop", level=[2, "hard"], hidden=7)
+    other = trajectory_of((segment(*told, (8, 5, -1)),), schema, reward=0.0, finish_reason="stop")
+    payload = GroupPayload(uid="p7", epoch=0, attempt=0, trajectories=(one, other))
+    kept = {0: {"entropy": np.array([0, 1, 0.1, np.nan, 0.75, 0.76, 0.5], np.float32)}}
+    group = SampledGroup(payload=payload, advantages=[None, None], kept=kept)
+    decode = lambda ids: "".join(map(WORDS.get, ids))  # noqa: E731
+    dump_samples(run.files.samples, 20, [group], window=5, decode=decode, schema=schema)
+    return run
+
+
+def test_a_field_colours_the_tokens_by_levels_with_a_legend_and_marks_for_plain_terminals(
+    with_fields, capsys
+):
+    assert asyncrl(["samples", str(with_fields.files.path), "--step", "20", "--field", "entropy"]) == 0
+    text = capsys.readouterr().out
+    legend = "entropy (in nats): (0) 0 to 0.2 (1) to 0.4 (2) to 0.6 (3) to 0.8 (4) to 1"
+    assert " ".join(text.split()).startswith(legend)
+    assert "(0)one (4)two (0)three(-)<tool>(3)<b>&" in text
+    chosen = choose(with_fields, 20, "", None, 8)
+    console = SafeConsole(width=80, force_terminal=True, color_system="truecolor")
+    with console.capture() as captured:
+        console.print(shown(chosen[0], Scale("entropy", chosen)))
+    assert "\x1b[38;2;213;94;0mtwo " in captured.get()
+
+
+def test_few_values_are_levels_of_their_own(with_fields):
+    assert Scale("logprobs", choose(with_fields, 20, "", None, 8)).legend.plain == "logprobs: (0) -1"
+
+
+def test_a_field_that_is_a_number_is_among_the_facts_and_on_the_report_page(with_fields):
+    text = " ".join(printed(with_fields, 0).split())
+    assert 'kind 5, level [2, "hard"]' in text
+    assert "hidden" not in text
+    page = samples_html(with_fields)
+    assert "kind 5 · level [2, &quot;hard&quot;]" in page
+    assert '<span title="entropy 0.75">' in page
+
+
+@pytest.mark.parametrize("name", ["entropie", "level", "hidden", "trainer_logprobs"])
+def test_an_unknown_field_is_refused_with_those_that_are_known(with_fields, name, capsys):
+    arguments = ["samples", str(with_fields.files.path), "--step", "20"]
+    assert asyncrl([*arguments, "--field", name]) == 2
+    told = " ".join(capsys.readouterr().err.split())
+    assert f"no field '{name}' with a number for each token" in told
+    assert "hint: known: versions, logprobs, entropy, kind" in told
+
+
+def test_json_has_the_fields_and_a_dump_of_an_older_version_has_none(with_fields, capsys):
+    assert asyncrl(["samples", str(with_fields.files.path), "--step", "20", "--json"]) == 0
+    first, _ = json.loads(capsys.readouterr().out)
+    assert first["fields"]["kind"]["values"] == [*range(9)]
+    assert first["fields"]["level"] == {
+        "per": "trajectory",
+        "shown": "number",
+        "doc": "",
+        "values": [2, "hard"],
+    }
+    assert first["fields"]["entropy"]["values"][:4] == [None, None, 0, 1]
+    path = with_fields.files.samples / "step-000020.jsonl"
+    path.write_text(json.dumps({key: value for key, value in first.items() if key != "fields"}) + "\n")
+    assert asyncrl(["samples", str(with_fields.files.path), "--step", "20", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)[0]["fields"] == {}
+
+
+@pytest.mark.parametrize("values", [[1.0], 3, None])
+def test_a_field_that_does_not_cover_the_tokens_spoils_its_line(with_fields, values):
+    path = with_fields.files.samples / "step-000020.jsonl"
+    first, second = map(json.loads, path.read_text().splitlines())
+    first["fields"]["kind"]["values"] = values
+    path.write_text(f"{json.dumps(first)}\n{json.dumps(second)}\n")
+    assert [one.number for one in trajectories_of(with_fields, 20)] == [1]
+    assert with_fields.damage.notes
 
 
 class Read(HTMLParser):

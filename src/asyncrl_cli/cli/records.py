@@ -33,6 +33,7 @@ SAMPLES_EXAMPLES = """
   asyncrl samples my-run                    from the newest dumped step
   asyncrl samples my-run --step 40 --sort staleness
   asyncrl samples my-run --group 5f84c0bd   a group, by the beginning of its key
+  asyncrl samples my-run --field logprobs   tokens coloured by a field
   asyncrl samples my-run --json | jq '.[].reward'
 
 The colour of a token shows the age of its version. (v7) precedes tokens of version 7;
@@ -149,28 +150,38 @@ def samples(
         Literal["staleness", "reward", "length", "span"] | None,
         typer.Option("--sort", help="Sort by this, largest first. Default: as dumped, group by group."),
     ] = None,
+    field: Annotated[
+        str,
+        text_option("--field", "NAME", "Colour the sampled tokens by this field. Default: by version."),
+    ] = "",
     most: Annotated[int, number_option("--most", "Show at most N trajectories.", also="-n")] = 8,
     runs_dir: RunsDirOption = RUNS_DIR,
     as_json: JsonOption = False,
 ) -> None:
     """Show sampled trajectories: prompt, response with versions, reward, advantage, probabilities."""
     from asyncrl_cli.observe.recorded import Recorded
-    from asyncrl_cli.report.dumps import choose, shown
+    from asyncrl_cli.report.dumps import Scale, choose, shown
 
     recorded = Recorded.find(run, runs_dir)
     try:
         chosen = choose(recorded, step, group, sort, most)
     finally:
         warn(*recorded.damage.notes)
+    scale = Scale(field, chosen) if field not in ("", "versions") else None
     if as_json:
-        print_json([{**one.line, "figures": one.figures()} for one in chosen])
+        print_json([{"fields": {}, **one.line, "figures": one.figures()} for one in chosen])
         return
     console = stdout()
+    if scale is not None:
+        console.print(scale.legend)
     for one in chosen:
-        console.print(shown(one))
+        console.print(shown(one, scale))
     steps = recorded.sampled_steps
     all_steps = f"samples are kept of {len(steps)} steps, from {steps[0]} to {steps[-1]}"
     say(f"{len(chosen)} of step {chosen[0].step}; {all_steps}")
+    coloured = [name for name, one in chosen[0].fields.items() if one["shown"] == "colour"]
+    if scale is None and coloured:
+        say(f"--field {' or --field '.join(coloured)} colours the tokens by it")
 
 
 def trace(

@@ -115,6 +115,16 @@ class SampledSpan(TypedDict):
     text: str
 
 
+class SampledField(TypedDict):
+    """A declared field of a dumped trajectory. `values`: one for every token, None where it was not sampled;
+    or what the trajectory has."""
+
+    per: Literal["token", "sampled", "segment", "trajectory", "group"]
+    shown: Literal["colour", "number", ""]
+    doc: NotRequired[str]
+    values: Any
+
+
 class SampleLine(TypedDict, extra_items=Any):  # type: ignore[call-arg]
     """The keys of a dumped trajectory (train/sample_dump.py) that are read back. Numbers of a
     run that diverges may be NaN or infinite."""
@@ -135,12 +145,18 @@ class SampleLine(TypedDict, extra_items=Any):  # type: ignore[call-arg]
     mask: list[Literal[0, 1]]
     pieces: NotRequired[list[str]]
     spans: NotRequired[list[SampledSpan]]
+    fields: NotRequired[dict[str, SampledField]]
 
 
 def _with_equal_lengths(line: SampleLine) -> SampleLine:
-    """All arrays cover the tokens of all segments. Dumps of older versions have no `pieces`."""
+    """All arrays cover the tokens of all segments. Dumps of older versions lack `pieces` and `fields`."""
     arrays: list[Sized | None] = [line["versions"], line["logprobs"], line["mask"]]
     arrays += line.get("pieces"), line.get("trainer_logprobs")
+    for name, one in line.get("fields", {}).items():
+        if one["per"] in ("token", "sampled"):
+            if not isinstance(one["values"], list):
+                raise ValueError(f"fields.{name}.values is no list")
+            arrays.append(one["values"])
     lengths = {sum(line["segment_lengths"]), *(len(array) for array in arrays if array is not None)}
     if len(lengths) > 1:
         raise ValueError(f"the arrays differ in length: {sorted(lengths)}")

@@ -6,6 +6,7 @@ Colours say how old the version of a token is; on a terminal without colours, ma
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -20,11 +21,13 @@ from rich.table import Table
 from rich.text import Text
 
 from asyncrl_cli.base.errors import ConfigError
-from asyncrl_cli.data.sample_fields import NOT_SAMPLED
+from asyncrl_cli.data.sample_fields import LOGPROBS, NOT_SAMPLED, VERSIONS
 from asyncrl_cli.observe.recorded import Recorded
 from asyncrl_cli.observe.run_lines import SampleLine
 
 Sort = Literal["staleness", "reward", "length", "span"]
+PER_TOKEN = ("token", "sampled")
+MOST_SHOWN_CHARACTERS = 60
 MODEL, CALLS = "model", "calls"
 CALL = re.compile(
     r"(?:<call>|<tool_call>|\[TOOL_CALLS\]|<\|python_tag\|>|<.tool.calls?.begin.>).*", re.DOTALL
@@ -36,6 +39,13 @@ AGE_COLOURS = ("#56b4e9", "#e69f00", "#009e73", "#cc79a7", "#d55e00")
 """For tokens of the window's own version, of the one before, and so on; the last one is for all that are
 older. Of Okabe and Ito's palette, whose colours differ for every kind of colour blindness; without those that
 a dark or a light terminal would hide."""
+
+
+LEVEL = "({})"
+"""Before the tokens of a level of a field's scale."""
+LEVEL_COLOURS = ("#5a8fd6", "#3aa6a0", "#7fae45", "#d49a2a", "#d55e00")
+"""From the lowest level to the highest. Their brightness is alike, so neither a dark nor a light terminal
+hides one."""
 
 
 class Passage(NamedTuple):
@@ -60,6 +70,43 @@ class DumpedTrajectory:
         self.versions, self.logprobs = line["versions"], line["logprobs"]
         self.trainer_logprobs = line.get("trainer_logprobs")
         self.texts = _texts(line)
+        self.fields = line.get("fields", {})
+
+    @cached_property
+    def columns(self) -> dict[str, Sequence[float | None]]:
+        """By name, what has one number for every token (None: it has none)."""
+        found: dict[str, Sequence[float | None]] = {LOGPROBS: self.logprobs}
+        if self.trainer_logprobs is not None:
+            found["trainer_logprobs"] = self.trainer_logprobs
+        for name, one in self.fields.items():
+            if one["per"] in PER_TOKEN and all(map(_is_number, one["values"])):
+                found[name] = one["values"]
+        return found
+
+    def shown_of(self, token: int) -> str:
+        """The token's values of fields that are shown as colours."""
+        names = [
+            name for name, one in self.fields.items() if one["shown"] == "colour" and name in self.columns
+        ]
+        values = ((name, self.columns[name][token]) for name in names)
+        return ", ".join(f"{name} {value:.4g}" for name, value in values if value is not None)
+
+    @property
+    def numbers(self) -> Iterator[tuple[str, str]]:
+        """The fields that are shown as a number of the trajectory: names and values; of those per token the
+        mean over the sampled tokens."""
+        for name, one in self.fields.items():
+            if one["shown"] != "number":
+                continue
+            value, values = one["values"], self.columns.get(name)
+            if values is not None:
+                measured = [value for i in self.sampled_indices if (value := values[i]) is not None]
+                value = sum(measured) / len(measured) if measured else math.nan
+            shown = f"{value:.4g}" if isinstance(value, int | float) else json.dumps(value)
+            yield (
+                name,
+                shown if len(shown) <= MOST_SHOWN_CHARACTERS else f"{shown[:MOST_SHOWN_CHARACTERS]}...",
+            )
 
     @cached_property
     def sampled_indices(self) -> list[int]:
@@ -136,6 +183,10 @@ class DumpedTrajectory:
         }
 
 
+def _is_number(value: object) -> bool:
+    return value is None or isinstance(value, float) or (isinstance(value, int) and abs(value) <= 2**53)
+
+
 def _exp(logprob: float) -> float:
     """The probability, at most 1: a run that diverges may have any logprob."""
     return math.exp(min(logprob, 0.0))
@@ -192,8 +243,57 @@ def choose(
     return chosen
 
 
-def shown(one: DumpedTrajectory) -> RenderableType:
-    """One trajectory for a terminal: what it is, what its tokens were worth, and its text turn by turn."""
+class Scale:
+    """A field's values of these trajectories as levels: each value is one if there are few, else they are
+    equal parts of the range. Raises ConfigError if none of them has the field for its tokens."""
+
+    def __init__(self, name: str, chosen: Sequence[DumpedTrajectory]) -> None:
+        if not any(name in one.columns for one in chosen):
+            known = ", ".join([VERSIONS, *dict.fromkeys(name for one in chosen for name in one.columns)])
+            what = f"these trajectories have no field '{name}' with a number for each token"
+            raise ConfigError(what, hint=f"known: {known}")
+        self.name, most = name, len(LEVEL_COLOURS)
+        doc = next((one.fields[name].get("doc") for one in chosen if name in one.fields), "")
+        self._doc = f" ({doc})" if doc else ""
+        values = {one.columns[name][i] for one in chosen if name in one.columns for i in one.sampled_indices}
+        finite = sorted(value for value in values if value is not None and math.isfinite(value))
+        few = len(finite) <= most
+        low, high = (finite[0], finite[-1]) if finite else (0.0, 0.0)
+        self._upper = (
+            finite if few else [low + (high - low) * (n + 1) / most for n in range(most - 1)] + [high]
+        )
+        self._words = [f"{upper:.4g}" if few else f"to {upper:.3g}" for upper in self._upper]
+        if not few:
+            self._words[0] = f"{low:.3g} {self._words[0]}"
+
+    def level(self, value: float | None) -> int | None:
+        """None for a token without a finite value."""
+        if value is None or not math.isfinite(value):
+            return None
+        return next(level for level, upper in enumerate(self._upper) if value <= upper)
+
+    def style(self, level: int | None) -> str:
+        return "dim" if level is None else LEVEL_COLOURS[level]
+
+    @property
+    def legend(self) -> Text:
+        parts = [(f" {LEVEL.format(n)} {word}", self.style(n)) for n, word in enumerate(self._words)]
+        return Text.assemble(f"{self.name}{self._doc}:", *parts)
+
+    def words(self, one: DumpedTrajectory, passage: Passage) -> Text:
+        """The passage's text: a mark before tokens of another level, and the level's colour."""
+        values, words = one.columns.get(self.name), Text()
+        if values is None:
+            return Text(one.text(passage))
+        for level, indices in groupby(passage.tokens, key=lambda index: self.level(values[index])):
+            words.append(LEVEL.format("-" if level is None else level), f"dim {self.style(level)}")
+            words.append("".join(one.texts[index] for index in indices), self.style(level))
+        return words
+
+
+def shown(one: DumpedTrajectory, scale: Scale | None = None) -> RenderableType:
+    """One trajectory for a terminal: what it is, what its tokens were worth, and its text turn by turn. The
+    scale colours the tokens, or else the version that sampled them."""
     title = Text(f"step {one.step}  {one.group}  trajectory {one.number}  reward {one.reward:.4g}", "bold")
     if (advantage := one.line.get("advantage")) is not None:
         title.append(f"  advantage {advantage:+.3g}")
@@ -205,6 +305,9 @@ def shown(one: DumpedTrajectory) -> RenderableType:
         for passage in passages:
             if passage.version == NOT_SAMPLED:
                 words.append(one.text(passage), "dim")
+                continue
+            if scale is not None:
+                words.append_text(scale.words(one, passage))
                 continue
             style = AGE_COLOURS[one.age(passage.version)]
             words.append((LOAD if passage.is_load else MARK).format(passage.version), f"dim {style}")
@@ -236,4 +339,6 @@ def _facts(one: DumpedTrajectory) -> list[Text]:
             if before != after:
                 line.append(f"; most changed {one.texts[token]!r}: {before} -> {after}")
         lines.append(line)
+    if numbers := ", ".join(f"{name} {value}" for name, value in one.numbers):
+        lines.append(Text(numbers))
     return lines if one.answer is None else [*lines, Text.assemble("expected: ", (one.answer, "bold"))]

@@ -16,6 +16,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from html import escape
 from importlib.resources import files
 from itertools import chain, islice
+from typing import Any
 
 from asyncrl_cli import __version__
 from asyncrl_cli.base.errors import ConfigError
@@ -53,7 +54,8 @@ LEGEND = (
     )
     + " versions behind the window; a small v7 stands before the tokens of version 7. Text that the model "
     "did not write is grey. "
-    f"Dashed: the trainer gave the token a probability that differs by {NOTABLE_CHANGE:g} or more."
+    f"Dashed: the trainer gave the token a probability that differs by {NOTABLE_CHANGE:g} or more. "
+    "Pointing at a token shows its values of fields of your own."
 )
 
 
@@ -68,10 +70,15 @@ def page_of(runs: Sequence[RunData], *, library: str, title: str, before: str = 
     below their charts."""
     words = [before, _cards("Verdict", runs, _findings), _cards("What ran", runs, _facts)]
     sections = tomllib.loads(_file("charts.toml")).items()
-    charts = ((name, title, chart) for name, section in sections for title, chart in section.items())
     metrics = sorted({key for run in runs for key in run.columns.values})
+    charts = [
+        {**CHART, "section": name, "title": title, **chart}
+        for name, section in sections
+        for heading, given in section.items()
+        for title, chart in _each(heading, given, metrics)
+    ]
     data = {
-        "charts": [{**CHART, "section": name, "title": title, **chart} for name, title, chart in charts],
+        "charts": charts,
         "meanings": {key: meaning_of(key) for key in metrics},
         "runs": [run.charts for run in runs],
     }
@@ -98,6 +105,20 @@ def page_of(runs: Sequence[RunData], *, library: str, title: str, before: str = 
             "</body></html>\n",
         ]
     )
+
+
+def _each(
+    heading: str, chart: dict[str, Any], metrics: Sequence[str]
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The chart and its title; of the kind `each`, one of lines for every metric that begins with the
+    prefix."""
+    if chart.get("kind") != "each":
+        yield heading, chart
+        return
+    for key in metrics:
+        if key.startswith(prefix := chart["prefix"]):
+            name = key.removeprefix(prefix)
+            yield f"{heading} {name}", {**chart, "kind": "lines", "prefix": "", "series": [[key, name]]}
 
 
 NAVIGATION = """<nav><fieldset><span class="dim">horizontal axis</span>
@@ -216,6 +237,7 @@ def _folded(one: DumpedTrajectory) -> str:
     advantage, sampler = one.line.get("advantage"), one.probability(one.logprobs)
     facts = [f"step {one.step}", f"{one.group}/{one.number}", f"reward {one.reward:.4g}"]
     facts += [f"advantage {advantage:+.3g}"] if advantage is not None else []
+    facts += [f"{name} {value}" for name, value in one.numbers]
     facts += [f"{len(one.sampled_indices)} tokens", f"staleness {one.staleness}", f"span {one.span}"]
     if sampler:
         trainer = one.trainer_probability
@@ -239,6 +261,8 @@ def _marked(one: DumpedTrajectory, passage: Passage) -> str:
         sampler, trainer = one.both_probabilities.get(index, (0.0, 0.0))
         if abs(sampler - trainer) >= NOTABLE_CHANGE:
             text = f'<mark title="sampler {sampler:.3f}, trainer {trainer:.3f}">{text}</mark>'
+        if fields := one.shown_of(index):
+            text = f'<span title="{escape(fields)}">{text}</span>'
         tokens.append(text)
     load = ' class="load"' if passage.is_load else ""
     colour = f'<span class="age{one.age(passage.version)}">{"".join(tokens)}</span>'
