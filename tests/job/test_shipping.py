@@ -76,6 +76,26 @@ def test_a_module_beside_the_profile_goes_along_with_its_place(here):
         )
 
 
+@pytest.mark.parametrize("directory", ["", "package"])
+def test_the_declarations_of_fields_go_along(here, directory):
+    place = here / directory
+    (place / "my.toml").write_text('extends = "base"\n[task]\nfields = "my_fields:FIELDS"\n')
+    (place / "my_fields.py").touch()
+    cargo = cargo_of(load(str(place / "my.toml")), here)
+    assert (list(map(str, cargo.files)), cargo.notes) == ([f"{Path(directory) / 'my_fields.py'}"], ())
+    there = here / "there"
+    (there / directory).mkdir(parents=True)
+    cargo.write(there)
+    assert load(str(there / PROFILE)).profile.task.import_path == str(there / directory)
+
+
+def test_declarations_of_a_set_go_along(here):
+    (here / "my_fields.py").touch()
+    cargo = cargo_of(load("base", ["task.fields=my_fields:FIELDS"]), here)
+    assert (list(map(str, cargo.files)), cargo.notes) == (["my_fields.py"], ())
+    assert "import_path" not in tomllib.loads(cargo.profile_toml)["task"]
+
+
 def test_an_entry_of_the_tasks_own_that_is_called_import_path_stays(here):
     sets = [f"task.import_path={here}", f"task.params.import_path={here}", "task.reward=rewards:score"]
     cargo = cargo_of(load("partial-rollout", sets), here)

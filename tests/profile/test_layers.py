@@ -360,6 +360,14 @@ def test_a_module_of_a_set_or_the_environment_is_one_of_the_working_directory(pr
         import_path("task.environment=rewards:E")
 
 
+def test_declarations_of_a_set_are_found_again_from_elsewhere(projects: Path) -> None:
+    write(projects / "here", "my_fields.py", "")
+    loaded = load("base", ["task.fields=my_fields:FIELDS"], environ={})
+    assert loaded.profile.task.import_path == str(projects / "here")
+    assert loaded.origins["task.import_path"] == "--set"
+    assert load("base", ["task.fields=installed:FIELDS"], environ={}).profile.task.import_path is None
+
+
 def test_a_file_of_another_kind_is_not_called_missing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, NotRequired, cast
 
@@ -116,9 +115,9 @@ def read_payloads(directory: Path, schema: Schema = BUILT_IN) -> tuple[GroupPayl
     lengths = [
         length for group in groups for one in group["trajectories"] for length in one["segment_lengths"]
     ]
-    for name, array in arrays.items():
+    for name, array in sorted(arrays.items(), key=lambda entry: entry[0] not in REQUIRED):  # the mask first
         field = schema[name]
-        if array.dtype != np.dtype(field.dtype) or array.shape[1:] != field.shape:
+        if array.dtype != np.dtype(field.dtype) or not array.ndim or array.shape[1:] != field.shape:
             raise RefusedError(f"{path}: {name} is not as the profile declares it", hint=WAY_OUT)
         expected = sum(lengths) if field.per == "token" else int(arrays[MASK].sum())
         if len(array) != expected:
@@ -140,13 +139,10 @@ def read_payloads(directory: Path, schema: Schema = BUILT_IN) -> tuple[GroupPayl
     for group in groups:
         trajectories = []
         for line in group["trajectories"]:
-            values = {
-                name: value
-                for name, value in chain(line.items(), line.get("values", {}).items())
-                if name in schema
-            }
-            own = [next(segments) for _ in line["segment_lengths"]]
-            trajectories.append(trajectory_of(own, schema, **values))
+            built_in = {name: value for name, value in line.items() if name in BUILT_IN}
+            further = {n: value for n, value in line.get("values", {}).items() if n in schema}
+            parts = [next(segments) for _ in line["segment_lengths"]]
+            trajectories.append(trajectory_of(parts, schema, **further | built_in))
         uid, epoch, attempt = group["uid"], group["epoch"], group["attempt"]
         whole = tuple(trajectories)
         payloads.append(GroupPayload(uid=uid, epoch=epoch, attempt=attempt, trajectories=whole))

@@ -77,7 +77,7 @@ def segment_of(tokens: Sequence[int], logprobs: Sequence[float], versions: Seque
     }
 
 
-def trajectory_of(segments: Sequence[Arrays], schema: Schema, **values: Any) -> Trajectory:
+def trajectory_of(segments: Sequence[Arrays], schema: Schema, /, **values: Any) -> Trajectory:
     """Join segments. A field that only some of them have is filled in the others. Raises ValueError if an
     array's length is not that of its segment."""
     counts = tuple(Counts(len(one[TOKENS]), int(one[MASK].sum())) for one in segments)

@@ -263,6 +263,8 @@ class RayTrainer(RayRanks):
         """Start `dump()` once the previous dump has ended. `dump` must have a time limit of its own."""
         await self.finish_dumps()
         self._dumping = step, asyncio.create_task(dump(), name=f"samples of step {step}")
+        # It asks the ranks for what the losses have kept, before the next train step replaces that.
+        await asyncio.sleep(0)
 
     async def finish_dumps(self) -> None:
         if self._dumping is None:
