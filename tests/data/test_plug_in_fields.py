@@ -87,7 +87,8 @@ def test_declarations_that_cannot_be_used_are_refused_with_key_and_reason(profil
 )
 def test_every_command_refuses_them_before_anything_starts(profile, command, source, fields, why, capsys):
     (profile.parent / "my_fields.py").write_text(source)
-    assert asyncrl([*command, "--profile", str(profile), "--set", f"task.fields={fields}"]) == 2
+    profile.write_text(profile.read_text().replace("my_fields:FIELDS", fields))
+    assert asyncrl([*command, "--profile", str(profile)]) == 2
     told = capsys.readouterr().err
     assert f'error: task.fields = "{fields}" ' in told
     assert why in told
