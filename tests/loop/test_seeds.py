@@ -352,7 +352,7 @@ blind = mistake(
 )
 blind(always)
 mistake("too many workers are away", Fleet, "can_spare", "restarts")(always)
-mistake("three versions are on their way", WeightSync, "room", "loads")(True)
+mistake("three versions are on their way", WeightSync, "has_room", "loads")(True)
 mistake("a dead worker's tokens are forgotten", ReportBook, "lost", "waste", "time")(lambda *_: 0)
 mistake("an eval that a lost worker has left is left to nobody", Evaluator, "is_left_to", "ends")(nothing)
 mistake("weights count as travelling fast for ever", Travel, "arrived", "admission")(nothing)
