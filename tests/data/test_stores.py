@@ -451,9 +451,9 @@ ray.init(address="{address}", log_to_driver=False, logging_level="error")
 plane = DataPlaneSection(storage_units=1, storage_cpus_per_unit=0)
 store = transferqueue_store.start("{run}", plane)
 store.put("a@0.0/0", [Trajectory()])
-print(*ray.get([actor.__ray_call__.remote(lambda self: os.getpid()) for actor in store.actors]), flush=True)
+print("pids", *ray.get([actor.__ray_call__.remote(lambda self: os.getpid()) for actor in store.actors]), flush=True)
 sys.stdin.readline()
-print(*store.keys(), flush=True)
+print("keys", *store.keys(), flush=True)
 sys.stdin.readline()
 """
 
@@ -467,14 +467,18 @@ def test_two_runs_on_one_cluster_do_not_meet_and_a_killed_driver_takes_its_own_a
     with subprocess.Popen([sys.executable, "-c", program], stdin=pipe, stdout=pipe, text=True) as driver:
         assert driver.stdin is not None
         assert driver.stdout is not None
-        pids = [int(pid) for pid in driver.stdout.readline().split()]
+        # Ray may print lines of its own
+        pids = next(
+            [int(pid) for pid in line.split()[1:]] for line in driver.stdout if line.startswith("pids")
+        )
         assert len(pids) == 2
         put(tq, "a@0.0/0", 3)
         tq.clear(["a@0.0/0"])
         assert tq.keys() == []
         driver.stdin.write("\n")
         driver.stdin.flush()
-        assert driver.stdout.readline().split() == ["a@0.0/0"]
+        keys = next(line.split()[1:] for line in driver.stdout if line.startswith("keys"))
+        assert keys == ["a@0.0/0"]
         assert all(psutil.pid_exists(pid) for pid in pids)
         driver.kill()
     assert all(ended(pid) for pid in pids)
