@@ -275,7 +275,7 @@ def contenders(names: Sequence[str], options: argparse.Namespace) -> Iterator[li
     started = list[Contender]()
     os.environ |= STORED_RETURNS  # as in a run
     ray.init(
-        num_cpus=1,
+        num_cpus=8,  # Ray warns of more processes than four for each
         include_dashboard=False,
         log_to_driver=False,
         logging_level="error",
