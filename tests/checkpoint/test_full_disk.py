@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from asyncrl_cli.base.errors import StorageError
-from asyncrl_cli.base.storage import naming, replace_text, storage_error, telling_storage
+from asyncrl_cli.base.storage import as_storage_errors, naming, replace_text, storage_error
 from asyncrl_cli.checkpoint.reader import load_checkpoint
 from asyncrl_cli.checkpoint.writer import CheckpointStore
 from asyncrl_cli.cli.app import run
@@ -44,7 +44,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     "number", [errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EIO, errno.EFBIG, errno.EPERM]
 )
 def test_each_refusal_of_the_system_is_told_with_path_reason_and_way_out(number: int, tmp_path: Path) -> None:
-    with pytest.raises(StorageError) as told, telling_storage(), naming(tmp_path / "metrics.jsonl"):
+    with pytest.raises(StorageError) as told, as_storage_errors(), naming(tmp_path / "metrics.jsonl"):
         raise OSError(number, os.strerror(number))
     assert str(tmp_path / "metrics.jsonl") in told.value.message
     assert os.strerror(number) in told.value.message

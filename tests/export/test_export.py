@@ -20,7 +20,8 @@ from asyncrl_cli.base.errors import AsyncrlError, ConfigError, PreflightError, R
 from asyncrl_cli.builtin.tiny import tiny_tokenizer
 from asyncrl_cli.cli.app import run
 from asyncrl_cli.export import tensors as export_tensors
-from asyncrl_cli.export.exported import export, step_of
+from asyncrl_cli.export.exported import export
+from asyncrl_cli.export.source import step_of
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.weights.senders import keep_version
 from asyncrl_cli.weights.versions import version_directory
@@ -195,7 +196,7 @@ def test_a_target_that_cannot_be_is_refused_and_a_given_one_before_a_byte_is_rea
     with pytest.raises(RefusedError, match=r"exports/step-000003 exists and is not empty"):
         exported(made)
     monkeypatch.setattr(
-        "asyncrl_cli.export.exported.load_checkpoint", lambda *given, **options: pytest.fail("read it")
+        "asyncrl_cli.export.source.load_checkpoint", lambda *given, **options: pytest.fail("read it")
     )
     assert run(["export", "otter", "--runs-dir", str(made.runs_dir), "--out", str(tmp_path / "file")]) == 4
     assert f"error: {tmp_path / 'file'} is a file\n" in capsys.readouterr().err

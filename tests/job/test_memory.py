@@ -19,6 +19,7 @@ from asyncrl_cli.plan.memory import (
     activation_bytes_per_token,
     estimate_memory,
     kv_cache_bytes,
+    peak,
 )
 from asyncrl_cli.plan.memory_fit import cache_warnings, device_needs, shortage
 from asyncrl_cli.profile.loaded import load
@@ -167,7 +168,7 @@ def test_vllm_holds_what_it_loads_once_as_the_other_engine_does():
         planned("builtin:tiny", f"rollout.engine={engine}")[2] for engine in ("vllm", "transformers")
     )
     processes = sizes(one, ROLLOUT)["vLLM"]
-    assert one.peak_bytes(ROLLOUT, "host") - processes == other.peak_bytes(ROLLOUT, "host")
+    assert peak(one.of(ROLLOUT, "host"))[0] - processes == peak(other.of(ROLLOUT, "host"))[0]
 
 
 def test_ranks_share_what_fsdp_shards_and_nothing_else():
@@ -247,7 +248,7 @@ def test_offloaded_moments_are_on_the_host_but_for_the_optimizers_step():
     )
     moments = sizes(kept, TRAINER)["optimizer"]
     assert kept.always_bytes(TRAINER) - offloaded.always_bytes(TRAINER) == moments
-    assert offloaded.peak_bytes(TRAINER, "host") - kept.peak_bytes(TRAINER, "host") == moments
+    assert peak(offloaded.of(TRAINER, "host"))[0] - peak(kept.of(TRAINER, "host"))[0] == moments
     updates = [item.num_bytes for item in offloaded.of(TRAINER, "device") if item.phase == "update"]
     assert updates == [moments * 3 // 2]
 
@@ -275,7 +276,7 @@ def test_large_models_with_responses_of_28k_tokens_fit_where_layers_are_computed
         lengths = "rollout.max_prompt_tokens=2048 rollout.max_response_tokens=28672"
         profile, plan, _ = planned("builtin:tiny", *sets.split(), *lengths.split(), gpus=128)
         assert plan.role(TRAINER).workers == 64
-        peaks[recompute] = estimate_memory(profile, plan, shape).peak_bytes(TRAINER, "device") / GIB
+        peaks[recompute] = peak(estimate_memory(profile, plan, shape).of(TRAINER, "device"))[0] / GIB
     assert peaks["full"] < limit_gib < peaks["none"]
 
 
@@ -291,7 +292,7 @@ def test_a_peak_is_what_always_stays_and_the_most_expensive_phase():
             replace(items["KV cache"], phase="start", num_bytes=5),
         ),
     )
-    assert made.peak_bytes(ROLLOUT, "device") == 17
+    assert peak(made.of(ROLLOUT, "device"))[0] == 17
 
 
 def test_gpus_that_are_too_small_are_named():
@@ -317,7 +318,7 @@ def test_colocated_sides_share_a_gpu():
     estimate = planned("builtin:tiny", "placement.colocate=true", gpus=2)[2]
     (need,) = device_needs(estimate)
     assert need.roles == (TRAINER, ROLLOUT)
-    assert need.num_bytes == estimate.peak_bytes(TRAINER, "device") + estimate.peak_bytes(ROLLOUT, "device")
+    assert need.num_bytes == peak(estimate.of(TRAINER, "device"))[0] + peak(estimate.of(ROLLOUT, "device"))[0]
     assert need.fits is None
 
 

@@ -13,7 +13,7 @@ from asyncrl_cli.models.shape import shape_of
 from asyncrl_cli.plan.cluster import ClusterResources, NodeResources
 from asyncrl_cli.plan.compiler import compile_job
 from asyncrl_cli.plan.job_plan import ROLLOUT, TRAINER
-from asyncrl_cli.plan.memory import estimate_memory
+from asyncrl_cli.plan.memory import estimate_memory, peak
 from asyncrl_cli.plan.memory_fit import cache_warnings, cannot_fit, device_needs
 from asyncrl_cli.profile.loaded import load
 from tests.llama import LLAMA_7B
@@ -82,7 +82,7 @@ def test_a_colocated_rank_keeps_its_weights_beside_vllm_and_its_gradients_never_
     estimate = planned("placement.colocate=true", gpus=2, gpu_gib=80)
     (need,) = device_needs(estimate)
     assert need.num_bytes == pytest.approx(0.5 * 80 * GIB + estimate.always_bytes(TRAINER), rel=1e-6)
-    assert need.num_bytes < estimate.peak_bytes(TRAINER, "device") + estimate.peak_bytes(ROLLOUT, "device")
+    assert need.num_bytes < peak(estimate.of(TRAINER, "device"))[0] + peak(estimate.of(ROLLOUT, "device"))[0]
 
 
 @pytest.fixture

@@ -8,9 +8,21 @@ import pytest
 from asyncrl_cli.base.errors import ConfigError
 from asyncrl_cli.measure.states import Span, State
 from asyncrl_cli.observe.observers import Observers
-from asyncrl_cli.observe.recorded import Recorded, joined_timeline
+from asyncrl_cli.observe.recorded import Recorded, add_span
 from asyncrl_cli.observe.sinks import TimelineFile
 from tests.observe.conftest import full_overview, full_record, record
+
+
+def joined_timeline(lines):
+    """A run's spans and counts of running sequences, by executor. A span split over two lines is joined."""
+    spans, running = {}, {}
+    for line in lines:
+        for name, stretch in line["spans"].items():
+            for span in stretch:
+                add_span(spans.setdefault(name, []), *span)
+        for name, samples in line.get("running", {}).items():
+            running.setdefault(name, []).extend(samples)
+    return spans, running
 
 
 def test_spans_are_written_on_the_runs_time_and_read_back_joined(tmp_path, facts):

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from asyncrl_cli.base.errors import ConfigError
-from asyncrl_cli.profile.keys import keys, rows
+from asyncrl_cli.profile.keys import keys, peer_keys
 from asyncrl_cli.profile.loaded import load
 
 PAGE = Path(__file__).parents[2] / "docs" / "coming-from.md"
@@ -149,10 +149,10 @@ def test_a_key_in_the_environment_is_known_too() -> None:
 
 
 def test_every_row_leads_to_a_key_of_ours_or_says_why_there_is_none() -> None:
-    for row in rows():
+    for row in peer_keys():
         assert set(row.ours) <= keys().keys(), row
         assert row.ours or row.note, row
-    named = [(row.peer, row.theirs) for row in rows()]
+    named = [(row.peer, row.theirs) for row in peer_keys()]
     assert len(set(named)) == len(named)
 
 
@@ -166,11 +166,11 @@ def test_every_line_of_the_pages_tables_is_a_row() -> None:
             assert len(keys_there[name]) == sum(line.startswith("|") for line in text.splitlines()) - 2
     assert list(keys_there) == ["verl", "SkyRL", "AReaL", "prime-rl", "TRL", "Other names"]
     for name, theirs in keys_there.items():
-        assert [row.theirs for row in rows() if row.peer == name] == theirs
+        assert [row.theirs for row in peer_keys() if row.peer == name] == theirs
 
 
 def test_a_row_is_read_as_the_page_has_it() -> None:
-    found = {row.theirs: row for row in rows()}
+    found = {row.theirs: row for row in peer_keys()}
     assert found["data.val_files"].ours == ("eval.sets", "task.eval_path")
     note = "groups are always admitted one by one"
     assert found["data.gen_batch_size"] == ("verl", "data.gen_batch_size", (), note)

@@ -360,6 +360,6 @@ def test_rewards_of_ours_need_no_record(began):
 
 def test_the_traceback_of_an_error_is_printed_once(capfd, monkeypatch):
     monkeypatch.setattr(named_code, "_PRINTED", set())
-    reasons = [named_code.report(KeyError(text)) for text in ("a", "a", "b", "c", "d")]
+    reasons = [named_code.describe_with_traceback(KeyError(text)) for text in ("a", "a", "b", "c", "d")]
     assert reasons[1:3] == ["KeyError: 'a'", "KeyError: 'b'"]
     assert capfd.readouterr().err.splitlines() == ["KeyError: 'a'", "KeyError: 'b'", "KeyError: 'c'"]

@@ -68,19 +68,12 @@ def command(function: Callable[..., object], python: str = "", name: str = "") -
 def environment(python: str = "", **variables: str) -> dict[str, str]:
     """The child's environment variables: ours without Ray's (one is a token). Our package is importable; one
     thread by default; what is printed appears at once."""
-    search = [
-        *([] if python else [str(PACKAGE.parent)]),
-        *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)),
-    ]
+    search = [] if python else [str(PACKAGE.parent)]
+    search += filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
     threads = {name: os.environ.get(name, "1") for name in THREAD_VARIABLES}
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
-    return {
-        **inherited,
-        **threads,
-        "PYTHONPATH": os.pathsep.join(search),
-        "PYTHONUNBUFFERED": "1",
-        **variables,
-    }
+    ours = {"PYTHONPATH": os.pathsep.join(search), "PYTHONUNBUFFERED": "1"}
+    return {**inherited, **threads, **ours, **variables}
 
 
 def call_once(

@@ -98,7 +98,7 @@ def is_user_code(name: str) -> bool:
     return bool(module and attribute)
 
 
-def report(error: BaseException) -> str:
+def describe_with_traceback(error: BaseException) -> str:
     """Return `describe(error)`. Print its traceback too, if it is one of the first different errors of this
     process."""
     reason = describe(error)

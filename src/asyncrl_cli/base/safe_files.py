@@ -93,7 +93,7 @@ def parse_json(content: bytes | str, kind: type[T]) -> T:
     try:
         value: T = _adapter(declared).validate_json(content, strict=True)
     except ValidationError as error:
-        raise ValueError(first_of(error)) from None
+        raise ValueError(first_problem(error)) from None
     return value
 
 
@@ -133,7 +133,7 @@ def reason(error: Exception) -> str:
     return str(error)
 
 
-def first_of(error: Any) -> str:
+def first_problem(error: Any) -> str:
     """The first problem in a pydantic ValidationError, with its key, and the number of further ones."""
     details = error.errors(include_url=False, include_input=False, include_context=False)
     # pydantic puts this before our validators' messages

@@ -50,7 +50,7 @@ def naming(path: Path) -> Iterator[None]:
     that a library such as safetensors raises in place of an OSError become OSErrors."""
     try:
         yield
-    except Exception as error:
+    except Exception as error:  # safetensors and others raise their own types
         refusal = system_error(error)
         if refusal is None:
             raise
@@ -91,7 +91,7 @@ def storage_error(error: OSError) -> StorageError:
 
 
 @contextlib.contextmanager
-def telling_storage() -> Iterator[None]:
+def as_storage_errors() -> Iterator[None]:
     """Turn an OSError in the block into a StorageError, for errors that travel between processes."""
     try:
         yield

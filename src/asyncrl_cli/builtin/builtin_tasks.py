@@ -269,7 +269,9 @@ def builtin_task(name: str, params: Mapping[str, object]) -> Builtin:
         where = ".".join(["task.params", *map(str, first["loc"])])
         given = f" = {first['input']!r:.80}" if first["loc"] else ""
         why = first["msg"].removeprefix("Value error, ").lower()
-        raise ConfigError(f"{where}{given}: {why} (builtin:{name})") from None
+        defaults = ", ".join(f"{key} = {field.default}" for key, field in kind.model_fields.items())
+        hint = f"parameters and their defaults: {defaults}"
+        raise ConfigError(f"{where}{given}: {why} (builtin:{name})", hint=hint) from None
 
 
 def drawn(task: Builtin, name: str, form: Adapter, stream: str, num: int, taken: set[str]) -> list[Item]:

@@ -246,4 +246,4 @@ def taught_conversation(tokenizer: PreTrainedTokenizerFast, messages: Sequence[M
         list(messages), return_dict=True, return_assistant_tokens_mask=True
     )
     tokens, mask = written["input_ids"], written["assistant_masks"]
-    return tokens, [token if is_said else IGNORED for token, is_said in zip(tokens, mask, strict=True)]
+    return tokens, [token if is_learned else IGNORED for token, is_learned in zip(tokens, mask, strict=True)]

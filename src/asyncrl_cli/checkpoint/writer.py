@@ -20,7 +20,7 @@ from pathlib import Path
 
 from asyncrl_cli.base.errors import StorageError
 from asyncrl_cli.base.safe_files import open_regular
-from asyncrl_cli.base.storage import fsync, remove, remove_tree, replace_link, replace_text, telling_storage
+from asyncrl_cli.base.storage import as_storage_errors, fsync, remove, remove_tree, replace_link, replace_text
 from asyncrl_cli.checkpoint.reader import (
     LOOP_STATE,
     MANIFEST,
@@ -70,12 +70,12 @@ class CheckpointStore:
         """
         working = self.directory / f".writing-{step_name(snapshot.step)}"
         try:
-            with telling_storage():
+            with as_storage_errors():
                 await asyncio.to_thread(remove, working)
                 working.mkdir(parents=True)
                 await self._write_trainer(working, snapshot)
                 return await asyncio.to_thread(self._finish, snapshot, working)
-        except Exception as error:
+        except Exception as error:  # also of the trainer's processes, which write their part
             # On a full disk, leftover files would take the space that the run's last status needs.
             await asyncio.to_thread(shutil.rmtree, working, ignore_errors=True)
             if not isinstance(error, StorageError):

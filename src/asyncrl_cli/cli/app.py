@@ -19,7 +19,15 @@ from asyncrl_cli import __version__
 from asyncrl_cli.base.errors import AsyncrlError, ConfigError, PreflightError
 from asyncrl_cli.base.paths import MAX_NAME_BYTES, MAX_PATH_BYTES, is_path
 from asyncrl_cli.cli import bench, plan, records, runs, shipped, submit, tune, watch
-from asyncrl_cli.cli.console import STDOUT, begin, epilog, in_our_words, open_streams, print_text, tell
+from asyncrl_cli.cli.console import (
+    STDOUT,
+    as_asyncrl_error,
+    epilog,
+    forget_document,
+    open_streams,
+    print_error,
+    print_text,
+)
 
 app = typer.Typer(
     name="asyncrl",
@@ -76,7 +84,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
     """Run a command line and return its exit code. Errors go to stderr and, with `--json`, also to stdout as
     JSON."""
     args = sys.argv[1:] if arguments is None else list(arguments)
-    begin()
+    forget_document()
     code = 0
     try:
         code = _answer(args)
@@ -87,7 +95,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
         _lose_stdout()
         if code == 0:
             why = f"stdout cannot be written: {error.strerror}"
-            tell(AsyncrlError(why, hint="check where it is redirected to"))
+            print_error(AsyncrlError(why, hint="check where it is redirected to"))
             return 1
     return code
 
@@ -114,8 +122,8 @@ def _answer(args: Sequence[str]) -> int:
             command = context.command_path if context is not None else f"asyncrl {word}".rstrip()
             shown: AsyncrlError = ConfigError(message, hint=f"`{command} --help` shows how it is used")
         else:
-            shown = in_our_words(error, verbose=not {"--verbose", "-v"}.isdisjoint(args))
-    tell(shown, as_json="--json" in args)
+            shown = as_asyncrl_error(error, verbose=not {"--verbose", "-v"}.isdisjoint(args))
+    print_error(shown, as_json="--json" in args)
     return shown.exit_code
 
 

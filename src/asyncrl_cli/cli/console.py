@@ -76,8 +76,8 @@ def stderr() -> Console:
 _has_document = False
 
 
-def begin() -> None:
-    """Called before each command line: no JSON document has been printed yet."""
+def forget_document() -> None:
+    """Called before each command line, which has not printed a JSON document yet."""
     global _has_document
     _has_document = False
 
@@ -127,7 +127,7 @@ def warn(*texts: str) -> None:
         _labelled("warning", "bold yellow", text)
 
 
-def tell(error: AsyncrlError, *, as_json: bool = False) -> None:
+def print_error(error: AsyncrlError, *, as_json: bool = False) -> None:
     """Print the error and its hint on stderr. An interruption is not labelled as an error. With `as_json`
     also on stdout, unless a document has been printed there (a failed run's summary, a refused plan)."""
     if isinstance(error, Interrupted):
@@ -141,7 +141,7 @@ def tell(error: AsyncrlError, *, as_json: bool = False) -> None:
             print_json({"error": error.message, "hint": error.hint, "exit_code": error.exit_code})
 
 
-def in_our_words(error: BaseException, *, verbose: bool) -> AsyncrlError:
+def as_asyncrl_error(error: BaseException, *, verbose: bool) -> AsyncrlError:
     """Turn any exception into an AsyncrlError. An exception is reported as a bug unless it is one of ours
     (perhaps inside a TaskGroup's group), an OSError or an encoding error. With `verbose` the traceback is
     printed first."""

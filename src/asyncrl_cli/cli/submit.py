@@ -17,9 +17,10 @@ if TYPE_CHECKING:
     from asyncrl_cli.job.submit.job_server import Job, JobServer
     from asyncrl_cli.observe.run_status import RunStatus
 
-Take = Callable[["RunStatus | str"], None]
-"""Takes a run's status, or a text that says why there is none yet."""
-Wait = Callable[[float], object]
+ShowStatus = Callable[["RunStatus | str"], None]
+"""Shows a run's status, or a text that says why there is none yet."""
+Pause = Callable[[float], object]
+"""Waits for so many seconds, or less if the user leaves the screen."""
 WATCHED_S = 5.0
 """How long a command in the background is watched: anything missing there (an engine, a file, a module) is
 found by then."""
@@ -139,26 +140,28 @@ def set_words(sets: Sequence[str] | None) -> list[str]:
     return [word for text in sets or () for word in ("--set", text)]
 
 
-def followed_there(address: str, run: str | None, runs_dir: Path) -> tuple[str, Callable[[Take, Wait], None]]:
-    """The run's name (default: the newest run), and a function that passes its status to `take`: a job there
-    prints it once a second."""
+def status_follower(
+    address: str, run: str | None, runs_dir: Path
+) -> tuple[str, Callable[[ShowStatus, Pause], None]]:
+    """The name of a run on the cluster (default: the newest run), and a function that shows its status: a job
+    on the cluster prints it once a second."""
     from asyncrl_cli.job.submit.job_server import TIMED_OUT, JobServer
     from asyncrl_cli.observe.run_status import RunStatus
 
     server = JobServer(address)
     name, place = server.find(run, runs_dir)
 
-    def follow(take: Take, wait: Wait) -> None:
+    def follow(show: ShowStatus, pause: Pause) -> None:
         errors: list[str] = []
 
         def write(line: str) -> None:
             if line.startswith('{"'):  # a whole status; an error takes several lines
-                take(RunStatus.from_json(place / name, line))
-                wait(0.0)
+                show(RunStatus.from_json(place / name, line))
+                pause(0.0)
             else:
                 errors.append(line)
 
-        take(f"asking {address} for run '{name}'")
+        show(f"asking {address} for run '{name}'")
         while (code := server.call(["watch", name, "--json", "--runs-dir", str(place)], write)) == TIMED_OUT:
             errors.clear()
         if code:

@@ -84,8 +84,8 @@ def tune(
     with ProgressLine("auto", stderr()) as progress:
         tuned = search(asked, progress)
     for setting, reason in tuned.found.failed.items():
-        sets_of_it = " ".join(setting.sets)
-        warn(f"the simulated run of {setting.split} failed and is left out: {reason} ({sets_of_it})")
+        its_sets = " ".join(setting.sets)
+        warn(f"the simulated run of {setting.split} failed and is left out: {reason} ({its_sets})")
     if out is not None:
         _write_profile(tuned, asked, out)
         say(f"wrote {out}")

@@ -29,7 +29,7 @@ from asyncrl_cli.cli.options import (
     run_argument,
     text_option,
 )
-from asyncrl_cli.cli.submit import Take, Wait, followed_there, on_cluster, print_jobs
+from asyncrl_cli.cli.submit import Pause, ShowStatus, on_cluster, print_jobs, status_follower
 from asyncrl_cli.observe.terminal import uncoloured
 
 if TYPE_CHECKING:
@@ -109,7 +109,7 @@ def watch(
     from asyncrl_cli.observe.run_status import no_runs
 
     if address is not None:
-        name, follow = followed_there(address, run, runs_dir)
+        name, follow = status_follower(address, run, runs_dir)
         where = f" --address {address}"
     else:
         names = run_names(runs_dir) if run is None else [run]
@@ -128,8 +128,8 @@ def watch(
     follow(print_line, time.sleep)
 
 
-def _follow(directory: Path, take: Take, wait: Wait) -> None:
-    """Pass the run's status to `take` once a second until the run is over."""
+def _follow(directory: Path, show: ShowStatus, pause: Pause) -> None:
+    """Show the run's status once a second until the run is over."""
     from asyncrl_cli.checkpoint.lookup import detached_output
     from asyncrl_cli.observe.run_status import StillStarting, read_status
 
@@ -137,20 +137,20 @@ def _follow(directory: Path, take: Take, wait: Wait) -> None:
         if not directory.exists():
             why = f"run '{directory.name}' ended while it was starting, and left no files"
             output = detached_output(directory)
-            teller = output if output.exists() else "the command that started it"
-            raise RefusedError(why, hint=f"{teller} says why")
+            source = output if output.exists() else "the command that started it"
+            raise RefusedError(why, hint=f"{source} says why")
         try:
             found = read_status(str(directory), directory.parent)
         except StillStarting as not_yet:
-            take(not_yet.message)
+            show(not_yet.message)
         else:
-            take(found)
+            show(found)
             if found.is_over:
                 return
-        wait(LOOK_EVERY_S)
+        pause(LOOK_EVERY_S)
 
 
-def _show(name: str, follow: Callable[[Take, Wait], None], where: str) -> None:
+def _show(name: str, follow: Callable[[ShowStatus, Pause], None], where: str) -> None:
     """Show the live screen until the run is over, or until q or Ctrl-C. `where`: options that find the run
     again."""
     from asyncrl_cli.observe.render import render_summary
@@ -160,15 +160,15 @@ def _show(name: str, follow: Callable[[Take, Wait], None], where: str) -> None:
     shown: deque[RunStatus | str] = deque([""], maxlen=1)
     with suppress(KeyboardInterrupt), key_presses() as key, watching(stdout()) as show:
 
-        def take(found: RunStatus | str) -> None:
+        def show_and_remember(found: RunStatus | str) -> None:
             shown.append(found)
             show(found)
 
-        def wait(seconds: float) -> None:
+        def pause(seconds: float) -> None:
             if key(seconds) == "q":
                 raise KeyboardInterrupt
 
-        follow(take, wait)
+        follow(show_and_remember, pause)
     (last,) = shown
     if isinstance(last, str) or not last.is_over:
         again = f"`asyncrl watch {name}{where}` shows it again"

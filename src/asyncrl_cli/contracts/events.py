@@ -72,10 +72,10 @@ class StepRecord:
     this one. `timing_s`: keys step, wait_data, old_logprob, train, gather, checkpoint, eval, other; also, if
     they took time, wait_scores, and ref and critic (columns that the trainer computed). `reports`: the newest
     report of each executor, by name. `spans`: those of *all* reports since the previous step, by executor,
-    already mapped to the driver's clock; the same for `stays`, if they are recorded. `ended_s` is on the
-    driver's clock. `sync`: `WeightSync.summary`. `filtered`: the reward of each group dropped for equal
-    rewards since the previous step; None if the filter is off. `restarts` and `failures` (of trajectories, by
-    kind) count from the beginning of the run.
+    already mapped to the driver's clock; the same for `slot_intervals`, if they are recorded. `ended_s` is
+    on the driver's clock. `sync`: `WeightSync.summary`. `filtered`: the reward of each group dropped for
+    equal rewards since the previous step; None if the filter is off. `restarts` and `failures` (of
+    trajectories, by kind) count from the beginning of the run.
     """
 
     step: int
@@ -96,7 +96,7 @@ class StepRecord:
     filtered: tuple[float, ...] | None = None
     restarts: int = 0
     failures: Mapping[str, int] = field(default_factory=dict)
-    stays: Mapping[str, tuple[SlotInterval, ...]] = field(default_factory=dict)
+    slot_intervals: Mapping[str, tuple[SlotInterval, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -130,7 +130,7 @@ class Engine(Protocol):
         return EngineCounters()
 
     def take_slot_intervals(self) -> tuple[SlotInterval, ...]:
-        """The stays of sequences in slots that ended since the last call, if `logging.trace_sequences` is
+        """The intervals of sequences in slots that ended since the last call, if `logging.trace_sequences` is
         set."""
         return ()
 
@@ -230,10 +230,10 @@ class EngineMemory:
     name: str
     batch_tokens: int
     """Largest number of tokens in one forward pass."""
-    own_bytes: int
+    process_bytes: int
     """Host memory of the processes that the engine starts, with nothing loaded."""
-    own_processes: str
-    """Description of those processes, for messages."""
+    process_names: str
+    """Names of those processes, for messages."""
     num_caches: int
     """Number of processes on one device with a KV cache of their own."""
     cache_bytes: int | None
@@ -243,6 +243,12 @@ class EngineMemory:
     activations do not take."""
     default_share: float
     """The engine's own default for `share`."""
+
+
+def cache_bytes_left(memory_bytes: int, share: float, held_bytes: int) -> int:
+    """Bytes of the KV cache of an engine that may use this share of the memory and holds `held_bytes`
+    besides."""
+    return max(int(share * memory_bytes) - held_bytes, 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -266,8 +272,9 @@ class EngineKind:
     taking the worker's name before its other arguments."""
     loads_in_place: bool = False
     """Whether the engine implements `Engine.load_in_place`, which needs no second buffer."""
-    finds_stops_in_kept: bool = True
-    """Whether a response that another engine began ends at a stop string that begins in its tokens so far."""
+    finds_stops_in_continued: bool = True
+    """Whether the engine, when it continues a response that another one began, finds a stop string that
+    begins in the earlier tokens."""
     memory: Callable[[Profile, str], EngineMemory | None] = lambda profile, device: None
     """Memory that a worker takes on that device. None: the cache takes half of what is free, as in the
     transformers engine."""
@@ -286,9 +293,9 @@ def kind_of(profile: Profile) -> EngineKind:
     return kind
 
 
-def continues_kept(profile: Profile) -> bool:
+def can_continue_responses(profile: Profile) -> bool:
     """Whether the profile's engine can continue responses that another run began, or another engine."""
-    return not profile.rollout.stop or kind_of(profile).finds_stops_in_kept
+    return not profile.rollout.stop or kind_of(profile).finds_stops_in_continued
 
 
 def make_engine(profile: Profile, place: ProcessPlace, on_running: Callable[[int], None]) -> Engine:

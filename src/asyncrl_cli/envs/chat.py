@@ -47,8 +47,7 @@ MARK, THOUGHT = "asyncrl-mark", "asyncrl-thought"
 QUESTION: Message = {"role": "user", "content": "q"}
 ANOTHER_MODEL = (
     'set model.chat_template = "builtin:tools", which adds tools to the model\'s own template, or to the '
-    "path of another one, or "
-    "take a model whose template has tools"
+    "path of another one, or take a model whose template has tools"
 )
 PIECE_CHARACTERS = 2**16
 """A text that may be far too long is tokenized in pieces of this length, up to `FAR` times the limit."""

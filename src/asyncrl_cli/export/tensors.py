@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 
 from asyncrl_cli.base.errors import AsyncrlError, RefusedError, first_names
 from asyncrl_cli.base.storage import appearing_directory
-from asyncrl_cli.export.exported import Source
+from asyncrl_cli.export.source import Source
 from asyncrl_cli.models.model_directory import resolve_model
 from asyncrl_cli.models.model_files import (
     CONFIG,

@@ -19,7 +19,7 @@ from asyncrl_cli.checkpoint.reader import Checkpoint, sealed_checkpoints, step_o
 from asyncrl_cli.checkpoint.run_directory import RunDirectory
 from asyncrl_cli.checkpoint.writer import CheckpointStore
 from asyncrl_cli.contracts.ports import Json
-from asyncrl_cli.engines.port import continues_kept
+from asyncrl_cli.engines.port import can_continue_responses
 from asyncrl_cli.job.driver_process import StopRequests, leave
 from asyncrl_cli.job.driver_prompts import PromptFeed
 from asyncrl_cli.loop.pipeline import Pipeline
@@ -63,7 +63,7 @@ def make_pipeline(
     resume_from = None
     if checkpoint is not None:
         store.abandon_newer(checkpoint.step, checkpoint.version)
-        state, continues = checkpoint.loop_state, continues_kept(profile)
+        state, continues = checkpoint.loop_state, can_continue_responses(profile)
         resume_from = ResumeFrom(loop_state=state, payloads=crew.payloads, continues=continues)
     eval_sets = {"": task.eval, **task.eval_sets}
     world = World(

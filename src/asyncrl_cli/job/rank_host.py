@@ -37,7 +37,7 @@ from ray import ObjectRef
 
 from asyncrl_cli.base.errors import ExecutorFailed
 from asyncrl_cli.base.safe_files import MIB
-from asyncrl_cli.base.storage import telling_storage
+from asyncrl_cli.base.storage import as_storage_errors
 from asyncrl_cli.contracts.item import Item
 from asyncrl_cli.data.trajectories import Arrays, GroupPayload, joined, joined_by_index, with_column
 from asyncrl_cli.engines.port import kind_of
@@ -269,7 +269,7 @@ class RankHost:
         untrained groups."""
         from asyncrl_cli.checkpoint.payloads import write_payloads
 
-        with telling_storage():
+        with as_storage_errors():
             if self._role == CRITIC:
                 self._critic.write(snapshot.step, Path(directory))
                 return
@@ -311,7 +311,7 @@ class RankHost:
         manifest, buckets = self.trainer.published(version)
         refs = self._sending.sent(manifest, buckets)
         if num_kept := self._profile.weights.keep_versions:
-            with telling_storage():
+            with as_storage_errors():
                 versions, model_dir = self._run_dir / VERSIONS_DIR, Path(self._place.model_dir)
                 keep_version(versions, manifest, buckets, model_dir, num_kept)
         return manifest, refs
@@ -365,7 +365,7 @@ class RankHost:
             for payload, (index, known) in zip(joined(ray.get(part_refs)), facts.items(), strict=True)
         ]
         decode, most = self.tokenizer.decode, self._profile.logging.samples_max_mb * MIB
-        with telling_storage():
+        with as_storage_errors():
             dump_samples(
                 Path(directory),
                 step,

@@ -247,7 +247,7 @@ class RolloutHost:
             running_tokens=self._runner.running_tokens,
             sums=counters.sums,
             gauges=counters.gauges,
-            stays=self._engine.take_slot_intervals(),
+            slot_intervals=self._engine.take_slot_intervals(),
         )
         finished = {key: number for key, number in self._desk.freed_slots.items() if number}
         reports = (report, self._rewards.report())

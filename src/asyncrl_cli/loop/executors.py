@@ -99,7 +99,8 @@ class Executors:
 @dataclass(slots=True, kw_only=True)
 class ExecutorHistory:
     """One executor, whatever becomes of its process. `report`: the newest, with the sums of `base` added:
-    what earlier processes counted, minus what should not count. `spans` and `stays` have not been taken yet
+    what earlier processes counted, minus what should not count. `spans` and `slot_intervals` have not been
+    taken yet
     and are on the driver's clock, which is `offset_s` ahead of the executor's. Time before `from_s` does not
     count: the run or the present process was starting."""
 
@@ -109,7 +110,7 @@ class ExecutorHistory:
     base: ExecutorReport
     offset_s: float = float("inf")
     spans: list[Span] = field(default_factory=list)
-    stays: list[SlotInterval] = field(default_factory=list)
+    slot_intervals: list[SlotInterval] = field(default_factory=list)
     is_new: bool = True
     """Its process has not reported yet."""
     is_lost: bool = False
@@ -145,9 +146,9 @@ class ExecutorHistory:
             start_s, end_s = max(span.start_s + self.offset_s, self.from_s), span.end_s + self.offset_s
             if end_s > self.from_s:
                 self.spans.append(Span(state=span.state, start_s=start_s, end_s=end_s))
-        for stay in report.stays:
-            start_s, end_s = stay.start_s + self.offset_s, stay.end_s + self.offset_s
-            self.stays.append(stay._replace(start_s=start_s, end_s=end_s))
+        for interval in report.slot_intervals:
+            start_s, end_s = interval.start_s + self.offset_s, interval.end_s + self.offset_s
+            self.slot_intervals.append(interval._replace(start_s=start_s, end_s=end_s))
 
 
 class ReportBook:
@@ -254,9 +255,10 @@ class ReportBook:
 
     def take_slot_intervals(self) -> dict[str, tuple[SlotInterval, ...]]:
         """The intervals reported since the last call, by executor. Executors without any are left out."""
-        taken = {name: tuple(executor.stays) for name, executor in self._executors.items() if executor.stays}
+        intervals = {name: tuple(executor.slot_intervals) for name, executor in self._executors.items()}
+        taken = {name: ended for name, ended in intervals.items() if ended}
         for name in taken:
-            self._executors[name].stays.clear()
+            self._executors[name].slot_intervals.clear()
         return taken
 
     def _in_process(self, worker: str) -> Iterator[ExecutorHistory]:

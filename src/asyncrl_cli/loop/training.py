@@ -221,8 +221,8 @@ class Training:
         if is_last:  # its line has the final eval; its checkpoint does not wait for that
             await self._checkpoint(record())
             await self._publishing.finish()
-        spans, stays = executors.reports.take_spans(), executors.reports.take_slot_intervals()
-        ended = replace(record(), timing_s=self._times.close(), spans=spans, stays=stays)
+        spans, slot_intervals = executors.reports.take_spans(), executors.reports.take_slot_intervals()
+        ended = replace(record(), timing_s=self._times.close(), spans=spans, slot_intervals=slot_intervals)
         run.evaluator.ended.clear()
         run.groups.filter.rewards.clear()
         for observer in progress.observers:

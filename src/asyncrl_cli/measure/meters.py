@@ -16,9 +16,9 @@ from asyncrl_cli.profile.schema import Interrupt
 
 DEBOUNCE_S, POLL_S = 0.1, 1.0
 """A worker's report: how long after the last one at the earliest, and after how long without a change."""
-MAX_STAYS = 10_000
-"""At most this many untaken stays are kept, the newest: a driver that does not ask must not fill the worker's
-memory."""
+MAX_INTERVALS = 10_000
+"""At most this many untaken intervals are kept, the newest: a driver that does not ask must not fill the
+worker's memory."""
 
 
 class RolloutMeter:
@@ -91,10 +91,10 @@ class RolloutMeter:
         running_tokens: int,
         sums: Mapping[str, float] | None = None,
         gauges: Mapping[str, float] | None = None,
-        stays: tuple[SlotInterval, ...] = (),
+        slot_intervals: tuple[SlotInterval, ...] = (),
     ) -> ExecutorReport:
-        """The worker's report. `sums` and `gauges`: further figures of the engine, by name. `stays`: those of
-        its sequences."""
+        """The worker's report. `sums` and `gauges`: further figures of the engine, by name.
+        `slot_intervals`: those of its sequences."""
         self._advance()
         if self._waiting:
             self._settle()  # the text says how long it has waited
@@ -107,7 +107,7 @@ class RolloutMeter:
             "running_tokens": running_tokens,
             "version": version,
         }
-        return self._clock.report(stays)
+        return self._clock.report(slot_intervals)
 
     def _advance(self) -> None:
         """Add the time since the last change to the sums. Call it before a change: the time counts under the
@@ -143,14 +143,14 @@ class RolloutMeter:
 
 
 class SlotIntervals:
-    """Records the stays of an engine's sequences. Slots are numbered from 0; a sequence gets the lowest free
-    one."""
+    """Records when an engine's sequences are in which slot. Slots are numbered from 0; a sequence gets the
+    lowest free one."""
 
     def __init__(self, now: Callable[[], float]) -> None:
         self._now = now
         self._free: list[int] = []
         self._begun: dict[str, tuple[int, float]] = {}
-        self._ended: deque[SlotInterval] = deque(maxlen=MAX_STAYS)
+        self._ended: deque[SlotInterval] = deque(maxlen=MAX_INTERVALS)
 
     @contextmanager
     def of(self, sequence: str) -> Iterator[None]:
@@ -170,7 +170,7 @@ class SlotIntervals:
         self._ended.append(SlotInterval(slot, sequence, start_s, self._now()))
 
     def take(self) -> tuple[SlotInterval, ...]:
-        """The stays that have ended since the last call, in the order in which they ended."""
+        """The intervals that have ended since the last call, in the order in which they ended."""
         taken = tuple(self._ended)
         self._ended.clear()
         return taken

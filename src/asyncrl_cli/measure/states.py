@@ -42,7 +42,7 @@ class Span:
 
 class SlotInterval(NamedTuple):
     """A sequence's time in a slot of an engine, in seconds of the executor's own clock. A trajectory with
-    several turns has one stay per turn. Recorded if `logging.trace_sequences` is set."""
+    several turns has one interval per turn. Recorded if `logging.trace_sequences` is set."""
 
     slot: int
     sequence: str
@@ -58,8 +58,8 @@ class ExecutorReport:
     `now_s` is the executor's clock when the report was made; the driver uses it to map spans to its own
     clock. `spans` are those that ended since the previous report, plus the current one up to `now_s`. `sums`
     are role-specific cumulative figures, e.g. `running_sequence_s`, `idle_s`, `sampled_tokens`,
-    `trained_tokens`. `gauges` are momentary figures, e.g. `running_sequences`, `slots`, `version`. `stays`
-    are those that ended since the previous report, if they are recorded.
+    `trained_tokens`. `gauges` are momentary figures, e.g. `running_sequences`, `slots`, `version`.
+    `slot_intervals` are those that ended since the previous report, if they are recorded.
     """
 
     name: str
@@ -71,7 +71,7 @@ class ExecutorReport:
     spans: tuple[Span, ...]
     sums: dict[str, float]
     gauges: dict[str, float]
-    stays: tuple[SlotInterval, ...] = ()
+    slot_intervals: tuple[SlotInterval, ...] = ()
 
 
 class StateClock:
@@ -100,7 +100,7 @@ class StateClock:
             self.state = state
         self.waiting_for = waiting_for or (self._starved_for if state is State.STARVED else "")
 
-    def report(self, stays: tuple[SlotInterval, ...] = ()) -> ExecutorReport:
+    def report(self, slot_intervals: tuple[SlotInterval, ...] = ()) -> ExecutorReport:
         now_s = self._now()
         self._close(now_s)
         spans, self._spans = tuple(self._spans), []
@@ -114,7 +114,7 @@ class StateClock:
             spans=spans,
             sums=dict(self.sums),
             gauges=dict(self.gauges),
-            stays=stays,
+            slot_intervals=slot_intervals,
         )
 
     def _close(self, now_s: float) -> None:

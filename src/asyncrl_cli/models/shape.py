@@ -30,6 +30,8 @@ FAMILY = frozenset({"llama", "mistral", "qwen2", "qwen3"})
 weight files."""
 LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
 """Matches a tensor's name up to the number of its layer."""
+BYTES_OF = {"float32": 4, "bfloat16": 2}
+"""Bytes per value, by `model.dtype`."""
 QWEN3_HEAD_DIM = 128
 TINY_VOCABULARY = 64
 """Enough for the characters of most tasks and three special tokens. The real size is known only once the task

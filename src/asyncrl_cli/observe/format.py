@@ -9,11 +9,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, TypeGuard, TypeVar
+from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
 
 if TYPE_CHECKING:  # `asyncrl --help` needs some of these functions, and no pydantic
     from asyncrl_cli.contracts.status import EvalPoint, Figures, Status
-    from asyncrl_cli.observe.run_lines import Line
 
 SPARKS = "▁▂▃▄▅▆▇█"
 NOTHING = "-"
@@ -105,7 +104,7 @@ LEADING: Mapping[str, tuple[str, Callable[[object], str]]] = {
 """The figures shown first in every view: metric -> (label, formatter)."""
 
 
-def event_text(event: Line) -> str | None:
+def event_text(event: Mapping[str, Any]) -> str | None:
     """The event as one line of text; None if its kind is not shown to people."""
     match event["event"]:
         case "warning":
@@ -146,7 +145,7 @@ def step_text(status: Status) -> str:
     return "  ".join(figures)
 
 
-def line_text(line: Line) -> str:
+def line_text(line: Mapping[str, Any]) -> str:
     """A train step's metrics as one line of the driver's log."""
     figures = [
         f"step {line['step']}",
@@ -201,8 +200,8 @@ def _warnings(status: Status) -> str:
     newest = [f"{clock(warning.time_s)} {warning.text}" for warning in status.warnings[-SHOWN_WARNINGS:]]
     if newest and (more := status.num_warnings - len(newest)) > 0:
         newest.append(f"{more} more, in the log")
-    listed = "; ".join(newest)
-    return f"{status.num_warnings}: {listed}".removesuffix(": ") if status.num_warnings else ""
+    texts = "; ".join(newest)
+    return f"{status.num_warnings}: {texts}".removesuffix(": ") if status.num_warnings else ""
 
 
 def evals_text(points: Sequence[EvalPoint]) -> str:
@@ -223,6 +222,6 @@ def _staleness(status: Status) -> str:
     if "staleness/mean" not in totals:
         return ""
     oldest = f"max {totals.get('staleness/max')} of {status.max_staleness} allowed"
-    partial = share(totals.get("fully_async/partial/partial_ratio"))
+    partial_share = share(totals.get("fully_async/partial/partial_ratio"))
     span = totals.get("fully_async/partial/max_partial_span", NOTHING)
-    return f"mean {number(totals['staleness/mean'])}, {oldest}; partial {partial}, max span {span}"
+    return f"mean {number(totals['staleness/mean'])}, {oldest}; partial {partial_share}, max span {span}"

@@ -151,6 +151,7 @@ class LiveStatus:
         figures = steps.figures if steps else {}
         timing_s = _under("timing/", figures)
         slot_history = [round(share, 4) for share in state["slots"]]
+        versions = overview.worker_versions if overview else {}
         return Status(
             **asdict(self._facts),
             pid=os.getpid(),
@@ -170,11 +171,7 @@ class LiveStatus:
             partial=_under(PARTIAL, figures),
             env=_under("env/", figures) or None,
             filtered_ratio=figures.get("trainer/filtered_ratio"),
-            versions={
-                name: held
-                for name, held in (overview.worker_versions if overview else {}).items()
-                if held >= 0
-            },
+            versions={name: version for name, version in versions.items() if version >= 0},
             restarting=dict(overview.restarting) if overview else {},
             reward={**_under("reward/", self._line), "history": [round(one, 4) for one in state["rewards"]]},
             eval=EvalStatus(running=overview.eval_running if overview else "", history=state["evals"]),
@@ -198,11 +195,8 @@ class LiveStatus:
             version, groups_trained = max(version, overview.version), overview.ledger["trained"]
         step_s, eta_s = self._step_s(), None
         if step_s is not None:  # the remaining steps, and the last eval
-            left, since_s, eval_s = (
-                facts.train_steps - step,
-                time_s - ended_s,
-                self._state.get("eval_s") or 0.0,
-            )
+            left, since_s = facts.train_steps - step, time_s - ended_s
+            eval_s = self._state.get("eval_s") or 0.0
             # Count at most one mean step of the current one: a step that takes longer (a restart) must not
             # reduce the time left.
             steps_s = max(0.0, left * step_s - min(since_s, step_s))
@@ -264,8 +258,7 @@ def _executors(overview: Overview, period: Period | None) -> list[ExecutorStatus
             role=report.role,
             state=report.state.value,
             waiting_for=report.waiting_for,
-            # After a restart, time counted for both the old and the new process is subtracted again: clamp at
-            # 0.
+            # After a restart, time counted for both processes is subtracted again: at least 0.
             state_s={
                 state: max(0.0, round(seconds, 3))
                 for state, seconds in _under(f"{STATES}{report.name}/", figures).items()

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cached_property
 from itertools import takewhile
@@ -37,13 +37,11 @@ from asyncrl_cli.observe.format import MOST_SHOWN, is_number
 from asyncrl_cli.observe.run_lines import (
     EVENT,
     SAMPLE,
-    Counts,
     EventLine,
     Line,
     MetricsLine,
     RecordedSpan,
     SampleLine,
-    Spans,
     TimelineLine,
 )
 from asyncrl_cli.observe.run_status import MAX_STATUS_BYTES
@@ -238,20 +236,6 @@ def _readable(path: Path) -> Iterator[None]:
     except (OSError, UnsafeFile) as error:
         hint = "the run's other files may be readable without it"
         raise ConfigError(f"{path} cannot be read: {reason(error)}", hint=hint) from None
-
-
-def joined_timeline(lines: Iterable[TimelineLine]) -> tuple[Spans, Counts]:
-    """A run's spans and counts of running sequences, by executor, in order of time. A span that was split
-    over two lines is joined."""
-    spans: Spans = {}
-    running: Counts = {}
-    for line in lines:
-        for name, stretch in line["spans"].items():
-            for span in stretch:
-                add_span(spans.setdefault(name, []), *span)
-        for name, samples in line.get("running", {}).items():
-            running.setdefault(name, []).extend(samples)
-    return spans, running
 
 
 def add_span(spans: list[RecordedSpan], state: str, start_s: float, end_s: float) -> None:

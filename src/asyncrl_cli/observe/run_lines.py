@@ -202,7 +202,7 @@ def sampled_tokens(line: Line) -> float:
 
 class Totals:
     """Means (weighted as in docs/metrics.md), maxima, first and last values of `lines` of metrics and of
-    those that `of` passes on. `parts_s`: seconds of each `timing/<part>_s`."""
+    those that `counting` passes on. `parts_s`: seconds of each `timing/<part>_s`."""
 
     def __init__(self, lines: Iterable[Line] = ()) -> None:
         self.steps = 0
@@ -215,8 +215,8 @@ class Totals:
         for line in lines:
             self._add(line)
 
-    def of(self, lines: Iterable[Line]) -> Iterator[Line]:
-        """Pass the lines on and add them up."""
+    def counting(self, lines: Iterable[Line]) -> Iterator[Line]:
+        """Yield the lines unchanged, and add them up on the way."""
         for line in lines:
             self._add(line)
             yield line

@@ -188,12 +188,12 @@ def span_line(record: StepRecord, ahead_s: float) -> dict[str, object]:
         return round(time_s + ahead_s, DIGITS)
 
     spans = {
-        name: [(str(span.state), at(span.start_s), at(span.end_s)) for span in of_executor]
-        for name, of_executor in record.spans.items()
+        name: [(str(span.state), at(span.start_s), at(span.end_s)) for span in its_spans]
+        for name, its_spans in record.spans.items()
     }
     slots = {
-        name: [(slot, sequence, at(start_s), at(end_s)) for slot, sequence, start_s, end_s in of_worker]
-        for name, of_worker in record.stays.items()
+        name: [(slot, sequence, at(start_s), at(end_s)) for slot, sequence, start_s, end_s in intervals]
+        for name, intervals in record.slot_intervals.items()
     }
     return {"step": record.step, "spans": spans} | ({"slots": slots} if slots else {})
 

@@ -280,8 +280,8 @@ def overlap(spans: Mapping[str, Sequence[Span]], roles: Mapping[str, str]) -> Ov
     `spans` use the driver's clock."""
     changes = sorted(
         (time_s, change, roles[name])
-        for name, of_executor in spans.items()
-        for span in of_executor
+        for name, its_spans in spans.items()
+        for span in its_spans
         if span.state == State.BUSY and roles.get(name) in (TRAINER, ROLLOUT)
         for time_s, change in ((span.start_s, 1), (span.end_s, -1))
     )

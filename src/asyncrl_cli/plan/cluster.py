@@ -77,12 +77,6 @@ class ClusterResources:
         return f"{devices} on {counted(len(self.nodes), 'node')}"
 
 
-def cache_bytes_left(memory_bytes: int, share: float, held_bytes: int) -> int:
-    """Bytes of the KV cache of an engine that may use this share of the memory and holds `held_bytes`
-    besides."""
-    return max(int(share * memory_bytes) - held_bytes, 0)
-
-
 def local_cluster() -> ClusterResources:
     """This machine: its cores, and the NVIDIA devices that `CUDA_VISIBLE_DEVICES` leaves visible."""
     # CUDA_VISIBLE_DEVICES hides devices; an empty entry or -1 is none.

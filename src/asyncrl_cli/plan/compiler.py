@@ -18,7 +18,7 @@ from asyncrl_cli.profile.arithmetic import (
     asked_ranks,
     asked_workers,
     groups_ahead,
-    shape_of,
+    node_shape_of,
     share_of,
     tasks_apart,
     tensor_parallel_size,
@@ -49,7 +49,7 @@ def compile_job(profile: Profile, cluster: ClusterResources) -> JobPlan:
         raise ConfigError(why, hint=f"--set {key}={gcd(ranks, sharing)}")
     spots = {}
     for role, labels in ((TRAINER, placement.trainer_labels), (ROLLOUT, placement.rollout_labels)):
-        shape = shape_of(getattr(profile, role)) if on_gpus else None
+        shape = node_shape_of(getattr(profile, role)) if on_gpus else None
         strategy = "strict_spread" if shape else getattr(placement, f"{role}_strategy")
         spots[role] = Spot(strategy=strategy, labels=labels, nodes=shape.nodes if shape else 0)
     plan = JobPlan(
@@ -223,7 +223,7 @@ def _counts_by_ratio(profile: Profile, cluster: ClusterResources, total: int) ->
 
 def _counts_of_rest(profile: Profile, cluster: ClusterResources, scorers: int, role: str, taken: int) -> int:
     """How many processes of the other role fit into the GPUs that are left when `role` takes `taken`."""
-    per_worker, shape = profile.placement.gpus_per_rollout_worker, shape_of(getattr(profile, role))
+    per_worker, shape = profile.placement.gpus_per_rollout_worker, node_shape_of(getattr(profile, role))
     all_gpus = _total(profile, cluster)
     total, each = all_gpus - scorers, 1 if role == ROLLOUT else per_worker
     rest = total - taken

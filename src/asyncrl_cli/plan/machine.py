@@ -18,6 +18,7 @@ from asyncrl_cli.base.errors import PreflightError
 from asyncrl_cli.data import transferqueue_package as tq
 from asyncrl_cli.engines.port import kind_of
 from asyncrl_cli.engines.vllm import vllm_kind
+from asyncrl_cli.models.shape import BYTES_OF
 from asyncrl_cli.plan.cluster import (
     computes_bfloat16,
     cpu_facts,
@@ -27,7 +28,7 @@ from asyncrl_cli.plan.cluster import (
     usable_cores,
 )
 from asyncrl_cli.plan.compiler import cpu_counts
-from asyncrl_cli.plan.memory import BYTES_OF, PAYLOAD_BYTES
+from asyncrl_cli.plan.memory import PAYLOAD_BYTES
 from asyncrl_cli.profile.schema import Profile
 
 NEEDED = {

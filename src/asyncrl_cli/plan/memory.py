@@ -21,17 +21,15 @@ from math import ceil
 from typing import Literal
 
 from asyncrl_cli.base.errors import counted
-from asyncrl_cli.engines.port import EngineMemory, kind_of
+from asyncrl_cli.engines.port import EngineMemory, cache_bytes_left, kind_of
 from asyncrl_cli.engines.transformers import CACHE_SHARE_OF_MEMORY, PAGE_TOKENS, PREFILL_TOKENS_PACKED
-from asyncrl_cli.models.shape import FAMILY, ModelShape, shape_of
-from asyncrl_cli.plan.cluster import cache_bytes_left
+from asyncrl_cli.models.shape import BYTES_OF, FAMILY, ModelShape, shape_of
 from asyncrl_cli.plan.job_plan import ROLLOUT, TRAINER, JobPlan
 from asyncrl_cli.profile.arithmetic import CRITIC, PROX, REF, REWARD, max_context_tokens
 from asyncrl_cli.profile.schema import DIRECT_TRANSPORTS, Profile
 from asyncrl_cli.train import LOGITS_CHUNK_ELEMENTS, LOGITS_COPIES, MOMENTS_SLICE_BYTES, keeps_whole_gradients
 
 MASTER_BYTES = 4
-BYTES_OF = {"float32": 4, "bfloat16": 2}
 MIB = 2**20
 SAMPLED_LOGIT_BYTES = 24
 """Per value: float32 logits, log-softmax, probabilities and choice, and the sampler's float64 running sum."""
@@ -91,10 +89,6 @@ class MemoryEstimate:
 
     def of(self, role: str, kind: MemoryKind) -> list[MemoryItem]:
         return [item for item in self.items if (item.role, item.kind) == (role, kind)]
-
-    def peak_bytes(self, role: str, kind: MemoryKind) -> int:
-        """The peak of the process that holds the most."""
-        return peak(self.of(role, kind))[0]
 
     def always_bytes(self, role: str) -> int:
         """What one process holds on its device in every phase."""
@@ -403,7 +397,7 @@ def _rollout(job: MemoryEstimate, left_bytes: int | None) -> Iterator[MemoryItem
     device, host = (partial(MemoryItem, ROLLOUT, workers, kind) for kind in ("device", "host"))
     yield device("always", "weights", weights, f"{dtype}{over}")
     if engine:
-        yield host("always", engine.name, engine.own_bytes, engine.own_processes)
+        yield host("always", engine.name, engine.process_bytes, engine.process_names)
     yield device("always", name, cache, how)
     yield device("step", "prefill", prefill, f"{batch_tokens} tokens in one pass")
     yield device("step", "sampling", sampled, f"{rollout.slots} slots * {shape.vocab_size} of vocabulary")

@@ -58,6 +58,8 @@ Rejection = Literal[
     "seq_max_k2",
     "seq_max_k3",
 ]
+Estimator = Literal["grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gae"]
+Aggregation = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 Kl = Literal["k1", "abs", "k2", "k3", "low_var_kl"]
 """Estimates of a KL divergence from one token (train/policy_loss.py)."""
 
@@ -65,9 +67,7 @@ Kl = Literal["k1", "abs", "k2", "k3", "low_var_kl"]
 class AlgorithmSection(Section):
     """Advantages, loss, and corrections for stale data."""
 
-    adv_estimator: Literal["grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gae"] = (
-        "grpo"
-    )
+    adv_estimator: Estimator = "grpo"
     """How rewards become advantages. `grpo` compares a response with its group, `rloo` with the other
     responses of its group, `reinforce_plus_plus` with all responses of the optimizer step;
     `reinforce_plus_plus_baseline` subtracts the group's mean first. `gae` compares each token with the
@@ -109,9 +109,7 @@ class AlgorithmSection(Section):
     loss_mode: str = "vanilla"
     """The policy's loss: `vanilla` (PPO's clipped ratio), `gspo`, `cispo`, `dppo`, `sapo` or `reinforce`.
     Packages can add others through the entry point group `asyncrl.losses`."""
-    loss_agg_mode: Literal[
-        "token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"
-    ] = "token-mean"
+    loss_agg_mode: Aggregation = "token-mean"
     """How the token losses of an optimizer step are aggregated: their mean, or the mean over trajectories of
     their sum, their mean, or their sum / rollout.max_response_tokens (Dr.GRPO). The GSPO and SAPO papers use
     seq-mean-token-mean."""

@@ -165,27 +165,29 @@ SCORERS = (REF, PROX, REWARD, CRITIC)
 """Tasks that can have their own processes, which score finished groups while others are trained."""
 
 
-class Shape(NamedTuple):
+class NodeShape(NamedTuple):
     """A role uses `gpus` GPUs on each of `nodes` nodes."""
 
     nodes: int
     gpus: int
 
 
-def shape_of(section: TrainerSection | RolloutSection) -> Shape | None:
-    """The section's shape. None if it has none: the role's processes may then be on any nodes."""
-    return None if section.n_gpus_per_node is None else Shape(section.nnodes or 1, section.n_gpus_per_node)
+def node_shape_of(section: TrainerSection | RolloutSection) -> NodeShape | None:
+    """The nodes and GPUs that the section names. None if it names none: the role's processes may then be on
+    any nodes."""
+    gpus = section.n_gpus_per_node
+    return None if gpus is None else NodeShape(section.nnodes or 1, gpus)
 
 
 def asked_ranks(profile: Profile) -> int | None:
     """The number of trainer ranks; None if no key gives it."""
-    shape = shape_of(profile.trainer)
+    shape = node_shape_of(profile.trainer)
     return profile.placement.trainer_workers if shape is None else shape.nodes * shape.gpus
 
 
 def asked_workers(profile: Profile) -> int | None:
     """The number of rollout workers; None if no key gives it."""
-    shape = shape_of(profile.rollout)
+    shape = node_shape_of(profile.rollout)
     if shape is None:
         return profile.rollout.workers
     return shape.nodes * (shape.gpus // profile.placement.gpus_per_rollout_worker)

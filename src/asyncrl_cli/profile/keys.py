@@ -164,7 +164,7 @@ def foreign(key: str) -> PeerKey | None:
     if (row := counterpart(key)) is not None or section not in sections() or name in _last_parts():
         return row
     # By its last part alone, if all keys of other trainers that end so have the same counterpart, or none.
-    found = [row for row in rows() if row.theirs.rpartition(".")[2] == name]
+    found = [row for row in peer_keys() if row.theirs.rpartition(".")[2] == name]
     return found[0] if len({row.ours for row in found}) == 1 else None
 
 
@@ -221,8 +221,8 @@ class PeerKey(NamedTuple):
 
 
 @cache
-def rows() -> tuple[PeerKey, ...]:
-    """The rows of the page's tables."""
+def peer_keys() -> tuple[PeerKey, ...]:
+    """The rows of the tables in docs/coming-from.md."""
     found: list[PeerKey] = []
     page = (shipped_directory("docs") / "coming-from.md").read_text(encoding="utf-8")
     for section in page.split("\n## "):
@@ -240,11 +240,11 @@ def counterpart(key: str) -> PeerKey | None:
     none, the row of its section."""
     parts = key.lstrip("+~-").replace("-", "_").split(".")
     best, most = None, 0
-    for row in rows():
+    for row in peer_keys():
         theirs = row.theirs.split(".")
         shared = min(len(theirs), len(parts))
         if shared > most and theirs[-shared:] == parts[-shared:]:
             best, most = row, shared
     if most > 1 or len(parts) == 1:
         return best
-    return next((row for row in rows() if row.covers(parts)), best)
+    return next((row for row in peer_keys() if row.covers(parts)), best)

@@ -2,8 +2,9 @@
 
 It is written as `config.resolved.json` (every value with its origin), and as TOML for people:
 
-    {"schema_version": 1, "profile": {"run": {"train_steps": 200, ...}, ...}, "origins": {"run.seed": "--set",
-    ...}}
+    {"schema_version": 1,
+     "profile": {"run": {"train_steps": 200, ...}, ...},
+     "origins": {"run.seed": "--set", ...}}
 
 In the JSON, eta is a string, so that it stays an exact decimal.
 
@@ -23,7 +24,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from asyncrl_cli.base.errors import ConfigError, RefusedError, combine
-from asyncrl_cli.base.safe_files import first_of, load_json
+from asyncrl_cli.base.safe_files import first_problem, load_json
 from asyncrl_cli.profile.arithmetic import train_steps_of
 from asyncrl_cli.profile.check import check
 from asyncrl_cli.profile.keys import PARAMS, entries_of, keys, sections
@@ -99,7 +100,7 @@ def from_document(document: Values, *, where: str = "config.resolved.json") -> L
         check(profile)
         return Loaded(profile=profile, origins={str(key): str(origin) for key, origin in origins.items()})
     except ValidationError as error:
-        why = first_of(error)
+        why = first_problem(error)
     except ConfigError as error:
         why = error.message
     except (KeyError, TypeError, AttributeError, ValueError, ArithmeticError) as error:

@@ -83,7 +83,7 @@ def run_data(recorded: Recorded) -> RunData:
     timeline = Timeline(roles=recorded.roles, length_s=length_s).read(recorded.timeline())
     lines = (
         line | {"samples": line["groups_trained"] * profile.rollout.n} | timeline.shares.get(line["step"], {})
-        for line in map(dict, totals.of(recorded.metrics()))
+        for line in map(dict, totals.counting(recorded.metrics()))
     )
     columns = columns_of(lines, recorded.num_steps())
     if not totals.steps:

@@ -62,9 +62,9 @@ def run(
         try:
             server = load(*arguments) if is_loaded_once else None
         except (Exception, SystemExit) as error:
-            _tell(control, {"failed": describe(error)})
+            _send_line(control, {"failed": describe(error)})
             return
-        _tell(control, {})
+        _send_line(control, {})
         descriptors = _forked(control)
     finally:
         if os.getpid() == host_pid:
@@ -113,7 +113,7 @@ def _forked(control: socket.socket) -> list[int]:
                 if pid in children:
                     children.discard(pid)
                     kill_group(pid)  # what the dead process left behind in its group
-                    _tell(control, {"pid": pid, "code": code})
+                    _send_line(control, {"pid": pid, "code": code})
         if control.fileno() not in ready:
             continue
         # A `fork` ends what one call receives, so these descriptors are its own.
@@ -165,7 +165,7 @@ def _descendants(pid: int) -> Iterator[int]:
                 yield from _descendants(child)
 
 
-def _tell(control: socket.socket, line: dict[str, object]) -> None:
+def _send_line(control: socket.socket, line: dict[str, object]) -> None:
     # the parent is gone: the next read finds out
     with contextlib.suppress(BrokenPipeError, ConnectionResetError):
         control.sendall(json.dumps(line).encode() + b"\n")

@@ -22,7 +22,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from asyncrl_cli.base.child_process import pickles, write_line
-from asyncrl_cli.base.named_code import report
+from asyncrl_cli.base.named_code import describe_with_traceback
 from asyncrl_cli.contracts.environment import NAMES_ANSWER, RewardSpec
 from asyncrl_cli.contracts.item import Item
 from asyncrl_cli.tasks.final_answer import names_answer
@@ -84,7 +84,7 @@ class RewardServer:
             try:
                 answer = self._judged(item, response, self.function(item, response))
             except (Exception, SystemExit) as error:
-                answer = {"failed": report(error), "kind": "raised"}
+                answer = {"failed": describe_with_traceback(error), "kind": "raised"}
             mark.leave()
             write_line(results, {"id": number, **answer})
 
@@ -114,7 +114,7 @@ class RewardServer:
                 if limit.expired():
                     answer = {"failed": f"took longer than {self.timeout_s:g} s", "kind": "timed-out"}
                 else:
-                    answer = {"failed": report(error), "kind": "raised"}
+                    answer = {"failed": describe_with_traceback(error), "kind": "raised"}
             write_line(results, {"id": number, **answer})
             del running[number]
 

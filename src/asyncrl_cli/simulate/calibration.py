@@ -22,7 +22,7 @@ from statistics import median
 from pydantic import ValidationError
 
 from asyncrl_cli.base.errors import ConfigError, RefusedError
-from asyncrl_cli.base.safe_files import first_of
+from asyncrl_cli.base.safe_files import first_problem
 from asyncrl_cli.observe.recorded import Recorded
 from asyncrl_cli.observe.run_lines import Line, spent_s
 from asyncrl_cli.plan.compiler import compile_job
@@ -90,7 +90,7 @@ def calibrate(run_directory: Path) -> Workload:
     try:
         return _calibrated(run_directory)
     except (ValueError, ArithmeticError) as error:
-        what = first_of(error) if isinstance(error, ValidationError) else str(error)
+        what = first_problem(error) if isinstance(error, ValidationError) else str(error)
         why = f"{run_directory}: its figures cannot be those of a run: {what}"
         raise ConfigError(why, hint="use another run") from None
 

@@ -23,8 +23,8 @@ from typing import NamedTuple
 
 from asyncrl_cli.base.errors import ConfigError
 from asyncrl_cli.contracts.prompt_group import GroupResult, TrainBatch
+from asyncrl_cli.engines.port import cache_bytes_left
 from asyncrl_cli.measure.meters import POLL_S
-from asyncrl_cli.plan.cluster import cache_bytes_left
 from asyncrl_cli.profile.arithmetic import CRITIC, PROX, REF, REWARD, Schedule, max_context_tokens
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.simulate.responses import Episodes, ResponseLengths, WorkerTimes

@@ -86,8 +86,8 @@ def _resolved(
 ) -> tuple[RewardSpec, Notes]:
     """`spec` with the kind of one reward."""
     if reward == "auto":
-        of_items = "dataset" if spec.dataset and spec.adapter == "plain" else "exact-match"
-        reward = of_items if profile.reward_model.path is None else "none"
+        default = "dataset" if spec.dataset and spec.adapter == "plain" else "exact-match"
+        reward = default if profile.reward_model.path is None else "none"
     if reward == "dataset" and not spec.dataset:
         what = "is for the verifier of a reasoning-gym dataset, and this task.source has none"
         hint = 'task.reward = "exact-match", "math-verify" or "module:function"'
@@ -285,7 +285,8 @@ def recorded_file(run_dir: Path, what: str, name: str, record: str = "") -> tupl
     found = load_json(path, Record, hint="it was written when the run began; restore it from a copy")
     if found.schema_version != SCHEMA_VERSION or found.function != name:
         what = f"it is the record of {found.function} (schema {found.schema_version})"
-        raise RefusedError(f"{path} is not of this run: {what}")
+        hint = "restore the record that was written when the run began"
+        raise RefusedError(f"{path} is not of this run: {what}", hint=hint)
     if found.file == "":
         return "", ()
     try:

@@ -67,12 +67,14 @@ def make_dataset(name: str, params: Mapping[str, object], *, seed: int, size: in
             checked[key] = TypeAdapter(kinds[key]).validate_python(value, strict=is_strict)
         except ValidationError as error:
             reason = error.errors()[0]["msg"].lower()
-            raise ConfigError(f'task.params.{key} = {value!r}: {reason} (dataset "{name}")') from error
+            why = f'task.params.{key} = {value!r}: {reason} (dataset "{name}")'
+            kind = getattr(kinds[key], "__name__", kinds[key])
+            raise ConfigError(why, hint=f"its type in the dataset's configuration is {kind}") from error
     checked |= {key: value for key, value in (("seed", seed), ("size", size)) if key in kinds}
     try:
         dataset: Dataset = dataset_class(config_class(**checked))
         return dataset
-    except Exception as error:
+    except Exception as error:  # reasoning-gym's configurations check with assert and raise anything
         raise _refused_params(name, params, error) from error
 
 
@@ -96,7 +98,9 @@ def make_entries(spec: RewardSpec, num_prompts: Mapping[str, int]) -> dict[str, 
     try:
         return call_once(_made, spec, num_prompts, timeout_s=GENERATE_TIMEOUT_S, PYTHONHASHSEED="0")
     except ChildFailed as failure:
-        raise ConfigError(f'dataset "{spec.dataset}" cannot make its prompts: {failure}') from failure
+        hint = "change task.params, or lower task.train_prompts or eval.prompts"
+        why = f'dataset "{spec.dataset}" cannot make its prompts: {failure}'
+        raise ConfigError(why, hint=hint) from failure
 
 
 def _made(spec: RewardSpec, num_prompts: Mapping[str, int]) -> dict[str, list[Item]]:
@@ -144,7 +148,7 @@ def _items(spec: RewardSpec, seed: int, size: int) -> Iterator[Item]:
             prompt = str(entry["question"]) if spec.adapter == "plain" else WORKED[spec.dataset].prompt(entry)
         except IndexError:  # some datasets have a finite stock, smaller than `size`
             return
-        except Exception as error:
+        except Exception as error:  # each dataset's own code
             raise _refused_params(spec.dataset, spec.params, error) from error
         yield make_item(prompt, entry["answer"], {"entry": entry})
 

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from latex2sympy2_extended import NormalizationConfig, normalize_latex
+from latex2sympy2_extended.antlr_parser import PSParser
 from math_verify import LatexExtractionConfig, parse, verify
 from sympy import Basic, Derivative, Integral, Limit, Product, Sum
 
@@ -30,6 +31,10 @@ from asyncrl_cli.tasks.final_answer import final_answer
 # math-verify's own timeouts silently return False, so they are switched off (it warns about that). Our
 # timeout, around the process, counts a failure.
 logging.getLogger("math_verify").setLevel(logging.ERROR)
+# latex2sympy2_extended 1.11.0 calls FUNC_GAMMA before it reads a percentage. Its parser for antlr 4.9, the
+# version that TransferQueue brings with omegaconf, lacks this method: `50\%` would not be read.
+if not hasattr(PSParser.AtomContext, "FUNC_GAMMA"):
+    PSParser.AtomContext.FUNC_GAMMA = lambda atom: None
 
 MAX_ANSWER_CHARS = 1000
 """Longer answers are wrong, unless the reference is as long: sympy's time grows fast."""

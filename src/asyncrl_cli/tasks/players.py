@@ -94,8 +94,7 @@ async def opened(access: Access) -> AsyncIterator[Any]:
 
 INSTALL = (
     "pip install 'asyncrl-cli[verifiers]' and the environment's package; or, as verifiers pins many "
-    "packages, into a virtual "
-    "environment of their own, and --set task.python=<its python>"
+    "packages, into a virtual environment of their own, and --set task.python=<its python>"
 )
 
 
@@ -129,7 +128,8 @@ def read_rows(
         environment = load_environment(name, params)
         train, held_out = environment.build_dataset(), environment.build_eval_dataset()
         if train is None:
-            raise ConfigError(f'task.source = "verifiers:{name}" has no dataset to train on')
+            hint = "take an environment whose load_environment gives it a dataset"
+            raise ConfigError(f'task.source = "verifiers:{name}" has no dataset to train on', hint=hint)
         return _plain(train, most_train), None if held_out is None else _plain(held_out, most_eval)
     except ConfigError:
         raise

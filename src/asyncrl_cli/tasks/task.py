@@ -112,9 +112,9 @@ def load_task(profile: Profile, run_dir: Path | None = None) -> Task:
     kind, colon, name = source.partition(":")
     if kind not in SOURCES or not (colon and name):
         by_suffix = {".jsonl": "jsonl", ".json": "jsonl", ".parquet": "parquet"}.get(Path(source).suffix)
-        of_a_file = f'task.source = "{by_suffix}:{source:.200}"'
+        as_file = f'task.source = "{by_suffix}:{source:.200}"'
         known = ", ".join(map(":".join, SOURCES.items()))
-        hint = of_a_file if by_suffix and ":" not in source else HUB_HINT
+        hint = as_file if by_suffix and ":" not in source else HUB_HINT
         raise ConfigError(f'task.source = "{source}" is none of {known}', hint=hint)
     if kind in KINDS:
         task = _file_task(profile, file_of(source, "task.source"), run_dir)

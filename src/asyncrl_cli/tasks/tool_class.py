@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from asyncrl_cli.base.child_process import pickles, write_line
-from asyncrl_cli.base.named_code import UserCode, report
+from asyncrl_cli.base.named_code import UserCode, describe_with_traceback
 from asyncrl_cli.contracts.environment import Message, Reward, RewardPart, ToolSchema, figures_of
 from asyncrl_cli.tasks.reward_functions import check_trl, checked_reward
 
@@ -99,7 +99,7 @@ class Player:
                 for line in getattr(self, what)(*arguments):
                     write_line(results, line)
             except (Exception, SystemExit) as error:
-                write_line(results, {"failed": report(error)})
+                write_line(results, {"failed": describe_with_traceback(error)})
 
     def reset(self, seed: int, prompt: list[Message], columns: Mapping[str, object]) -> Sequence[Line]:
         random.seed(seed)
@@ -123,10 +123,8 @@ class Player:
         try:
             if name not in tool_names(self._environment):
                 raise ValueError(f"Tool {name} not found.")
-            return {
-                "text": _bounded(str(self._value(getattr(self._environment, name)(**arguments)))),
-                "raised": False,
-            }
+            result = self._value(getattr(self._environment, name)(**arguments))
+            return {"text": _bounded(str(result)), "raised": False}
         except TooLong:
             raise
         except (Exception, SystemExit) as error:

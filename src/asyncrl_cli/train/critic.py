@@ -47,15 +47,7 @@ from asyncrl_cli.measure.values import Ratio, Value
 from asyncrl_cli.profile.algorithm_section import AlgorithmSection
 from asyncrl_cli.profile.arithmetic import Schedule
 from asyncrl_cli.profile.schema import ProcessPlace, Profile
-from asyncrl_cli.train.batch import (
-    ADVANTAGES,
-    PENALTIES,
-    REF,
-    RETURNS,
-    VALUES,
-    Microbatch,
-    StepBatch,
-)
+from asyncrl_cli.train.batch import ADVANTAGES, PENALTIES, REF, RETURNS, VALUES, Microbatch, StepBatch
 from asyncrl_cli.train.losses import Metric, mean_of, sum_of
 from asyncrl_cli.train.optimizer import (
     PolicyOptimizer,
@@ -177,8 +169,8 @@ class CriticApart(Critic):
         learn(...)                  the critic's optimizer steps of one train step, on the trainer's values
         snapshot / write / restore  the critic's part of a checkpoint
 
-    It learns what a critic inside the trainer would: the plan, the columns and the returns are
-    the same. `write` may run in any thread; the other calls belong to one thread.
+    It learns what a critic inside the trainer would: the plan, the columns and the returns are the same.
+    `write` may run in any thread; the other calls belong to one thread.
     """
 
     def __init__(self, profile: Profile, place: ProcessPlace, ranks: Ranks) -> None:

@@ -1,10 +1,9 @@
 """Packs the rows of a microbatch end to end, without padding, and divides their tokens between ranks
 (sequence parallelism).
 
-    rows (B, T) -> P positions end to end -> P / S of them on each of S ranks -> decoder -> hidden states of
-    its own tokens
-                                                attention: all P positions, with 1 / S of the heads on each
-                                                rank
+    rows (B, T) -> P positions end to end -> P / S of them on each of S ranks
+                -> decoder -> hidden states of the rank's own tokens
+                   in its attention: all P positions, with 1 / S of the heads on each rank
 
 Only attention mixes positions. Before it, all-to-alls exchange positions for heads, and after it back
 (DeepSpeed-Ulysses, arXiv:2309.14509). Where torch has a kernel for rows of different lengths (CUDA,

@@ -168,7 +168,7 @@ def first_collective(
             ones.item()  # waits for the device
             progress.set(f"summed/{rank}", "")
             summed.set_result(None)
-        except Exception as error:
+        except Exception as error:  # `summed.result()` raises it in the caller's thread
             summed.set_exception(error)
 
     threading.Thread(target=first_sum, name="first sum", daemon=True).start()

@@ -177,7 +177,8 @@ def read_version(directory: Path) -> tuple[Manifest, list[Bucket]]:
     found = load_json(path, ManifestFile, hint=hint)
     names = [*found.files]
     if found.schema_version != SCHEMA_VERSION or not names or any(Path(name).name != name for name in names):
-        raise RefusedError(f"{path} is refused: schema {found.schema_version}, files {first_names(names)}")
+        why = f"{path} is refused: schema {found.schema_version}, files {first_names(names)}"
+        raise RefusedError(why, hint=f"schema {SCHEMA_VERSION}, and names of files beside it: {hint}")
     buckets = list[Bucket]()
     for path, expected in ((directory / name, expected) for name, expected in sorted(found.files.items())):
         try:

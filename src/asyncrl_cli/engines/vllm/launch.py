@@ -13,7 +13,7 @@ from typing import Any
 from asyncrl_cli.base.errors import ConfigError, nearest
 from asyncrl_cli.engines.port import EngineMemory
 from asyncrl_cli.engines.vllm.plugin import BACKEND, OWNER_VARIABLE
-from asyncrl_cli.models.shape import ShapeUnknown, shape_of
+from asyncrl_cli.models.shape import BYTES_OF, ShapeUnknown, shape_of
 from asyncrl_cli.profile.arithmetic import max_context_tokens, tensor_parallel_size
 from asyncrl_cli.profile.schema import DIRECT_TRANSPORTS, PROBE_TOKENS, ProcessPlace, Profile
 
@@ -49,7 +49,6 @@ the slots."""
 BATCHED_TOKENS_ON_GPUS = 8192
 """`max_num_batched_tokens` on GPUs. vLLM's own default for them depends on how it is started, and for
 AsyncLLM started by other code there is none: it would prefill BATCHED_TOKENS per step."""
-BYTES_OF = {"float32": 4, "bfloat16": 2}
 SPARE_CACHE_PAGES = 64
 """Pages for cached prefixes, in addition to those that the slots need. vLLM reserves one of them."""
 BESIDE_A_TRAINER = 0.5
@@ -225,8 +224,8 @@ def memory(profile: Profile, device: str) -> EngineMemory:
     return EngineMemory(
         name="vLLM",
         batch_tokens=int(arguments.get("max_num_batched_tokens", default_tokens)),
-        own_bytes=processes * PROCESS_BYTES,
-        own_processes=f"{are} of its own, with nothing loaded",
+        process_bytes=processes * PROCESS_BYTES,
+        process_names=f"{are} of its own, with nothing loaded",
         num_caches=shared_by if device == "cpu" else 1,
         cache_bytes=cache_bytes if isinstance(cache_bytes, int) else None,
         share=float(arguments.get("gpu_memory_utilization", DEFAULT_SHARE)),

@@ -146,7 +146,7 @@ class Ipc(Direct):
                     part, waits_for = part + 1, "rank 0"
         except TimeoutError:
             raise _too_late(what, self._timeout_s, waits_for) from None
-        except Exception as error:
+        except Exception as error:  # of rank 0, of vLLM or of its processes
             raise _failure(what, error) from error
 
     async def leave(self) -> None:

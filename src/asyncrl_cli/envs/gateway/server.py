@@ -286,7 +286,7 @@ async def _errors_in_openais_shape(request: web.Request, handler: Handler) -> we
         error = Refused(400, failed.text)
     except web.HTTPException as raised:  # no such path, a body that is too large
         error = Refused(raised.status, f"{request.method} {request.path}: {raised.reason}")
-    except Exception:
+    except Exception:  # one request's failure must not end the worker
         logger.exception("the gateway failed on %s %s", request.method, request.path)
         error = Refused(500, "the gateway failed on this request; the worker's log has the traceback")
     return web.json_response(error.body, status=error.status, headers=error.headers)
