@@ -149,14 +149,14 @@ class SlottedEngine(Engine, Generic[AnyTrack]):
         self._tracks: dict[str, AnyTrack] = {}
         self._weights_lock = asyncio.Lock()
         self.failure = ""
-        self._stays = SlotIntervals(time.monotonic) if profile.logging.trace_sequences else None
+        self._slot_intervals = SlotIntervals(time.monotonic) if profile.logging.trace_sequences else None
 
     @property
     def running(self) -> int:  # type: ignore[override]
         return self.gate.running
 
     def take_slot_intervals(self) -> tuple[SlotInterval, ...]:
-        return self._stays.take() if self._stays is not None else ()
+        return self._slot_intervals.take() if self._slot_intervals is not None else ()
 
     def tokens_of(self, request_id: str) -> int:
         track = self._tracks.get(request_id)
@@ -194,7 +194,11 @@ class SlottedEngine(Engine, Generic[AnyTrack]):
         try:
             if await self.gate.entered(request_id):
                 try:
-                    with self._stays.of(request_id) if self._stays is not None else contextlib.nullcontext():
+                    with (
+                        self._slot_intervals.of(request_id)
+                        if self._slot_intervals is not None
+                        else contextlib.nullcontext()
+                    ):
                         reason = await self._respond(track)
                 finally:
                     self.gate.leave()
