@@ -3,13 +3,14 @@
 Adapters implement the Protocols: `job/` on Ray actors, `simulate/` on a virtual clock. Every call may raise
 `ExecutorFailed`; adapters put a timeout on every call and name the executor in the error. (`evaluate` and the
 drain of a `load` have none, because they take as long as the responses: `next_update` shows whether the
-worker still works.) Values are small: token payloads stay behind the opaque `payload` / `handle` fields,
-which the loop passes on and never opens.
+worker still works.) Values are small: the arrays of groups are in a store (`DataStore`), and the loop has
+their keys.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -17,8 +18,8 @@ from typing import Any, NamedTuple, Protocol
 from asyncrl_cli.contracts.item import Item
 from asyncrl_cli.contracts.prompt_group import (
     AttemptKey,
+    DataKey,
     GroupResult,
-    Handle,
     PartialResponse,
     PartKey,
     PartRequest,
@@ -62,11 +63,11 @@ EvalOutcome = TrajectoryMeta | TrajectoryFailure
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalResult:
-    """`outcomes`: one per try of the request, in order. `payload`: handle of the tokens of the tries that
-    have not failed."""
+    """`outcomes`: one per try of the request, in order. `payload`: the key of the data of the tries that
+    have not failed, for a reward model."""
 
     outcomes: tuple[EvalOutcome, ...]
-    payload: Handle = field(default=None, compare=False)
+    payload: DataKey | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,12 +88,12 @@ class WorkerUpdate:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartialResult:
     """What the running parts of a worker have generated so far. `responses`: those that a resumed run can
-    continue, by part and index; `handle`: the handle of their tokens. `rest_tokens`: the number of tokens of
-    all others, which would start again."""
+    continue, by part and index; `keys`: of the tokens of each of these parts, which the caller clears.
+    `rest_tokens`: the number of tokens of all others, which would start again."""
 
     responses: Mapping[PartKey, Mapping[int, PartialResponse]] = field(default_factory=dict)
     rest_tokens: int = 0
-    handle: Handle = None
+    keys: tuple[DataKey, ...] = ()
 
 
 class RolloutWorker(Protocol):
@@ -182,9 +183,9 @@ class Scorer(Protocol):
 
     async def score(
         self, groups: Sequence[GroupResult], items: Sequence[Item]
-    ) -> tuple[Sequence[Handle], ExecutorReport]:
-        """Return handles of the groups' columns, in order; `reward` returns the scores themselves, a tuple
-        per group. `items`: the groups' prompts."""
+    ) -> tuple[Sequence[tuple[float, ...]], ExecutorReport]:
+        """Add the groups' columns to their data. `reward` returns the scores themselves, one per trajectory
+        of each group; the others return nothing for each. `items`: the groups' prompts."""
 
     async def judge(self, result: EvalResult, items: Sequence[Item]) -> Sequence[float]:
         """`reward` only: score the trajectories of an eval that have not failed, in order. `items`: their
@@ -221,6 +222,20 @@ class Trainer(Protocol):
     async def report(self) -> ExecutorReport: ...
 
 
+class DataStore(Protocol):
+    """The driver's directory of all data of groups (data/store.py)."""
+
+    def clear(self, keys: Iterable[DataKey]) -> None:
+        """Forget keys, at once or soon after nothing pins them. Unknown ones are ignored. Never waits."""
+
+    def pinned(self, keys: Collection[DataKey]) -> AbstractContextManager[object]:
+        """The data of these keys outlives a `clear` until the end of the block."""
+
+    async def keys(self) -> Collection[DataKey]:
+        """All keys that hold memory and are not cleared, also those of a worker that died before it could
+        report them."""
+
+
 class Feed(Protocol):
     """An endless supply of prompts, shuffled per epoch. A resumed run neither repeats nor skips a prompt."""
 
@@ -250,16 +265,16 @@ class LoopSnapshot:
     turn of the event loop.
 
     `at_window_boundary`: no group of the window is taken, so the trainer's weights are those of `version`.
-    `loop_state` is JSON, with all that the driver knows of the untrained groups. Handles are pinned until
-    written. `payloads`: those of each finished group's parts, then those of each ended part of a running
-    group, in the same order. `partial_groups`: the running groups with responses that a resumed run
-    continues; the tokens of these are among `partial_tokens`.
+    `loop_state` is JSON, with all that the driver knows of the untrained groups. `payloads`: the keys of each
+    finished group, then of each ended part of a running group, in the same order. `partial_groups`: the
+    running groups with responses that a resumed run continues; the keys of their tokens are among
+    `partial_tokens`. The loop pins all keys until they are written.
     """
 
     step: int
     version: int
     at_window_boundary: bool
     loop_state: Json
-    payloads: tuple[tuple[Handle, ...], ...] = ()
+    payloads: tuple[tuple[DataKey, ...], ...] = ()
     partial_groups: tuple[AttemptKey, ...] = ()
-    partial_tokens: tuple[Handle, ...] = ()
+    partial_tokens: tuple[DataKey, ...] = ()

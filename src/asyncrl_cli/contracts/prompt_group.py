@@ -9,17 +9,17 @@ Worked example, with n = 3 and two workers that have room:
     Prompt(uid="9f3c", epoch=0, item={"prompt": "1+1=", "answer": "2", ...})
     PartRequest(key=9f3c@0.0/0, indices=(0, 1), seed=77, item=...)      to rollout-0
     PartRequest(key=9f3c@0.0/1, indices=(2,), seed=77, item=...)        to rollout-1
-    PartResult(key=9f3c@0.0/0, trajectories=(a, b), payload=<handle>)   from rollout-0
+    PartResult(key=9f3c@0.0/0, trajectories=(a, b), payload="9f3c@0.0/0")  from rollout-0
     PartResult(key=9f3c@0.0/1, failures=(reward: it raised,), ...)      from rollout-1; response 2 failed
-    GroupResult(key=9f3c@0.0, trajectories=(a, b), payload=(<handle>, <handle>))
-    TrainBatch(step=41, window=10, step_in_window=0, groups=(...), columns={key: {"ref": <handle>}})
+    GroupResult(key=9f3c@0.0, trajectories=(a, b), payload=("9f3c@0.0/0", "9f3c@0.0/1"))
+    TrainBatch(step=41, window=10, step_in_window=0, groups=(...), columns=("ref",))
     TrainReport(train_s=3.2, tokens=81920, metrics={"loss/policy": Ratio(12.5, 81920), ...})
 
 Train steps count from 1. If K = 4 of them make a window, this is the first one of window 10, between the
 publishes of versions 10 and 11.
 
-The arrays (`data.trajectories.GroupPayload`) stay behind the handles: the loop passes these on and never
-opens them.
+The arrays (`data.trajectories`) are in a store (data/store.py) under these keys: the loop passes keys on,
+clears them, and never sees the data.
 """
 
 from __future__ import annotations
@@ -37,6 +37,8 @@ from asyncrl_cli.measure.values import Value
 
 Handle: TypeAlias = Any
 """What a transport or a store has made (on Ray, an ObjectRef). Only those who made it open it."""
+DataKey: TypeAlias = str
+"""Names data in the store: `<attempt>/<part's number>`, or another name after the attempt's."""
 VersionTokens = Annotated[tuple[tuple[Count, Count], ...], Len(1)]
 """Sampled tokens per version, ascending by version: `((3, 17), (4, 5))`."""
 
@@ -50,6 +52,13 @@ class AttemptKey(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.uid}@{self.epoch}.{self.attempt}"
+
+
+def attempt_of(key: DataKey) -> AttemptKey:
+    """The attempt that the data belongs to."""
+    uid, _, numbers = key.rpartition("/")[0].rpartition("@")
+    epoch, _, attempt = numbers.partition(".")
+    return AttemptKey(uid, int(epoch), int(attempt))
 
 
 class PartKey(NamedTuple):
@@ -100,7 +109,7 @@ class PartRequest:
 
     `seed` is the group's: response i uses the i-th number that it yields, so its sampling does not depend on
     where it runs. `partial`: in a resumed group, what each response continues from, by index;
-    `partial_tokens` is the handle of those tokens.
+    `partial_tokens` is the key of those tokens.
     """
 
     key: PartKey
@@ -108,7 +117,7 @@ class PartRequest:
     indices: tuple[int, ...]
     seed: int
     partial: Mapping[int, PartialResponse] = field(default_factory=dict)
-    partial_tokens: Handle = None
+    partial_tokens: DataKey | None = None
 
 
 class TrajectoryFailure(NamedTuple):
@@ -167,13 +176,12 @@ class TrajectoryMeta:
 class _Result:
     """What became of a set of responses. A failed one is not in `trajectories`; `failures` has its reason.
 
-    Checkpoints hold it unchanged, except for the payload, which they store separately.
+    Checkpoints hold it unchanged, except for the keys (`payload`): a resumed run has its data under others.
     """
 
     trajectories: tuple[TrajectoryMeta, ...]
     failures: tuple[TrajectoryFailure, ...]
     failed_tokens: Count
-    payload: Handle = None
 
     @property
     def response_tokens(self) -> int:
@@ -182,17 +190,18 @@ class _Result:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartResult(_Result):
-    """What a worker returns for a part."""
+    """What a worker returns for a part. `payload`: the key of its trajectories' data; None without any."""
 
     key: PartKey
+    payload: DataKey | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupResult(_Result):
-    """A finished group: the results of its parts, end to end. `payload` is a tuple of the parts' payloads, in
-    the same order."""
+    """A finished group: the results of its parts, end to end. `payload`: their keys, in the same order."""
 
     key: AttemptKey
+    payload: tuple[DataKey, ...] | None = None
 
     @classmethod
     def of(cls, key: AttemptKey, parts: Sequence[PartResult]) -> GroupResult:
@@ -201,20 +210,20 @@ class GroupResult(_Result):
             trajectories=tuple(chain.from_iterable([part.trajectories for part in parts])),
             failures=tuple(chain.from_iterable([part.failures for part in parts])),
             failed_tokens=sum([part.failed_tokens for part in parts]),
-            payload=tuple([part.payload for part in parts]),
+            payload=tuple([part.payload for part in parts if part.payload is not None]),
         )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainBatch:
     """The R groups of one train step, in finish order. `window` is the number of the window that trains them.
-    `columns`: per group, the handles of what scorers have computed for it, by scorer."""
+    `columns`: the scorers whose fields all of them have in the store."""
 
     step: int
     window: int
     step_in_window: int
     groups: tuple[GroupResult, ...]
-    columns: Mapping[AttemptKey, Mapping[str, Handle]] = field(default_factory=dict)
+    columns: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,11 +17,14 @@ from typing import Any
 
 import ray
 from ray import ObjectRef
-from ray.exceptions import GetTimeoutError
+from ray.exceptions import GetTimeoutError, ObjectLostError
 
+from asyncrl_cli.base.errors import ExecutorLost, first_line
 from asyncrl_cli.data.store import Piece, Store, Stored, bytes_of, is_wanted
 
 SPLIT_BYTES = 1 << 20
+MOST_PIECES = 8
+"""Of one key: the largest fields have an object each, the others share the last."""
 
 
 class RayStore(Store):
@@ -31,10 +34,18 @@ class RayStore(Store):
         whole = Piece((*columns,), bytes_of(columns), dict(columns))
         if whole.num_bytes < SPLIT_BYTES:
             return (whole,)
-        return tuple(
-            Piece((name,), bytes_of(column), column)
-            for name, column in ((name, {name: value}) for name, value in columns.items())
+        by_size = sorted(columns, key=lambda name: -bytes_of({name: columns[name]}))
+        shares = [[name] for name in by_size[: MOST_PIECES - 1]]
+        shares += [rest] if (rest := by_size[MOST_PIECES - 1 :]) else []
+        pieces = ({name: columns[name] for name in share} for share in shares)
+        return tuple(Piece((*piece,), bytes_of(piece), piece) for piece in pieces)
+
+    def hold(self, stored: Stored) -> None:
+        pieces = tuple(
+            piece._replace(content=ray.put(piece.content)) if isinstance(piece.content, dict) else piece
+            for piece in stored.pieces
         )
+        super().hold(stored._replace(pieces=pieces))
 
     def _get(self, stored: Sequence[Stored], fields: frozenset[str] | None) -> list[dict[str, Any]]:
         chosen = [
@@ -46,6 +57,9 @@ class RayStore(Store):
             arrived = iter(ray.get(refs, timeout=self.limit_s))
         except GetTimeoutError:
             raise self.late("the get", len(stored)) from None
+        except ObjectLostError as error:
+            why = first_line(error)
+            raise ExecutorLost(f"arrays were lost: {why}", executor=f"the {self.name} store") from error
         found = []
         for contents in chosen:
             columns: dict[str, Any] = {}
@@ -61,12 +75,12 @@ class RayStore(Store):
 def shipped(stored: Sequence[Stored], most: int) -> tuple[list[Stored], list[Any]]:
     """For the answer to a call with `most` further objects: the keys without what they have put here, and the
     objects of that, then None. Raises ValueError if they are too many."""
-    objects = [piece.content for one in stored for piece in one.pieces if isinstance(piece.content, dict)]
+    objects = [content for one in stored for content in one.objects]
     if len(objects) > most:
         raise ValueError(f"{len(objects)} objects in an answer of at most {most}")
     heads = [
         one._replace(
-            pieces=tuple(p._replace(content=None) if isinstance(p.content, dict) else p for p in one.pieces)
+            pieces=tuple(p._replace(content=...) if isinstance(p.content, dict) else p for p in one.pieces)
         )
         for one in stored
     ]
@@ -74,11 +88,11 @@ def shipped(stored: Sequence[Stored], most: int) -> tuple[list[Stored], list[Any
 
 
 def received(heads: Sequence[Stored], refs: Sequence[ObjectRef]) -> list[Stored]:
-    """In the driver: the keys, with the refs of their objects."""
+    """In the driver: the keys, with the refs of the objects that `shipped` has taken out."""
     left = iter(refs)
     return [
         one._replace(
-            pieces=tuple(p._replace(content=next(left)) if p.content is None else p for p in one.pieces)
+            pieces=tuple(p._replace(content=next(left)) if p.content is ... else p for p in one.pieces)
         )
         for one in heads
     ]

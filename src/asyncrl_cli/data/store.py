@@ -51,12 +51,27 @@ class Stored(NamedTuple):
     """What it takes to get a key's data."""
 
     key: str
+    num_trajectories: int
     pieces: tuple[Piece, ...]
+
+    @property
+    def objects(self) -> list[dict[str, Any]]:
+        """The contents that this process holds itself, and has to send along."""
+        return [piece.content for piece in self.pieces if isinstance(piece.content, dict)]
+
+    def joined(self) -> Stored:
+        """With all objects in one."""
+        if len(self.objects) < 2:
+            return self
+        names = tuple(name for piece in self.pieces for name in piece.names)
+        everything = {name: value for content in self.objects for name, value in content.items()}
+        num_bytes = sum(piece.num_bytes for piece in self.pieces)
+        return self._replace(pieces=(Piece(names, num_bytes, everything),))
 
     def with_pieces(self, others: Sequence[Piece]) -> Stored:
         """Also these, instead of earlier ones with the same names."""
         names = {piece.names for piece in others}
-        return Stored(self.key, (*(one for one in self.pieces if one.names not in names), *others))
+        return self._replace(pieces=(*(one for one in self.pieces if one.names not in names), *others))
 
 
 class Traffic:
@@ -94,7 +109,7 @@ class Store(ABC):
 
     def put(self, key: str, trajectories: Sequence[Trajectory]) -> Stored:
         """Store a key's trajectories. Putting a key again replaces it."""
-        return Stored(key, self._written(key, packed(trajectories, self.schema)))
+        return Stored(key, len(trajectories), self._written(key, packed(trajectories, self.schema)))
 
     def add(self, stored: Stored, name: str, column: Column) -> Stored:
         """Write a field per sampled token beside what is there, or over it."""
@@ -125,9 +140,14 @@ class Store(ABC):
     # --- in the driver
 
     def hold(self, stored: Stored) -> None:
-        """Keep a key that another process has put, or what it has added to one."""
+        """Keep a key that this or another process has put."""
         earlier = self._held.get(stored.key, stored)
         self._held[stored.key] = earlier.with_pieces(stored.pieces)
+
+    def hold_added(self, stored: Stored) -> None:
+        """Keep what another process has added to a key, unless it was cleared meanwhile."""
+        if stored.key in self._held:
+            self.hold(stored)
 
     def stored(self, keys: Iterable[str]) -> list[Stored]:
         """What another process needs to get these keys. KeyError for an unknown one."""

@@ -144,13 +144,6 @@ class GroupPayload:
     trajectories: tuple[Trajectory, ...]
 
 
-def with_column(group: GroupPayload, name: str, column: Sequence[NDArray[Any]]) -> GroupPayload:
-    """The group with a further field of its sampled tokens, an array for each trajectory."""
-    pairs = zip(group.trajectories, column, strict=True)
-    own = tuple(replace(one, per_sampled={**one.per_sampled, name: values}) for one, values in pairs)
-    return replace(group, trajectories=own)
-
-
 def joined(parts: Iterable[GroupPayload]) -> list[GroupPayload]:
     """Join parts into whole groups, in order. The parts of a group must be adjacent and in order."""
     whole = []

@@ -24,6 +24,7 @@ from asyncrl_cli.base.errors import ExecutorFailed
 from asyncrl_cli.contracts.ports import EvalRequest, EvalResult, PartialResult
 from asyncrl_cli.contracts.prompt_group import AttemptKey, PartialResponse, PartKey, PartRequest, PartResult
 from asyncrl_cli.data.sample_fields import BUILT_IN, FINISH_REASON, LOGPROBS, TOKENS, VERSIONS, Schema
+from asyncrl_cli.data.store import Stored
 from asyncrl_cli.data.trajectories import GroupPayload, Trajectory, trajectory_of
 from asyncrl_cli.engines.port import Completion, FinishReason, Sampling
 from asyncrl_cli.envs.conversation import Context, Conversation
@@ -34,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 CLOSE_S = 2.0
 """How long `PartDesk.close` waits for cancelled parts, whose tools may not end at once."""
-EndedPart = tuple[PartResult, GroupPayload]
+EndedPart = tuple[PartResult, Stored]
 RunPart = Callable[[PartRequest, Callable[[int], None]], Awaitable[EndedPart]]
 
 
@@ -131,10 +132,9 @@ class GroupRunner:
 
     async def evaluate(
         self, request: EvalRequest, sampling: Sampling, *, with_tokens: bool = False
-    ) -> EvalResult:
+    ) -> tuple[EvalResult, list[Trajectory]]:
         """Play the tries, at most as many at once as the engine has slots. Raises ValueError if the engine
-        holds another version. `with_tokens`: the result's payload has a group for each try that has not
-        failed.
+        holds another version. `with_tokens`: also the trajectories of the tries that have not failed.
 
         A try's random numbers depend on the request's seed, the item's uid and the sample's number, not on
         the other tries.
@@ -150,12 +150,8 @@ class GroupRunner:
             episodes.append(Episode(name, entry.item, seed, self.means, sampling))
         await self._play(_Running(None, episodes), at_once=self.means.engine.slots)
         played = [episode for episode in episodes if with_tokens and episode.failure is None]
-        payload = [
-            GroupPayload(uid=episode.id, epoch=0, attempt=0, trajectories=(episode.trajectory(),))
-            for episode in played
-        ]
         outcomes = tuple(episode.failure or episode.meta() for episode in episodes)
-        return EvalResult(outcomes=outcomes, payload=payload or None)
+        return EvalResult(outcomes=outcomes), [episode.trajectory() for episode in played]
 
     async def abort(self, key: AttemptKey | None) -> None:
         """Make every running part of this attempt return soon, without trajectories; or, with None, every
@@ -208,7 +204,7 @@ def _completion(trajectory: Trajectory, schema: Schema) -> Completion:
 
 
 def _result(request: PartRequest, part: _Running) -> tuple[PartResult, GroupPayload]:
-    """Metadata and trajectories, in the same order. The caller, who sends the payload, fills in
+    """Metadata and trajectories, in the same order. The caller stores the latter and fills in
     `PartResult.payload`."""
     ended = [episode for episode in part.episodes if episode.end is not None and not part.aborted]
     lost = [episode for episode in part.episodes if episode not in ended]
@@ -258,14 +254,16 @@ class PartDesk:
             task.add_done_callback(self._tasks.discard)
 
     def take(self, most: int) -> list[EndedPart]:
-        """Return the parts that ended first, at most `most`. With none left, raise the first
-        error of any part: such an error is the engine's, not the part's.
+        """Return the parts that ended first, with at most `most` objects to be sent along. With none left,
+        raise the first error of any part: such an error is the engine's, not the part's.
 
         If more is left to take, notes an urgent change, so that the next answer comes at once.
         """
         if self._failure is not None and not self._ended:
             raise self._failure
-        taken = [self._ended.popleft() for _ in range(min(most, len(self._ended)))]
+        taken, room = list[EndedPart](), most
+        while self._ended and (room := room - max(len(self._ended[0][1].objects), 1)) >= 0:
+            taken.append(self._ended.popleft())
         if self._ended or self._failure is not None:
             self._changes.note(is_urgent=True)
         return taken

@@ -7,12 +7,11 @@ import asyncio
 import shutil
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
 import ray
-from ray import ObjectRef
 from ray.actor import ActorHandle
 
 from asyncrl_cli.base.errors import AsyncrlError
@@ -20,7 +19,10 @@ from asyncrl_cli.checkpoint.payloads import read_payloads
 from asyncrl_cli.checkpoint.reader import Checkpoint
 from asyncrl_cli.contracts.environment import RewardSpec
 from asyncrl_cli.contracts.item import Item
-from asyncrl_cli.data.sample_fields import schema_of
+from asyncrl_cli.contracts.prompt_group import AttemptKey, DataKey
+from asyncrl_cli.data.backends import address_of, started_store
+from asyncrl_cli.data.ray_store import RayStore
+from asyncrl_cli.data.store import Store, Stored
 from asyncrl_cli.job.driver_preflight import Wanted, examined, refuse
 from asyncrl_cli.job.driver_ranks import RayRanks, RayScorer, RayTrainer
 from asyncrl_cli.job.driver_rollout import RayRolloutWorker
@@ -42,8 +44,9 @@ a run in 5 s."""
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CrewOrder:
     """What a crew is to be. `further`: what `further_models` found. `log_dir`: where each actor writes
-    `<name>.log`. `probe_items`: the probes are pieces of their prompts. `expected`: the reference answer of a
-    prompt's uid, for the samples. `warn` gets warnings of nodes and of the trainer."""
+    `<name>.log`. `probe_items`: the probes are pieces of their prompts. `store`: the driver's end of
+    the data store, which `started_crew` starts. `expected`: the reference answer of a prompt's uid, for the
+    samples. `warn` gets warnings of nodes and of the trainer."""
 
     plan: JobPlan
     profile: Profile
@@ -55,6 +58,7 @@ class CrewOrder:
     tool_class: ToolClass | None = None
     probe_items: Sequence[Item] = ()
     checkpoint: Checkpoint | None = None
+    store: Store = field(default_factory=RayStore)
     expected: Callable[[str], str | None] = lambda uid: None
     say: Say = lambda text: None
     warn: Say = lambda text: None
@@ -62,13 +66,14 @@ class CrewOrder:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Crew:
-    """The executors of a job, started. `payloads`: in a resumed run, the handles of the arrays of the
-    checkpoint's groups, in the order of the file."""
+    """The executors of a job, started, and the store of their data. `payloads`: in a resumed run, the keys of
+    the checkpoint's groups, in the order of the file."""
 
     trainer: RayTrainer
     workers: Sequence[RayRolloutWorker]
     scorers: Sequence[RayScorer]
-    payloads: Sequence[tuple[ObjectRef]] = ()
+    store: Store
+    payloads: Sequence[tuple[DataKey, ...]] = ()
 
 
 @asynccontextmanager
@@ -95,6 +100,8 @@ async def started_crew(order: CrewOrder) -> AsyncIterator[Crew]:
                 order.warn(warning)
         weights_dir = order.run_dir / WEIGHTS_DIR
         await asyncio.to_thread(clear, weights_dir)
+        store = await asyncio.to_thread(started_store, profile, order.run_dir.name)
+        order = replace(order, store=store)
         scorers = [make_scorer(name, order, options) for name in plan.scorers]
         critic = next((scorer for scorer in scorers if scorer.name == CRITIC), None)
         trainer, workers = make_trainer(order, options, critic), list[RayRolloutWorker]()
@@ -106,8 +113,9 @@ async def started_crew(order: CrewOrder) -> AsyncIterator[Crew]:
             version = order.checkpoint.version if order.checkpoint else 0
             place = place_of(plan, ROLLOUT, order.model_dir, version)
             for name, make in makers_of(order, ROLLOUT, RolloutHost, options).items():
-                make_actor = partial(make, profile, place, order.reward, order.tool_class)
-                workers.append(RayRolloutWorker(name, make_actor, profile, place.workers))
+                address = address_of(store)
+                make_actor = partial(make, profile, place, order.reward, order.tool_class, address)
+                workers.append(RayRolloutWorker(name, make_actor, profile, store, place.workers))
             # vLLM counts what others take of a GPU while it measures as its own, so the trainer takes none
             # before vLLM is ready.
             turns: list[list[RayRanks | RayRolloutWorker]] = [[*workers], [trainer, *scorers]]
@@ -122,10 +130,11 @@ async def started_crew(order: CrewOrder) -> AsyncIterator[Crew]:
                     await worker.connect(trainer.actors[0])
             for warning in trainer.warnings:
                 order.warn(warning)
-            payloads = await _restored(trainer, order.checkpoint, profile, say) if order.checkpoint else []
-            yield Crew(trainer=trainer, workers=workers, scorers=scorers, payloads=payloads)
+            payloads = await _restored(trainer, store, order.checkpoint, say) if order.checkpoint else []
+            yield Crew(trainer=trainer, workers=workers, scorers=scorers, store=store, payloads=payloads)
         finally:
             await _stop([trainer, *workers, *scorers])
+            await asyncio.to_thread(store.close)
             await asyncio.to_thread(clear, weights_dir)
 
 
@@ -136,6 +145,7 @@ def make_trainer(order: CrewOrder, options: Options, critic: RayScorer | None = 
     return RayTrainer(
         make_actors,
         order.profile,
+        order.store,
         samples_dir=samples_dir,
         critic=critic,
         warn=order.warn,
@@ -145,7 +155,7 @@ def make_trainer(order: CrewOrder, options: Options, critic: RayScorer | None = 
 
 def make_scorer(name: str, order: CrewOrder, options: Options) -> RayScorer:
     """A scorer with the actors of its processes, not yet started."""
-    return RayScorer(name, partial(_make_ranks, name, order, options), order.profile)
+    return RayScorer(name, partial(_make_ranks, name, order, options), order.profile, order.store)
 
 
 def _make_ranks(
@@ -156,7 +166,8 @@ def _make_ranks(
     place = replace(place_of(order.plan, role, order.model_dir), **order.further)  # type: ignore[arg-type]
     makers = makers_of(order, role, RankHost, options, concurrency_groups=threads)
     run_dir = order.run_dir.absolute()
-    return [make(role, order.profile, place, run_dir, probe_items) for make in makers.values()]
+    address = address_of(order.store)
+    return [make(role, order.profile, place, run_dir, probe_items, address) for make in makers.values()]
 
 
 def makers_of(
@@ -179,18 +190,22 @@ async def _started(executor: RayRanks | RayRolloutWorker, say: Say) -> None:
 
 
 async def _restored(
-    trainer: RayTrainer, checkpoint: Checkpoint, profile: Profile, say: Say
-) -> list[tuple[ObjectRef]]:
-    """Load the trainer's state. Returns handles of the arrays, in the order of the file. The loop publishes
-    the checkpoint's version."""
+    trainer: RayTrainer, store: Store, checkpoint: Checkpoint, say: Say
+) -> list[tuple[DataKey]]:
+    """Load the trainer's state, and put the groups' data into the store. Returns its keys, in the order of
+    the file. The loop publishes the checkpoint's version."""
     say(f"restoring {checkpoint.directory.name}")
     await trainer.restore(checkpoint.directory)
-    payloads = await asyncio.to_thread(read_payloads, checkpoint.directory, schema_of(profile))
-    # the last ones are of groups that go on: their handles are of lists, as a worker's are (`PartialResult`)
-    num_going_on = sum(bool(entry.get("kept")) for entry in checkpoint.loop_state["groups"]["running"])
-    num_whole = len(payloads) - num_going_on
-    whole, going_on = payloads[:num_whole], payloads[num_whole:]
-    return [(ray.put(payload),) for payload in whole] + [(ray.put([payload]),) for payload in going_on]
+
+    def put() -> list[Stored]:
+        payloads = read_payloads(checkpoint.directory, store.schema)
+        keys = [f"{AttemptKey(p.uid, p.epoch, p.attempt)}/restored-{i}" for i, p in enumerate(payloads)]
+        return [store.put(key, p.trajectories) for key, p in zip(keys, payloads, strict=True)]
+
+    stored = await asyncio.to_thread(put)
+    for one in stored:
+        store.hold(one)
+    return [(one.key,) for one in stored]
 
 
 async def _stop(executors: Sequence[RayRanks | RayRolloutWorker]) -> None:

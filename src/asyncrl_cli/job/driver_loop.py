@@ -19,6 +19,7 @@ from asyncrl_cli.checkpoint.reader import Checkpoint, sealed_checkpoints, step_o
 from asyncrl_cli.checkpoint.run_directory import RunDirectory
 from asyncrl_cli.checkpoint.writer import CheckpointStore
 from asyncrl_cli.contracts.ports import Json
+from asyncrl_cli.contracts.prompt_group import DataKey
 from asyncrl_cli.engines.port import can_continue_responses
 from asyncrl_cli.job.driver_process import StopRequests, leave
 from asyncrl_cli.job.driver_prompts import PromptFeed
@@ -32,6 +33,7 @@ from asyncrl_cli.tasks.task import Task
 from asyncrl_cli.weights.versions import all_loads_s
 
 if TYPE_CHECKING:
+    from asyncrl_cli.data.store import Store
     from asyncrl_cli.job.driver_crew import Crew  # they need Ray
     from asyncrl_cli.job.driver_ranks import RayTrainer
 
@@ -74,6 +76,7 @@ def make_pipeline(
         eval_sets=eval_sets,
         observers=[observers],
         checkpoints=store,
+        data=DriverData(crew.store),
         resume_from=resume_from,
     )
     pipeline = Pipeline(LoopSettings.of(profile, all_loads_s(profile.weights, len(crew.workers))), world)
@@ -83,6 +86,17 @@ def make_pipeline(
         except ConfigError as error:
             observers.warning(f"the screen shows no evals from after the checkpoint: {error}")
     return pipeline
+
+
+class DriverData:
+    """`DataStore` of contracts/ports.py on the driver's end of the store."""
+
+    def __init__(self, store: Store) -> None:
+        self.clear, self.pinned = store.clear, store.pinned
+        self._store = store
+
+    async def keys(self) -> list[DataKey]:
+        return await asyncio.to_thread(self._store.keys)
 
 
 async def run_to_the_end(

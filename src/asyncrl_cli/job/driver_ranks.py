@@ -11,6 +11,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -24,8 +25,10 @@ from ray.actor import ActorHandle
 from asyncrl_cli.base.errors import AsyncrlError, ExecutorFailed, ExecutorLost, timeout
 from asyncrl_cli.contracts.item import Item
 from asyncrl_cli.contracts.ports import CALL_KEY, EvalResult, LoopSnapshot
-from asyncrl_cli.contracts.prompt_group import GroupResult, Handle, TrainBatch, TrainReport
+from asyncrl_cli.contracts.prompt_group import GroupResult, TrainBatch, TrainReport
 from asyncrl_cli.contracts.weight_version import Published
+from asyncrl_cli.data.ray_store import received
+from asyncrl_cli.data.store import Store, Stored
 from asyncrl_cli.job.rank_host import SampleFacts
 from asyncrl_cli.job.ray.calls import Limit, all_of, answer, shown_host, start_limit
 from asyncrl_cli.measure.states import ExecutorReport
@@ -55,9 +58,13 @@ class RayRanks:
     """All processes of the trainer or of a scorer as one executor: makes the same calls to each process, in
     the same order, and collects all answers."""
 
-    def __init__(self, name: str, make_actors: Callable[[], list[ActorHandle]], profile: Profile) -> None:
-        """`make_actors()` creates the actors of all processes in their bundles, now and at every restart."""
+    def __init__(
+        self, name: str, make_actors: Callable[[], list[ActorHandle]], profile: Profile, store: Store
+    ) -> None:
+        """`make_actors()` creates the actors of all processes in their bundles, now and at every restart.
+        `store`: the driver's, which knows all groups' data."""
         self.name = name
+        self._store = store
         self.actors = make_actors()
         self._make_actors = make_actors
         self._profile = profile
@@ -109,17 +116,18 @@ class RayRanks:
 
     def shares(self, batch: TrainBatch, names: Sequence[str], profile: Profile) -> Shares:
         """Split a train step over ranks and mini-batches, by metadata. Returns the batch's groups in training
-        order, each process's plan, and the arguments of its call: the plan, `names`, the handles of each
-        named column for the plan's groups, and the handles of these groups' parts."""
+        order, each process's plan, and the arguments of its call: the plan, `names`, the scorers whose
+        columns it needs, and what it takes to get the data of the plan's groups."""
         minibatches, seed = profile.async_training.require_batches, profile.run.seed
         groups = training_order(batch.groups, num_minibatches=minibatches, seed=seed, step=batch.step)
         plans = plan_train_step(groups, profile, ranks=len(self.actors), step=batch.step, window=batch.window)
         given: list[Arguments] = []
         for plan in plans:
-            chosen = [groups[index] for index in plan.groups]
-            columns = [batch.columns[group.key][name] for name in names for group in chosen]
-            given.append([plan, names, *columns, *chain.from_iterable(group.payload for group in chosen)])
+            given.append([plan, names, [self._keys(groups[index]) for index in plan.groups]])
         return groups, plans, given
+
+    def _keys(self, group: GroupResult) -> list[Stored]:
+        return self._store.stored(group.payload or ())
 
     async def _answers(self, refs: Sequence[Awaitable[T]], call: str, limit: Limit) -> list[T]:
         return await all_of(self._answer(ref, call, limit, rank) for rank, ref in enumerate(refs))
@@ -142,12 +150,12 @@ class RayRanks:
 
 
 class RayScorer(RayRanks):
-    """`Scorer` on all its processes. A column's handle is its ObjectRef. The driver owns it, so it outlives
-    the process that made it, but the column goes straight to the trainer's ranks. (Only rewards come to the
-    driver.)"""
+    """`Scorer` on all its processes. Columns go to the store. (Only rewards come to the driver.)"""
 
-    def __init__(self, name: str, make_actors: Callable[[], list[ActorHandle]], profile: Profile) -> None:
-        super().__init__(name, make_actors, profile)
+    def __init__(
+        self, name: str, make_actors: Callable[[], list[ActorHandle]], profile: Profile, store: Store
+    ) -> None:
+        super().__init__(name, make_actors, profile, store)
         self.call_tokens = len(self.actors) * profile.trainer.max_tokens_per_microbatch
         self._num_judged = 0
 
@@ -158,33 +166,43 @@ class RayScorer(RayRanks):
 
     async def score(
         self, groups: Sequence[GroupResult], items: Sequence[Item]
-    ) -> tuple[Sequence[Handle], ExecutorReport]:
-        """Divide the groups between the processes by their number of tokens, and score them."""
+    ) -> tuple[Sequence[tuple[float, ...]], ExecutorReport]:
+        """Divide the groups between the processes by their number of tokens, and score them. Groups may be
+        given up meanwhile: their data stays until all processes have answered."""
         lengths = [sum(t.prompt_tokens + t.response_tokens for t in g.trajectories) for g in groups]
         shares = split_by_tokens(lengths, len(self.actors))
         num_tokens = sum(group.response_tokens for group in groups)
-        reports, columns = [], dict[int, ObjectRef]()
-        for actor, share in zip(self.actors, shares, strict=True):
-            prompts = [items[index] for index in share] if self.name == REWARD else []
-            parts = chain.from_iterable(groups[index].payload for index in share)
-            made = actor.score.options(num_returns=1 + len(share)).remote(num_tokens, prompts, *parts)
-            report, *handles = made if share else [made]
-            reports.append(report)
-            columns |= dict(zip(share, handles, strict=True))
-        call = f"the scores of {len(groups)} groups"
-        first, *_ = await self._answers(reports, call, self._calls)
-        scores: list[Handle] = [columns[index] for index in range(len(groups))]
-        if self.name == REWARD:
-            scores = await all_of(self._answer(handle, call, self._calls) for handle in scores)
-        return scores, first
+        is_reward, heads, refs = self.name == REWARD, list[ObjectRef](), list[Sequence[ObjectRef]]()
+        with self._store.pinned([key for group in groups for key in group.payload or ()]):
+            for actor, share in zip(self.actors, shares, strict=True):
+                prompts = [items[index] for index in share] if is_reward else []
+                keys = [self._keys(groups[index]) for index in share]
+                most = 0 if is_reward else sum(map(len, keys))
+                made = actor.score.options(num_returns=1 + most).remote(num_tokens, prompts, keys, most)
+                head, *objects = made if most else [made]
+                heads.append(head)
+                refs.append(objects)
+            call = f"the scores of {len(groups)} groups"
+            answers = await self._answers(heads, call, self._calls)
+        scores: list[tuple[float, ...]] = [()] * len(groups)
+        for share, (_, made), objects in zip(shares, answers, refs, strict=True):
+            if is_reward:
+                for index, found in zip(share, made, strict=True):
+                    scores[index] = found
+            else:
+                for one in received(made, objects):
+                    self._store.hold_added(one)
+        return scores, answers[0][0]
 
     async def judge(self, result: EvalResult, items: Sequence[Item]) -> Sequence[float]:
         """An eval's calls go to the processes in turn."""
+        assert result.payload is not None, "a reward model was expected to score the eval"
         self._num_judged += 1
         index = self._num_judged % len(self.actors)
         call = f"the scores of {len(items)} trajectories of an eval"
-        scores = self.actors[index].judge.remote(items, result.payload)
-        return await self._answer(scores, call, self._calls, index)
+        with self._store.pinned([result.payload]) as (key,):
+            scores = self.actors[index].judge.remote(items, key)
+            return await self._answer(scores, call, self._calls, index)
 
     async def learn(self, batch: TrainBatch) -> tuple[TrainReport, ExecutorReport]:
         """`critic`: make the same optimizer steps as the trainer, each with the same groups. A `score` that
@@ -224,13 +242,14 @@ class RayTrainer(RayRanks):
         self,
         make_actors: Callable[[], list[ActorHandle]],
         profile: Profile,
+        store: Store,
         *,
         samples_dir: Path,
         critic: RayScorer | None = None,
         warn: Callable[[str], None] = logger.warning,
         expected: Callable[[str], str | None] = lambda uid: None,
     ) -> None:
-        super().__init__(TRAINER, make_actors, profile)
+        super().__init__(TRAINER, make_actors, profile, store)
         self._critic = critic
         self._warn = warn
         self._expected = expected
@@ -240,9 +259,8 @@ class RayTrainer(RayRanks):
         self._wanted: WeakValueDictionary[int, HeldRefs] = WeakValueDictionary()
 
     async def train(self, batch: TrainBatch) -> tuple[TrainReport, ExecutorReport]:
-        """Ray brings each rank the parts and columns of its own groups."""
-        names = tuple(next(iter(batch.columns.values()), {}))
-        shares = self.shares(batch, names, self._profile)
+        """Each rank gets the data of its own groups."""
+        shares = self.shares(batch, batch.columns, self._profile)
         logging = self._profile.logging
         is_dumped = is_dump_step(batch.step, logging.samples_every_steps, train_steps_of(self._profile))
         # called before the ranks train: the samples are scored by the weights that they are trained from
@@ -300,19 +318,21 @@ class RayTrainer(RayRanks):
             for index, size in sizes.items()
         }
         indices, columns = list(facts), list[ObjectRef]()
+        keys = {index: groups[index].payload or () for index in indices}
         for rank, actor in enumerate(self.actors if logging.samples_per_step else ()):
             # ranks that share sequences score the same groups
             scored = indices[rank // sharing :: len(self.actors) // sharing]
-            parts = chain.from_iterable(groups[index].payload for index in scored)
-            columns.append(actor.logprobs.remote(scored, *parts))
+            columns.append(actor.logprobs.remote(scored, [self._keys(groups[index]) for index in scored]))
+        pinned = ExitStack()  # the loop clears the groups as soon as they are trained
+        pinned.enter_context(self._store.pinned([*chain.from_iterable(keys.values())]))
 
         async def dump() -> None:
-            parts = list(chain.from_iterable(groups[index].payload for index in indices))
-            directory = str(self._samples_dir.absolute())
-            kept = [actor.kept.remote() for actor in self.actors]
-            window = batch.window
-            ref = self.actors[0].dump.remote(directory, batch.step, window, facts, parts, kept, *columns)
-            await self._answer(ref, f"the dump of the samples of step {batch.step}", self._weights)
+            with pinned:
+                parts = [self._store.stored(one) for one in keys.values()]
+                kept = [actor.kept.remote() for actor in self.actors]
+                given = str(self._samples_dir.absolute()), batch.step, batch.window, facts, parts, kept
+                ref = self.actors[0].dump.remote(*given, *columns)
+                await self._answer(ref, f"the dump of the samples of step {batch.step}", self._weights)
 
         return indices, dump
 
@@ -344,14 +364,16 @@ class RayTrainer(RayRanks):
         await all_of(one.checkpointed(call, "restore", path) for one in learners)
 
     async def write(self, directory: Path, snapshot: LoopSnapshot) -> None:
-        """Write, beside training, the trainer's snapshot of the same step, the arrays of the loop's, and,
-        within a window, the weights of the last gathered version as they were then."""
+        """Write, beside training, the trainer's snapshot of the same step, the data of the loop's groups
+        (which the loop pins until this ends), and, within a window, the weights of the last gathered version
+        as they were then."""
         call, path = f"the checkpoint of step {snapshot.step}", str(directory.absolute())
-        snapshot = replace(snapshot, loop_state={})  # the driver writes that
-        writes = [self.checkpointed(call, "write", path, snapshot)]
+        whole = [self._store.stored(keys) for keys in snapshot.payloads]
+        partial = self._store.stored(snapshot.partial_tokens)
+        snapshot = replace(snapshot, loop_state={}, payloads=(), partial_tokens=())
+        writes = [self.checkpointed(call, "write", path, snapshot, whole, partial)]
         if self._critic is not None:
-            without_groups = replace(snapshot, payloads=(), partial_groups=(), partial_tokens=())
-            writes.append(self._critic.checkpointed(call, "write", path, without_groups))
+            writes.append(self._critic.checkpointed(call, "write", path, snapshot, [], []))
         await all_of(writes)
 
     async def stop(self, timeout_s: float) -> None:

@@ -32,8 +32,10 @@ from ray.exceptions import RayError
 
 from asyncrl_cli.base.errors import ExecutorLost, NoRoom, timeout
 from asyncrl_cli.contracts.ports import CALL_KEY, EvalRequest, EvalResult, PartialResult, WorkerUpdate
-from asyncrl_cli.contracts.prompt_group import AttemptKey, PartRequest
+from asyncrl_cli.contracts.prompt_group import AttemptKey, DataKey, PartRequest
 from asyncrl_cli.contracts.weight_version import LoadReport, Published
+from asyncrl_cli.data.ray_store import received
+from asyncrl_cli.data.store import Store, Stored
 from asyncrl_cli.job.ray.calls import Limit, answer, shown_host, start_limit
 from asyncrl_cli.profile.schema import DIRECT_TRANSPORTS, Interrupt, Profile
 from asyncrl_cli.weights.versions import AT_ONCE_S, DRIVER_MARGIN_S, load_s
@@ -54,6 +56,7 @@ SO_FAR_S = 5.0
 """How long a checkpoint waits for a worker that may hang; training stands still meanwhile."""
 
 T = TypeVar("T")
+Answer = tuple[WorkerUpdate, list[Stored]]
 
 
 class PartExchange:
@@ -64,11 +67,17 @@ class PartExchange:
     """
 
     def __init__(
-        self, actor: ActorHandle, answer: Callable[[Awaitable[WorkerUpdate], str], Awaitable[WorkerUpdate]]
+        self,
+        actor: ActorHandle,
+        answer: Callable[[Awaitable[Answer], str], Awaitable[Answer]],
+        store: Store,
     ) -> None:
         self._actor = actor
         self._answer = answer
+        self._store = store
         self._outgoing: list[PartRequest] = []
+        self.num_parts = 0
+        """Requested, and not yet ended."""
         self._is_under_way = False
         self._ran_s: dict[int, float] = {}
         """When sequences were last seen running, by the version that the worker held. On the event loop's
@@ -82,6 +91,7 @@ class PartExchange:
         """Send the part with the next exchange; if one is under way, in a separate call with all others of
         this turn."""
         self._outgoing.append(request)
+        self.num_parts += 1
         if self._is_under_way and len(self._outgoing) == 1:
             asyncio.get_running_loop().call_soon(self.post)
 
@@ -89,28 +99,30 @@ class PartExchange:
         """Send the waiting requests in a separate call, not awaited: if it fails, the exchange under way
         fails, too."""
         if self._outgoing:
-            self._actor.submit.remote(self._taken())
+            self._actor.submit.remote(*self._taken())
 
     async def next_update(self, seen: int) -> WorkerUpdate:
-        """Exchange parts and wait for a change since `seen`. `PartResult.payload` is the ObjectRef of the
-        part's arrays."""
+        """Exchange parts and wait for a change since `seen`. The store holds the ended parts' data then."""
         await asyncio.sleep(SETTLE_S)
-        head, *payloads = self._actor.exchange.remote(self._taken(), seen)
+        head, *refs = self._actor.exchange.remote(*self._taken(), seen)
         self._is_under_way = True
         try:
-            update: WorkerUpdate = await self._answer(head, "a progress report")
+            update, stored = await self._answer(head, "a progress report")
         finally:
             self._is_under_way = False
         for report in update.reports:
             if report.gauges.get("running_sequences"):
                 self._ran_s[int(report.gauges["version"])] = asyncio.get_running_loop().time()
-        with_arrays = zip(update.ended, payloads, strict=False)  # the rest are None
-        ended = tuple(replace(result, payload=payload) for result, payload in with_arrays)
-        return replace(update, ended=ended)
+        self.num_parts -= len(update.ended)
+        for one in received(stored, refs):
+            self._store.hold(one)
+        return update
 
-    def _taken(self) -> list[PartRequest]:
+    def _taken(self) -> tuple[list[PartRequest], dict[DataKey, Stored]]:
+        """The waiting requests, and what it takes to get the data that they continue from."""
         taken, self._outgoing = self._outgoing, []
-        return taken
+        keys = [one.partial_tokens for one in taken if one.partial and one.partial_tokens is not None]
+        return taken, dict(zip(keys, self._store.stored(keys), strict=True))
 
 
 class RayRolloutWorker:
@@ -118,10 +130,16 @@ class RayRolloutWorker:
     (`PartExchange`)."""
 
     def __init__(
-        self, name: str, make_actor: Callable[[], ActorHandle], profile: Profile, workers: int = 1
+        self,
+        name: str,
+        make_actor: Callable[[], ActorHandle],
+        profile: Profile,
+        store: Store,
+        workers: int = 1,
     ) -> None:
         """`make_actor()` creates the worker's actor in its bundle, now and at every restart. `workers`: how
         many the job has."""
+        self._store = store
         self._weights_s = weights_s = profile.weights.timeout_s
         self.name = name
         self.slots = profile.rollout.slots
@@ -137,7 +155,7 @@ class RayRolloutWorker:
         self._node, self._host = "", ""
         self._rank_zero: ActorHandle | None = None
         """The trainer's first actor, if it sends this worker weights directly."""
-        self._parts = PartExchange(self.actor, self._answer)
+        self._parts = PartExchange(self.actor, self._answer, self._store)
 
     @property
     def actors(self) -> list[ActorHandle]:
@@ -151,13 +169,17 @@ class RayRolloutWorker:
         await self._answer(self.actor.abort.remote(key), f"the abort of {key}")
 
     async def partial_responses(self) -> PartialResult:
-        head, payloads = self.actor.partial_responses.remote()
+        most = self._parts.num_parts
+        partial_responses = self.actor.partial_responses.options(num_returns=1 + most)
+        made = partial_responses.remote(most)
+        head, *refs = made if most else [made]
         limit, call = Limit(SO_FAR_S), "a report of its responses"
         # not `_answer`: a worker that is too slow for this is not lost, and keeps its connection to rank 0
-        so_far: PartialResult = await answer(
-            head, executor=self.name, call=call, limit=limit, host=self._host
-        )
-        return replace(so_far, handle=payloads)
+        found: PartialResult
+        found, stored = await answer(head, executor=self.name, call=call, limit=limit, host=self._host)
+        for one in received(stored, refs):
+            self._store.hold(one)
+        return found
 
     async def next_update(self, seen: int) -> WorkerUpdate:
         return await self._parts.next_update(seen)
@@ -176,9 +198,12 @@ class RayRolloutWorker:
         return await self._answer(ref, call, self._load, since)
 
     async def evaluate(self, request: EvalRequest) -> EvalResult:
-        head, payload = self.actor.evaluate.remote(request)
-        result: EvalResult = await self._answer(head, f"the eval of version {request.version}", Limit(None))
-        return replace(result, payload=payload)
+        head, *refs = self.actor.evaluate.remote(request)
+        result: EvalResult
+        result, stored = await self._answer(head, f"the eval of version {request.version}", Limit(None))
+        for one in received(stored, refs):
+            self._store.hold(one)
+        return result
 
     async def abort_evals(self) -> None:
         await self._answer(self.actor.abort_evals.remote(), "the abort of its evals")
@@ -201,7 +226,7 @@ class RayRolloutWorker:
             ref, call = self._rank_zero.leave.remote(self.name), f"the leave of {self.name}"
             await answer(ref, executor="trainer-0", call=call, limit=Limit(AT_ONCE_S))
         await self._place_again()
-        self._parts = PartExchange(self.actor, self._answer)
+        self._parts = PartExchange(self.actor, self._answer, self._store)
         await self.start()
         if self._rank_zero is not None:
             await self.connect(self._rank_zero)

@@ -12,9 +12,8 @@ that process; the driver's side is driver_ranks.py.
 Who waits for whom: collectives in `main` for the other processes' `main`; `direct` for the vLLM processes of
 the calling worker, for `weights.timeout_s` at most, and in a `turn` for the workers before it.
 
-A process gets its share of a train step as arguments of the call: its plan, and the columns and parts of the
-plan's groups. Ray delivers the arguments before the call begins: small ones with the call, large ones through
-the object store. A `ray.get` of each would be a call to its owner.
+A process gets its share of a train step as arguments of the call: its plan, and what it takes to get the data
+of the plan's groups (`data.store.Stored`). It gets the fields that it needs, of all groups in one call.
 """
 
 from __future__ import annotations
@@ -24,13 +23,14 @@ import os
 import socket
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cached_property, partial
 from importlib import import_module
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, TypedDict
 
 import ray
 from ray import ObjectRef
@@ -39,7 +39,13 @@ from asyncrl_cli.base.errors import ExecutorFailed
 from asyncrl_cli.base.safe_files import MIB
 from asyncrl_cli.base.storage import as_storage_errors
 from asyncrl_cli.contracts.item import Item
-from asyncrl_cli.data.trajectories import Arrays, GroupPayload, joined, joined_by_index, with_column
+from asyncrl_cli.contracts.prompt_group import attempt_of
+from asyncrl_cli.data.backends import store_at
+from asyncrl_cli.data.ray_store import shipped
+from asyncrl_cli.data.sample_fields import LOGPROBS, MASK, TOKENS, VERSIONS
+from asyncrl_cli.data.store import Stored
+from asyncrl_cli.data.trajectories import Arrays, GroupPayload, joined_by_index
+from asyncrl_cli.data.transferqueue_client import Address
 from asyncrl_cli.engines.port import kind_of
 from asyncrl_cli.job.host_process import Refs, arriving, merging, no_collection_while_starting, set_up_process
 from asyncrl_cli.job.rank_sending import ObjectStoreSender, Sending
@@ -78,6 +84,13 @@ EAGER = (
 )
 
 
+ENGINE_FIELDS = (TOKENS, LOGPROBS, VERSIONS, MASK)
+SCORED_FIELDS = (TOKENS, MASK)
+"""What a scorer needs."""
+Keys = Sequence[Stored]
+"""A group's data: that of its parts, in order."""
+
+
 class SampleFacts(TypedDict):
     """What the driver knows of a group to dump: fields of `SampledGroup`."""
 
@@ -102,6 +115,7 @@ class RankHost:
         place: ProcessPlace,
         run_dir: Path,
         probe_items: Sequence[Item] = (),
+        address: Address | None = None,
         *,
         log_path: Path,
     ) -> None:
@@ -112,6 +126,7 @@ class RankHost:
         self._place = place
         self._run_dir = run_dir
         self._probe_items = probe_items
+        self._store = store_at(profile, address)
         kind = ("trainer", "groups") if role == TRAINER else ("scorer", "finished groups")
         self._meter = CallMeter(role, *kind, time.monotonic)
 
@@ -220,7 +235,11 @@ class RankHost:
 
     @ray.method(concurrency_group="control")
     def report(self) -> ExecutorReport:
-        return self._meter.report()
+        return self._report()
+
+    def _report(self) -> ExecutorReport:
+        report = self._meter.report()
+        return replace(report, sums={**report.sums, **self._store.traffic.sums})
 
     # --- trainer and critic: they learn, and have state in checkpoints
 
@@ -232,17 +251,14 @@ class RankHost:
         dumped: Sequence[int],
         plan: RankPlan,
         names: Sequence[str],
-        *given: Any,
+        groups: Sequence[Keys],
     ) -> tuple[TrainReport, ExecutorReport]:
-        """One train step on the groups of `plan.groups`. `given`: their columns, in the order of `names`, and
-        then their parts. `dumped`: groups of which `kept` is asked for."""
+        """One train step on the groups of `plan.groups`, whose data is in `groups`. `names`: fields that
+        scorers have added to it. `dumped`: groups of which `kept` is asked for."""
         began_s = time.monotonic()
         with self._meter.doing(State.BUSY):
-            values = iter(given)
-            columns = {name: {group: next(values) for group in plan.groups} for name in names}
-            payloads = dict(zip(plan.groups, joined(values), strict=True))
-            for name, column in columns.items():
-                payloads = {g: with_column(payload, name, column[g]) for g, payload in payloads.items()}
+            fields = [*ENGINE_FIELDS, *names, *(field.name for field in self._store.schema.in_losses)]
+            payloads = dict(zip(plan.groups, self._payloads(groups, fields), strict=True))
             if self._role == CRITIC:
                 report = self._critic.learn(plan, payloads, names)
             else:
@@ -256,7 +272,17 @@ class RankHost:
         if self._role == TRAINER:
             busy_s, gauges = time.monotonic() - began_s, {"step": step}
             self._meter.add(busy_s=busy_s, trained_tokens=report.tokens, gauges=gauges)
-        return report, self._meter.report()
+        return report, self._report()
+
+    def _payloads(self, groups: Sequence[Keys], fields: Collection[str] | None = None) -> list[GroupPayload]:
+        """The groups' trajectories, with these fields."""
+        found = iter(self._store.get([*chain.from_iterable(groups)], fields))
+        payloads = []
+        for keys in groups:
+            uid, epoch, attempt = attempt_of(keys[0].key)
+            whole = tuple(chain.from_iterable([next(found) for _ in keys]))
+            payloads.append(GroupPayload(uid=uid, epoch=epoch, attempt=attempt, trajectories=whole))
+        return payloads
 
     @ray.method(concurrency_group="main")
     def snapshot(self, step: int) -> None:
@@ -264,9 +290,11 @@ class RankHost:
             (self._critic if self._role == CRITIC else self.trainer).snapshot(step)
 
     @ray.method(concurrency_group="write")
-    def write(self, directory: str, snapshot: LoopSnapshot) -> None:
-        """Write this process's snapshot of the step to `directory`; the trainer's rank 0 adds the arrays of
-        untrained groups."""
+    def write(
+        self, directory: str, snapshot: LoopSnapshot, whole: Sequence[Keys], partial: Sequence[Stored]
+    ) -> None:
+        """Write the snapshot of the loop's step to `directory`; the trainer's rank 0 adds the data of
+        untrained groups: `whole` and `partial` are the snapshot's `payloads` and `partial_tokens`."""
         from asyncrl_cli.checkpoint.payloads import write_payloads
 
         with as_storage_errors():
@@ -275,10 +303,8 @@ class RankHost:
                 return
             self.trainer.write(snapshot.step, Path(directory), not snapshot.at_window_boundary)
             if self._rank == 0:
-                whole = [joined(ray.get([*parts]))[0] for parts in snapshot.payloads]
-                tokens = chain.from_iterable(ray.get([*snapshot.partial_tokens]))
-                schema, partial = self.trainer.schema, joined_by_index(snapshot.partial_groups, tokens)
-                write_payloads(Path(directory), [*whole, *partial], schema)
+                begun = joined_by_index(snapshot.partial_groups, self._payloads([[key] for key in partial]))
+                write_payloads(Path(directory), [*self._payloads(whole), *begun], self._store.schema)
 
     @ray.method(concurrency_group="main")
     def restore(self, directory: str) -> None:
@@ -300,7 +326,7 @@ class RankHost:
         """
         with self._meter.doing(State.SYNCING, "weights to be gathered"):
             gather_s = self.trainer.gather(version, self._sending.of(version, wanted))
-        return gather_s, self._meter.report()
+        return gather_s, self._report()
 
     @ray.method(concurrency_group="publish")
     def publish(self, version: int) -> tuple[Manifest, Refs]:
@@ -329,11 +355,12 @@ class RankHost:
     # --- trainer: samples for the user
 
     @ray.method(concurrency_group="main")
-    def logprobs(self, indices: Sequence[int], *parts: GroupPayload) -> Column:
+    def logprobs(self, indices: Sequence[int], groups: Sequence[Keys]) -> Column:
         """Logprobs of these groups' sampled tokens under the current weights. A collective: a rank has its
         own groups, or none."""
         with self._meter.doing(State.BUSY, "samples to be scored"):
-            return self.trainer.model.column(dict(zip(indices, joined(parts), strict=True)))
+            payloads = self._payloads(groups, SCORED_FIELDS)
+            return self.trainer.model.column(dict(zip(indices, payloads, strict=True)))
 
     @ray.method(concurrency_group="main")
     def kept(self) -> Kept:
@@ -347,34 +374,29 @@ class RankHost:
         step: int,
         window: int,
         facts: Mapping[int, SampleFacts],
-        part_refs: list[ObjectRef],
+        groups: Sequence[Keys],
         kept: list[ObjectRef],
         *columns: Column,
     ) -> None:
         """Rank 0: write trajectories of a train step as text lines, beside training.
 
-        `facts`: of each chosen group, by its index in the step, in the order of `part_refs`. `kept`: every
+        `facts`: of each chosen group, by its index in the step, in the order of `groups`. `kept`: every
         rank's. `columns`: the logprobs that the ranks have computed, if any.
         """
         logprobs = {index: arrays for column in columns for index, arrays in column.items()}
         outputs: dict[int, dict[int, Arrays]] = {}
         for (index, trajectory), arrays in chain.from_iterable(one.items() for one in ray.get(kept)):
             outputs.setdefault(index, {})[trajectory] = arrays
-        groups = [
+        schema = self._store.schema
+        shown = [field.name for field in schema.values() if field.in_samples]
+        sampled = [
             SampledGroup(payload=payload, logprobs=logprobs.get(index), kept=outputs.get(index, {}), **known)
-            for payload, (index, known) in zip(joined(ray.get(part_refs)), facts.items(), strict=True)
+            for payload, (index, known) in zip(self._payloads(groups, shown), facts.items(), strict=True)
         ]
         decode, most = self.tokenizer.decode, self._profile.logging.samples_max_mb * MIB
+        path = Path(directory)
         with as_storage_errors():
-            dump_samples(
-                Path(directory),
-                step,
-                groups,
-                window=window,
-                decode=decode,
-                max_bytes=most,
-                schema=self.trainer.schema,
-            )
+            dump_samples(path, step, sampled, window=window, decode=decode, max_bytes=most, schema=schema)
 
     # --- scorers
 
@@ -385,19 +407,34 @@ class RankHost:
             self._frozen.load(manifest, self._whole(arriving(manifest, bucket_refs)))
 
     @ray.method(concurrency_group="main")
-    def score(self, num_tokens: int, items: Sequence[Item], *parts: GroupPayload) -> object:
-        """Returns this process's report, then the column of each group. A group is one or more of `parts`.
-        `num_tokens`: sampled tokens that all processes together score in this call."""
+    def score(self, num_tokens: int, items: Sequence[Item], groups: Sequence[Keys], most: int) -> object:
+        """Adds this process's column to the groups' data. Returns its report and what it has added, and
+        `most` further Ray objects; or its report and the rewards. `num_tokens`: sampled tokens that all
+        processes together score in this call."""
         with self._meter.doing(State.BUSY):
-            columns = self._scorer.score(joined(parts), items)
+            payloads = self._payloads(groups, SCORED_FIELDS)
+            columns = self._scorer.score(payloads, items)
             self._meter.add(scored_tokens=num_tokens)
-        report = self._meter.report()
-        return (report, *columns) if columns else report  # Ray: one object, or as many as the call asked for
+            added = []
+            for keys, column in zip(groups, columns, strict=True) if self._role != REWARD else ():
+                left = iter(column)
+                for key in keys:
+                    arrays = [*islice(left, key.num_trajectories)]
+                    added.append(self._store.add(key._replace(pieces=()), self._role, arrays))
+        report = self._report()
+        if self._role == REWARD:
+            return report, columns
+        heads, objects = shipped(added, most)
+        return ((report, heads), *objects) if most else (report, heads)  # Ray: as many as the call asked for
 
     @ray.method(concurrency_group="main")
-    def judge(self, items: Sequence[Item], groups: Sequence[GroupPayload]) -> list[float]:
-        """The reward model's scores of an eval's trajectories, each a group of its own."""
+    def judge(self, items: Sequence[Item], key: Stored) -> list[float]:
+        """The reward model's scores of an eval's trajectories."""
         with self._meter.doing(State.BUSY):
+            (found,) = self._store.get([key], SCORED_FIELDS)
+            groups = [
+                GroupPayload(uid="", epoch=0, attempt=i, trajectories=(t,)) for i, t in enumerate(found)
+            ]
             return [score for (score,) in self._scorer.score(groups, items)]
 
 

@@ -17,8 +17,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -29,11 +30,14 @@ from ray.actor import ActorHandle
 
 from asyncrl_cli.base.errors import ExecutorFailed
 from asyncrl_cli.contracts.environment import Environment, RewardSpec
-from asyncrl_cli.contracts.ports import EvalRequest, EvalResult, PartialResult, WorkerUpdate
-from asyncrl_cli.contracts.prompt_group import AttemptKey, PartRequest, PartResult
+from asyncrl_cli.contracts.ports import EvalRequest, WorkerUpdate
+from asyncrl_cli.contracts.prompt_group import AttemptKey, DataKey, PartRequest, PartResult
 from asyncrl_cli.contracts.weight_version import LoadReport
-from asyncrl_cli.data.sample_fields import schema_of
+from asyncrl_cli.data.backends import store_at
+from asyncrl_cli.data.ray_store import shipped
+from asyncrl_cli.data.store import Stored
 from asyncrl_cli.data.trajectories import GroupPayload
+from asyncrl_cli.data.transferqueue_client import Address
 from asyncrl_cli.engines.port import Sampling, make_engine
 from asyncrl_cli.envs import find_environment
 from asyncrl_cli.envs.slots import Slots
@@ -54,9 +58,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-PARTS_PER_ANSWER = 4
-"""The most parts that one answer brings. Each has a Ray object for its arrays, which do not pass through the
-driver. If more parts have ended, the next answer comes at once."""
+OBJECTS_PER_ANSWER = 8
+"""Ray objects beside an answer: the data of ended parts, which does not pass through the driver. A part has
+one, or a large one up to `ray_store.MOST_PIECES`. If more parts have ended, the next answer comes at once."""
 
 
 class RolloutHost:
@@ -69,6 +73,7 @@ class RolloutHost:
         place: ProcessPlace,
         reward: RewardSpec,
         tool_class: ToolClass | None = None,
+        address: Address | None = None,
         *,
         log_path: Path,
     ) -> None:
@@ -78,6 +83,10 @@ class RolloutHost:
         self._place = place
         self._reward = reward
         self._tool_class = tool_class
+        self._store = store_at(profile, address)
+        self._partial: dict[DataKey, Stored] = {}
+        """The data that requested parts continue from."""
+        self._num_evals = 0
         self._log_path = log_path
         self._processes: Processes | None = None
         self._gateway: Gateway | None = None
@@ -140,7 +149,7 @@ class RolloutHost:
 
         profile = self._profile
         limits, sampling = Limits.of(profile), Sampling.of(profile.rollout, profile.rollout.temperature)
-        schema = schema_of(profile)
+        schema = self._store.schema
         trusted, max_tokens = profile.model.trust_remote_code, limits.max_context_tokens
         chat = load_chat(self._place.model_dir, trust_remote_code=trusted, max_tokens=max_tokens)
         environment: Callable[[], Environment]
@@ -178,32 +187,48 @@ class RolloutHost:
         await asyncio.gather(self._pool.close(), self._engine.close(), *ends)
 
     async def _play(self, request: PartRequest, on_sequence: Callable[[int], None]) -> EndedPart:
-        (so_far,) = await request.partial_tokens if request.partial else (None,)
-        return await self._runner.run(request, on_sequence, so_far)
+        so_far, key, (uid, epoch, attempt) = None, request.partial_tokens, request.key.attempt
+        if request.partial and key is not None:
+            (found,) = await asyncio.to_thread(self._store.get, [self._partial[key]])
+            so_far = GroupPayload(uid=uid, epoch=epoch, attempt=attempt, trajectories=tuple(found))
+        result, payload = await self._runner.run(request, on_sequence, so_far)
+        stored = await asyncio.to_thread(self._store.put, str(request.key), payload.trajectories)
+        return replace(result, payload=stored.key), stored
 
-    @ray.method(num_returns=2)
-    async def partial_responses(self) -> tuple[PartialResult, Sequence[GroupPayload]]:
-        """What running parts have so far; the tokens are a separate Ray object."""
-        return self._runner.partial_responses()
+    async def partial_responses(self, most: int) -> tuple[object, ...]:
+        """What running parts have so far, and the data of it: `most` further Ray objects. The call says how
+        many it expects: at least one for each running part."""
+        result, payloads = self._runner.partial_responses()
+        keys = tuple(f"{key}-partial" for key in result.responses)
+        parts = [(key, payload.trajectories) for key, payload in zip(keys, payloads, strict=True)]
+        stored = await asyncio.to_thread(lambda: [self._store.put(*part) for part in parts])
+        return self._shipped(replace(result, keys=keys), [one.joined() for one in stored], most)
 
-    async def submit(self, requests: Sequence[PartRequest]) -> None:
+    async def submit(self, requests: Sequence[PartRequest], partial: Mapping[DataKey, Stored]) -> None:
+        self._partial |= partial
         self._desk.begin(requests)
 
-    @ray.method(num_returns=1 + PARTS_PER_ANSWER)
+    @ray.method(num_returns=1 + OBJECTS_PER_ANSWER)
     async def exchange(
-        self, requests: Sequence[PartRequest], seen: int
-    ) -> tuple[WorkerUpdate | GroupPayload | None, ...]:
-        """New parts in, ended ones and a report out (see driver_rollout.py). Answers when something has
-        changed since `seen`.
+        self, requests: Sequence[PartRequest], partial: Mapping[DataKey, Stored], seen: int
+    ) -> tuple[object, ...]:
+        """New parts in (`partial`: the data that they continue from), ended ones and a report out (see
+        driver_rollout.py). Answers when something has changed since `seen`.
 
-        Each part's arrays are a separate Ray object, which the trainer fetches: the driver gets the metadata
-        only. Unused objects are None.
+        The data of ended parts is further Ray objects, which the trainer fetches: the driver gets the
+        metadata only. Unused objects are None.
         """
-        self._desk.begin(requests)
+        await self.submit(requests, partial)
         seen = await self._changes.after(seen)
-        ended = self._desk.take(PARTS_PER_ANSWER)
+        ended = self._desk.take(OBJECTS_PER_ANSWER)
         update = self.report(seen, tuple(result for result, _ in ended))
-        return update, *(payload for _, payload in ended), *[None] * (PARTS_PER_ANSWER - len(ended))
+        return self._shipped(update, [stored for _, stored in ended])
+
+    def _shipped(
+        self, answer: object, stored: Sequence[Stored], most: int = OBJECTS_PER_ANSWER
+    ) -> tuple[object, ...]:
+        heads, objects = shipped(stored, most)
+        return (answer, heads), *objects
 
     async def abort(self, key: AttemptKey) -> None:
         await asyncio.sleep(0)  # let a part begin that was submitted in the same turn of the loop
@@ -215,15 +240,20 @@ class RolloutHost:
     async def load(self, version: int, interrupt: Interrupt) -> LoadReport:
         return await self._loader.load(version, interrupt)
 
-    @ray.method(num_returns=2)
-    async def evaluate(self, request: EvalRequest) -> tuple[EvalResult, Sequence[GroupPayload] | None]:
-        """The tokens, for a reward model, are a separate Ray object."""
+    @ray.method(num_returns=1 + OBJECTS_PER_ANSWER)
+    async def evaluate(self, request: EvalRequest) -> tuple[object, ...]:
+        """The data, for a reward model, is further Ray objects."""
         sampling = Sampling.of(self._profile.rollout, self._profile.eval.temperature)
         self._meter.evals(+1)
         try:
             with_tokens = self._profile.reward_model.path is not None
-            result = await self._runner.evaluate(request, sampling, with_tokens=with_tokens)
-            return replace(result, payload=None), result.payload
+            result, trajectories = await self._runner.evaluate(request, sampling, with_tokens=with_tokens)
+            if not trajectories:
+                return self._shipped(result, [])
+            self._num_evals += 1
+            key = f"eval-{request.version}/{self._name}-{os.getpid()}-{self._num_evals}"
+            stored = await asyncio.to_thread(self._store.put, key, trajectories)
+            return self._shipped(replace(result, payload=key), [stored])
         finally:
             self._meter.evals(-1)
 
@@ -245,7 +275,7 @@ class RolloutHost:
             sampled_tokens=self._engine.sampled_tokens,
             decode_steps=self._engine.decode_steps,
             running_tokens=self._runner.running_tokens,
-            sums=counters.sums,
+            sums={**counters.sums, **self._store.traffic.sums},
             gauges=counters.gauges,
             slot_intervals=self._engine.take_slot_intervals(),
         )

@@ -15,6 +15,7 @@ import asyncio
 import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict
 from itertools import chain
 from typing import Any, Final, Literal, NotRequired
@@ -76,26 +77,34 @@ class Checkpointer:
         if self._writer is None or progress.snapshot_step == progress.step:
             return
         await self.finish()
-        with executors.calling_trainer(State.SYNCING, "a checkpoint's snapshot"):
-            await executors.trainer.snapshot(progress.step)
-            slots = run.admission.workers
-            asked = [
-                one for one in executors.workers if slots[one.name].unfinished and not slots[one.name].down
-            ]
-            with run.changes.waiting("trainer (checkpoint)", "what running responses have so far"):
-                partial_results = await asyncio.gather(*map(self._partial_result, asked))
-        snapshot = freeze(run, partial_results, record)
-        progress.snapshot_step = progress.step
-        self._writing = self._tasks.create_task(
-            self._write(self._writer, snapshot), name=f"checkpoint {progress.step}"
-        )
+        data = run.groups.data
+        with ExitStack() as kept:  # the data that is to be written, until it is
+            with executors.calling_trainer(State.SYNCING, "a checkpoint's snapshot"):
+                await executors.trainer.snapshot(progress.step)
+                slots = run.admission.workers
+                asked = [
+                    one
+                    for one in executors.workers
+                    if slots[one.name].unfinished and not slots[one.name].down
+                ]
+                with run.changes.waiting("trainer (checkpoint)", "what running responses have so far"):
+                    partial_results = await asyncio.gather(
+                        *(self._partial_result(worker, kept) for worker in asked)
+                    )
+            snapshot = freeze(run, partial_results, record)
+            kept.enter_context(data.pinned((*chain(*snapshot.payloads), *snapshot.partial_tokens)))
+            progress.snapshot_step = progress.step
+            writing = self._write(self._writer, snapshot, kept.pop_all())
+            self._writing = self._tasks.create_task(writing, name=f"checkpoint {progress.step}")
 
-    async def _partial_result(self, worker: RolloutWorker) -> PartialResult:
+    async def _partial_result(self, worker: RolloutWorker, kept: ExitStack) -> PartialResult:
         """What the worker's running responses have so far; without an answer they start again after a
         resume."""
         run = self._run
         try:
-            return await worker.partial_responses()
+            found = await worker.partial_responses()
+            kept.enter_context(run.groups.data.lent(found.keys))
+            return found
         except AsyncrlError as error:
             if run.failure.error is None:  # else the run already has its cause, perhaps this very error
                 why = error.cause if isinstance(error, ExecutorFailed) else error
@@ -112,15 +121,16 @@ class Checkpointer:
             with self._run.changes.waiting("trainer (checkpoint)", what):
                 await self._writing
 
-    async def _write(self, writer: CheckpointWriter, snapshot: LoopSnapshot) -> None:
-        path = await writer.write(snapshot)
+    async def _write(self, writer: CheckpointWriter, snapshot: LoopSnapshot, kept: ExitStack) -> None:
+        with kept:
+            path = await writer.write(snapshot)
         self._run.progress.checkpointed(snapshot.step, snapshot.version, path.name)
 
 
 def freeze(
     run: RunState, partial_results: Sequence[PartialResult] = (), record: StepRecord | None = None
 ) -> LoopSnapshot:
-    """The loop's state as JSON, and the handles of the arrays that belong to it. Nothing may be in
+    """The loop's state as JSON, and the keys of the data that belongs to it. Nothing may be in
     training."""
     ledger, taken_groups = run.groups.ledger, run.admission.taken_in_window
     assert not ledger.training, "a checkpoint lies between two train steps"
@@ -129,7 +139,8 @@ def freeze(
     groups = group_states.frozen(
         run.groups, {key: kept for found in partial_results for key, kept in found.responses.items()}
     )
-    earlier = [attempt.partial_tokens for attempt in ledger.running.values() if attempt.partial]
+    partial_attempts = [attempt for attempt in ledger.running.values() if attempt.partial]
+    earlier = [one.partial_tokens for one in partial_attempts if one.partial_tokens is not None]
     state: LoopState = {
         "schema_version": SCHEMA_VERSION,
         "step": run.progress.step,
@@ -149,7 +160,7 @@ def freeze(
         loop_state={**state},
         payloads=group_states.payloads(run.groups),
         partial_groups=tuple(entry["key"] for entry in groups["running"] if entry.get("kept")),
-        partial_tokens=(*(found.handle for found in partial_results if found.responses), *earlier),
+        partial_tokens=(*chain.from_iterable(found.keys for found in partial_results), *earlier),
     )
 
 

@@ -21,6 +21,7 @@ from asyncrl_cli.contracts.item import Item
 from asyncrl_cli.contracts.ports import EvalOutcome, EvalRequest, EvalResult, EvalTry, RolloutWorker, Scorer
 from asyncrl_cli.contracts.prompt_group import TrajectoryFailure, TrajectoryMeta
 from asyncrl_cli.loop.changes import Change, Changes
+from asyncrl_cli.loop.data_keys import DataKeys
 from asyncrl_cli.loop.fleet import WorkerSlots
 from asyncrl_cli.profile.schema import Profile
 
@@ -66,9 +67,10 @@ class Evaluator:
         changes: Changes,
         event: Callable[..., None],
         judge: Scorer | None = None,
+        data: DataKeys | None = None,
     ) -> None:
         """Call inside the running event loop. `event(name, **fields)` notifies the observers; `judge` is the
-        reward model."""
+        reward model, which reads the tries' `data`."""
         samples = range(profile.eval.samples_per_prompt)
         self.tries = [
             EvalTry(item, name, sample)
@@ -81,7 +83,7 @@ class Evaluator:
         self.running: RunningEval | None = None
         self.ended: list[EvalSummary] = []
         """Results that no step's record contains yet."""
-        self._profile, self._judge = profile, judge
+        self._profile, self._judge, self._data = profile, judge, data
         self._changes = changes
         self._event = event
         self._now = asyncio.get_running_loop().time
@@ -197,12 +199,13 @@ class Evaluator:
     async def _judged(self, tries: Sequence[EvalTry], result: EvalResult) -> tuple[EvalOutcome, ...]:
         """The outcomes, with the scores of the reward model, if there is one, added. If it is lost meanwhile,
         these trajectories count as failed; scorer_tasks.py restarts it or stops the run."""
-        if self._judge is None:
+        if self._judge is None or self._data is None or result.payload is None:
             return result.outcomes
         both, weight = zip(tries, result.outcomes, strict=True), self._profile.reward_model.weight
         items = [entry.item for entry, outcome in both if not isinstance(outcome, TrajectoryFailure)]
         try:
-            scores = iter(await self._judge.judge(result, items) if items else ())
+            with self._data.lent([result.payload]):
+                scores = iter(await self._judge.judge(result, items) if items else ())
         except ExecutorLost as error:
             lost = TrajectoryFailure("reward", str(error))
             return tuple(one if isinstance(one, TrajectoryFailure) else lost for one in result.outcomes)

@@ -1,7 +1,7 @@
-"""Groups in a checkpoint: JSON, without payloads, the prompts' items, and what follows from the run's step.
+"""Groups in a checkpoint: JSON, without their data, the prompts' items, and what follows from the run's step.
 
-`frozen` writes it, `restore` reads it. Both keep to one order of payloads: each finished group's parts, then
-each ended part of a running group, then what running groups have of unfinished responses."""
+`frozen` writes it, `restore` reads it. Both keep to one order of keys: each finished group's parts, then each
+ended part of a running group, then what running groups have of unfinished responses."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from asyncrl_cli.base.safe_files import Count
 from asyncrl_cli.contracts.ports import Json
 from asyncrl_cli.contracts.prompt_group import (
     AttemptKey,
+    DataKey,
     GroupResult,
-    Handle,
     PartialResponse,
     PartKey,
     PartResult,
@@ -92,15 +92,15 @@ def frozen(groups: Groups, kept: PartialResponses) -> GroupsState:
     }
 
 
-def payloads(groups: Groups) -> tuple[tuple[Handle, ...], ...]:
-    """The handles of all arrays held here, without those of unfinished responses."""
-    finished = [attempt.outcome().payload for attempt in groups.ledger.finished.values()]
-    running = groups.ledger.running.values()
-    return (*finished, *((part.payload,) for attempt in running for part in attempt.ended_parts()))
+def payloads(groups: Groups) -> tuple[tuple[DataKey, ...], ...]:
+    """The keys of all data held here, without those of unfinished responses."""
+    finished = [attempt.outcome().payload or () for attempt in groups.ledger.finished.values()]
+    ended = [part for attempt in groups.ledger.running.values() for part in attempt.ended_parts()]
+    return (*finished, *((part.payload,) if part.payload is not None else () for part in ended))
 
 
 def restore(
-    groups: Groups, state: GroupsState, payloads: Iterable[tuple[Handle, ...]], n: int, lost_tokens: int
+    groups: Groups, state: GroupsState, payloads: Iterable[tuple[DataKey, ...]], n: int, lost_tokens: int
 ) -> None:
     """Continue from `state`. What ran at the snapshot is placed again, as if all workers had been lost.
     Responses continue from their kept tokens; `lost_tokens` count as discarded. `n`: responses of a group."""
@@ -108,17 +108,17 @@ def restore(
     groups.tokens_trained = state["tokens_trained"]
     groups.failures = Counter(state.get("failures", {}))
     groups.feed.restore(state["feed"])
-    handles, find = iter(payloads), groups.feed.find
+    keys, find = iter(payloads), groups.feed.find
     finished = []
     for entry in state["finished"]:
         attempt = _restored_attempt(entry["try"], find)
         attempt.stage, attempt.deadline = Stage.FINISHED, entry["deadline"]
-        attempt.result = replace(entry["result"], payload=next(handles))
+        attempt.result = replace(entry["result"], payload=next(keys))
         finished.append(attempt)
     deadline = groups.admission.deadline_from(groups.admission.version)
-    running = [_restored_running(entry, find, handles, deadline, n) for entry in state["running"]]
+    running = [_restored_running(entry, find, keys, deadline, n) for entry in state["running"]]
     for attempt in running:
-        (attempt.partial_tokens,) = next(handles) if attempt.partial else (None,)
+        (attempt.partial_tokens,) = next(keys) if attempt.partial else (None,)
     groups.ledger.restore(state["ledger"], [*running, *finished])
     groups.admission.note_unplaced()
     groups.again.extend(_restored_attempt(entry, find) for entry in state["again"])
@@ -164,13 +164,13 @@ def _running_state(attempt: Attempt, kept: PartialResponses) -> RunningState:
 
 
 def _restored_running(
-    state: RunningState, find: Find, handles: Iterator[tuple[Handle, ...]], deadline: int, n: int
+    state: RunningState, find: Find, keys: Iterator[tuple[DataKey, ...]], deadline: int, n: int
 ) -> Attempt:
-    """`handles`: those of its ended parts come next. `deadline`: if the state has none."""
+    """`keys`: those of its ended parts come next. `deadline`: if the state has none."""
     again = _restored_attempt(state, find)
     again.deadline = state.get("deadline", deadline)
     for entry in state.get("ended", ()):
-        (payload,), key = next(handles), entry["result"].key
+        (payload,), key = next(keys), entry["result"].key
         again.parts[key.number] = Part(
             key=key,
             indices=entry["indices"],

@@ -19,15 +19,15 @@ from dataclasses import replace
 from functools import partial
 
 from asyncrl_cli.base.errors import AsyncrlError
-from asyncrl_cli.contracts.ports import Feed
+from asyncrl_cli.contracts.ports import DataStore, Feed
 from asyncrl_cli.contracts.prompt_group import (
     AttemptKey,
     GroupResult,
-    Handle,
     PartRequest,
     PartResult,
 )
 from asyncrl_cli.loop.admission import Admission
+from asyncrl_cli.loop.data_keys import DataKeys
 from asyncrl_cli.loop.fleet import Placement
 from asyncrl_cli.loop.ledger import Attempt, Part, Stage
 from asyncrl_cli.profile.arithmetic import CRITIC, PROX, REWARD, LoopSettings, least_trajectories
@@ -40,7 +40,12 @@ _FROM_TRAJECTORIES = 64
 
 class Groups:
     def __init__(
-        self, settings: LoopSettings, admission: Admission, feed: Feed, event: Callable[..., None]
+        self,
+        settings: LoopSettings,
+        admission: Admission,
+        feed: Feed,
+        event: Callable[..., None],
+        data: DataStore | None = None,
     ) -> None:
         """`event(name, key=key, **fields)` notifies the run's observers."""
         self.admission = admission
@@ -56,6 +61,7 @@ class Groups:
         self._profile, self._step_groups = settings.profile, settings.schedule.step_groups
         self.feed = feed
         self._event = event
+        self.data = DataKeys(data, admission.ledger, event)
         self.again: deque[Attempt] = deque()
         """Requeued, not yet started."""
 
@@ -106,6 +112,7 @@ class Groups:
             part = attempt.parts.get(result.key.number) if attempt is not None else None
             if attempt is None or part is None:  # the group was given up, or the part was lost, meanwhile
                 self.tokens_discarded += result.response_tokens
+                self.data.clear([result.payload])
             else:
                 part.result = result
                 self.admission.workers[part.worker].release(part.key)
@@ -121,6 +128,8 @@ class Groups:
                 self._end(attempt, Stage.DROPPED, EQUAL_REWARDS, group.response_tokens)
             else:
                 attempt.result = group
+                self.data.clear([attempt.partial_tokens])
+                attempt.partial_tokens = None
                 self.admission.leave(attempt, Stage.FINISHED)
                 self._entered(attempt)
         return bool(whole)
@@ -156,7 +165,7 @@ class Groups:
         first = dict.fromkeys(self.admission.takeable(len(self.ledger.finished), unscored=True))
         return sorted(missing, key=lambda attempt: attempt not in first)
 
-    def scored(self, scorer: str, columns: Mapping[AttemptKey, Handle]) -> None:
+    def scored(self, scorer: str, columns: Mapping[AttemptKey, tuple[float, ...]]) -> None:
         """Record a scorer's columns, except for groups that were given up meanwhile. A group may be dropped
         for its new rewards."""
         for key, column in columns.items():
@@ -172,11 +181,9 @@ class Groups:
         for attempt in self.ledger.finished.values():
             attempt.columns.pop(scorer, None)
 
-    def columns(self) -> dict[AttemptKey, Mapping[str, Handle]]:
-        """What scorers have computed for the sampled tokens of the groups in training, by scorer."""
-        names = [name for name in self.admission.scorers if name != REWARD]
-        training = self.ledger.training.items()
-        return {key: {name: attempt.columns[name] for name in names} for key, attempt in training}
+    def columns(self) -> tuple[str, ...]:
+        """The scorers whose fields the groups in training have."""
+        return tuple(name for name in self.admission.scorers if name != REWARD)
 
     def _rewarded(self, attempt: Attempt) -> GroupResult:
         """The group, with the reward model's scores (if there is one) added to its rewards."""
@@ -202,6 +209,7 @@ class Groups:
             tokens = attempt.outcome().response_tokens
             self.tokens_trained += tokens
             self.ledger.move(attempt, Stage.TRAINED)
+            self.data.release(attempt, Stage.TRAINED)
             self._entered(attempt, tokens=tokens)
 
     def open_window(self) -> list[tuple[str, AttemptKey]]:
@@ -242,6 +250,7 @@ class Groups:
             for part in [*attempt.parts.values()]:
                 if part.worker == worker and part.result is not None:
                     self.tokens_discarded += part.result.response_tokens
+                    self.data.clear([part.result.payload])
                     attempt.lose(part.key.number)
         self.admission.note_unplaced()
 
@@ -253,6 +262,7 @@ class Groups:
         """End an attempt untrained. Its `tokens` count as discarded."""
         self.tokens_discarded += tokens
         self.admission.leave(attempt, stage, reason)
+        self.data.release(attempt, f"{stage}: {reason}")
         self._entered(attempt, reason=reason)
 
     def _entered(self, attempt: Attempt, **fields: object) -> None:

@@ -26,8 +26,8 @@ from typing_extensions import TypedDict  # pydantic reads typing's own from Pyth
 from asyncrl_cli.base.safe_files import Count
 from asyncrl_cli.contracts.prompt_group import (
     AttemptKey,
+    DataKey,
     GroupResult,
-    Handle,
     PartialResponse,
     PartKey,
     PartResult,
@@ -68,9 +68,9 @@ class Attempt:
     be trained. `parts`: by number; a part that was lost with its worker is removed. `unplaced`: indices of
     the responses that have to be placed: all at the start, later those of lost parts, and in a resumed run
     those that had not ended. `partial`: what unplaced responses continue from, by index; `partial_tokens` is
-    the handle of those tokens. `result` is set from the stage `finished` on. `columns`: handles of what
-    scorers have computed for it since, by scorer (for `reward`, the scores themselves). Checkpoints hold
-    neither columns nor the parts of a finished group.
+    the key of those tokens. `result` is set from the stage `finished` on. `columns`: by scorer that has
+    scored it since, what it returned (`Scorer.score`). Checkpoints hold neither columns nor the parts of a
+    finished group.
     """
 
     prompt: Prompt
@@ -81,9 +81,9 @@ class Attempt:
     parts: dict[int, Part] = field(default_factory=dict)
     unplaced: tuple[int, ...] = ()
     partial: dict[int, PartialResponse] = field(default_factory=dict)
-    partial_tokens: Handle = None
+    partial_tokens: DataKey | None = None
     result: GroupResult | None = None
-    columns: dict[str, Handle] = field(default_factory=dict)
+    columns: dict[str, tuple[float, ...]] = field(default_factory=dict)
     key: AttemptKey = field(init=False)
     num_parts: int = 0
 
@@ -124,6 +124,12 @@ class Attempt:
         ended = [self.result] if self.result is not None else self.ended_parts()
         kept_tokens = sum(response.tokens for response in self.partial.values())
         return sum(part.response_tokens for part in ended) + kept_tokens
+
+    def data_keys(self) -> list[DataKey]:
+        """The keys of all its data."""
+        ended = [part.payload for part in self.ended_parts()]
+        payload = self.result.payload if self.result is not None else None
+        return [key for key in (*ended, *(payload or ()), self.partial_tokens) if key is not None]
 
     def outcome(self) -> GroupResult:
         assert self.result is not None, f"{self.key} is {self.stage}"

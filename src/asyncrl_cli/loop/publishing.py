@@ -65,6 +65,7 @@ class Publishing:
             self._rollouts.abort(run.groups.open_window())
         except AsyncrlError as error:
             run.failure.stop(error)
+        self._tasks.create_task(run.failure.guarded(run.groups.data.sweep), name="sweep")
         # After a stop nothing starts, and a hung worker would delay it.
         if run.settings.profile.placement.colocate and not run.failure.stopping:
             await self._rollouts.hand_over(to_trainer=False)

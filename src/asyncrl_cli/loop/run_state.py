@@ -17,8 +17,16 @@ from dataclasses import dataclass, field
 from asyncrl_cli.base.errors import AsyncrlError, ExecutorLost, first_error
 from asyncrl_cli.contracts.events import Observer
 from asyncrl_cli.contracts.item import Item
-from asyncrl_cli.contracts.ports import CheckpointWriter, Feed, Json, RolloutWorker, Scorer, Trainer
-from asyncrl_cli.contracts.prompt_group import Handle
+from asyncrl_cli.contracts.ports import (
+    CheckpointWriter,
+    DataStore,
+    Feed,
+    Json,
+    RolloutWorker,
+    Scorer,
+    Trainer,
+)
+from asyncrl_cli.contracts.prompt_group import DataKey
 from asyncrl_cli.loop.admission import Admission
 from asyncrl_cli.loop.changes import Changes
 from asyncrl_cli.loop.evals import Evaluator
@@ -32,18 +40,19 @@ from asyncrl_cli.profile.arithmetic import REWARD, LoopSettings
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResumeFrom:
-    """What a checkpoint holds for the loop: its state, and the payload handles in the order that
+    """What a checkpoint holds for the loop: its state, and the keys of its data in the order that
     `group_states.restore` expects. `continues`: whether the engine can continue responses that had not ended;
     else they start again."""
 
     loop_state: Json
-    payloads: Sequence[tuple[Handle, ...]]
+    payloads: Sequence[tuple[DataKey, ...]]
     continues: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class World:
-    """The ports that a run is wired to. `eval_sets`: items by set name; "" is the held-out split."""
+    """The ports that a run is wired to. `eval_sets`: items by set name; "" is the held-out split. `data`:
+    None if there is none to be cleared (tests)."""
 
     feed: Feed
     trainer: Trainer
@@ -52,6 +61,7 @@ class World:
     eval_sets: Mapping[str, Sequence[Item]] = field(default_factory=dict)
     observers: Sequence[Observer] = ()
     checkpoints: CheckpointWriter | None = None
+    data: DataStore | None = None
     resume_from: ResumeFrom | None = None
 
 
@@ -109,11 +119,11 @@ class RunState:
         self.progress = RunProgress(self.admission, world.observers)
         self.executors = Executors(world.trainer, world.workers, world.scorers, self.changes, self.progress)
         self.failure = RunFailure(self.admission, self.changes, self.progress)
-        self.groups = Groups(settings, self.admission, world.feed, self.progress.event)
+        self.groups = Groups(settings, self.admission, world.feed, self.progress.event, world.data)
         self.sync = WeightSync(slots)
         judge = next((scorer for scorer in world.scorers if scorer.name == REWARD), None)
         self.evaluator = Evaluator(
-            world.eval_sets, settings.profile, self.changes, self.progress.event, judge
+            world.eval_sets, settings.profile, self.changes, self.progress.event, judge, self.groups.data
         )
 
     @property

@@ -65,6 +65,7 @@ class Training:
         if self._run.failure.stopping:
             await self._checkpoint()
         await self._checkpointer.finish()
+        await self._run.groups.data.last_sweep()
 
     async def _next_groups(self) -> tuple[GroupResult, ...] | None:
         """Wait for R takeable groups and take them; None on a stop."""

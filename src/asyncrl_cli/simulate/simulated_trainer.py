@@ -161,8 +161,7 @@ class ScorerTimes:
 
 
 class SimulatedScorer:
-    """Implements `contracts.ports.Scorer`. A column's handle is (the scorer's name, the group's key); a
-    reward model's scores are 0."""
+    """Implements `contracts.ports.Scorer`. A reward model's scores are 0."""
 
     def __init__(self, name: str, times: ScorerTimes, machine: SharedMachine | None = None) -> None:
         self.name = name
@@ -180,14 +179,11 @@ class SimulatedScorer:
 
     async def score(
         self, groups: Sequence[GroupResult], items: Sequence[Mapping[str, object]]
-    ) -> tuple[Sequence[object], ExecutorReport]:
+    ) -> tuple[Sequence[tuple[float, ...]], ExecutorReport]:
         with self._meter.doing(State.BUSY):
             await self._machine.compute(self._times.score_s(groups))
             self._meter.add(scored_tokens=sum(group.response_tokens for group in groups))
-        columns = [
-            (0.0,) * len(group.trajectories) if self.name == REWARD else (self.name, group.key)
-            for group in groups
-        ]
+        columns = [(0.0,) * len(group.trajectories) if self.name == REWARD else () for group in groups]
         return columns, self._meter.report()
 
     async def judge(self, result: EvalResult, items: Sequence[Mapping[str, object]]) -> Sequence[float]:

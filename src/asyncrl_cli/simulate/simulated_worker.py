@@ -12,10 +12,12 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
 
 from asyncrl_cli.base.errors import ExecutorLost
 from asyncrl_cli.contracts.ports import EvalRequest, EvalResult, PartialResult, WorkerUpdate
-from asyncrl_cli.contracts.prompt_group import AttemptKey, PartKey, PartRequest, PartResult
+from asyncrl_cli.contracts.prompt_group import AttemptKey, DataKey, PartKey, PartRequest, PartResult
 from asyncrl_cli.contracts.weight_version import LoadReport, Published
 from asyncrl_cli.measure.meters import LongPoll, RolloutMeter
 from asyncrl_cli.profile.schema import Interrupt
@@ -25,11 +27,38 @@ from asyncrl_cli.simulate.simulated_engine import SimulatedEngine
 from asyncrl_cli.simulate.simulated_trainer import SharedMachine
 
 
+class SimulatedStore:
+    """Implements `contracts.ports.DataStore`: keys without data."""
+
+    def __init__(self) -> None:
+        self.held = dict[DataKey, None]()
+
+    def put(self, key: DataKey) -> None:
+        self.held[key] = None
+
+    def clear(self, keys: Iterable[DataKey]) -> None:
+        for key in keys:
+            self.held.pop(key, None)
+
+    @contextmanager
+    def pinned(self, keys: Collection[DataKey]) -> Iterator[None]:
+        yield
+
+    async def keys(self) -> Collection[DataKey]:
+        return [*self.held]
+
+
 class SimulatedWorker:
     """Implements `contracts.ports.RolloutWorker` on the running (virtual) loop's clock."""
 
     def __init__(
-        self, name: str, slots: int, times: WorkerTimes, seed: int, machine: SharedMachine | None = None
+        self,
+        name: str,
+        slots: int,
+        times: WorkerTimes,
+        seed: int,
+        machine: SharedMachine | None = None,
+        store: SimulatedStore | None = None,
     ) -> None:
         self.name = name
         self.slots = slots
@@ -37,6 +66,7 @@ class SimulatedWorker:
         self._rng = random.Random(f"{seed}/{name}")
         self.speed = 1 + times.decoding.speed_spread * self._rng.uniform(-1, 1)
         self._machine = machine or SharedMachine()
+        self._store = store or SimulatedStore()
         self._begin()
 
     def _begin(self) -> None:
@@ -70,6 +100,7 @@ class SimulatedWorker:
         def end(part: Responses) -> None:
             del self._parts[request.key]
             self._ended.append(part.part_result(request))
+            self._store.put(str(request.key))
             self._poll.note(is_urgent=not self._parts)
 
         self._parts[request.key] = Responses(
@@ -85,11 +116,10 @@ class SimulatedWorker:
     async def partial_responses(self) -> PartialResult:
         found = {key: part.partial_responses() for key, part in self._parts.items()}
         kept = {key: kept for key, (kept, _) in found.items() if kept}
-        return PartialResult(
-            responses=kept,
-            rest_tokens=sum(rest_tokens for _, rest_tokens in found.values()),
-            handle=self.name,
-        )
+        keys, rest_tokens = tuple(f"{key}-partial" for key in kept), sum(rest for _, rest in found.values())
+        for key in keys:
+            self._store.put(key)
+        return PartialResult(responses=kept, rest_tokens=rest_tokens, keys=keys)
 
     async def abort(self, key: AttemptKey) -> None:
         for part in [part for running, part in self._parts.items() if running.attempt == key]:

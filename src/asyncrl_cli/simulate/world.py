@@ -30,7 +30,7 @@ from asyncrl_cli.profile.arithmetic import LoopSettings, Schedule
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.simulate.costs import Costs
 from asyncrl_cli.simulate.simulated_trainer import SharedMachine, SimulatedScorer, SimulatedTrainer
-from asyncrl_cli.simulate.simulated_worker import SimulatedWorker
+from asyncrl_cli.simulate.simulated_worker import SimulatedStore, SimulatedWorker
 from asyncrl_cli.simulate.workload import Workload
 
 T = TypeVar("T")
@@ -88,8 +88,10 @@ def simulate(
             generation_ratio=workload.decoding.interference_ratio,
             training_ratio=workload.training.interference_ratio,
         )
+        store = SimulatedStore()
         workers = [
-            SimulatedWorker(f"rollout-{index}", slots, times, seed, machine) for index in range(costs.workers)
+            SimulatedWorker(f"rollout-{index}", slots, times, seed, machine, store)
+            for index in range(costs.workers)
         ]
         costs.speeds = [worker.speed for worker in workers]
         world = World(
@@ -98,6 +100,7 @@ def simulate(
             workers=workers,
             scorers=[SimulatedScorer(task, costs.scorer_times(task), machine) for task in costs.scorers],
             observers=(recorder, *observers),  # the recorder first: others may raise
+            data=store,
         )
         try:
             await Pipeline(settings, world).run()

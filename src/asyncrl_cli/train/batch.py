@@ -184,8 +184,12 @@ def build_microbatch(rows: Sequence[BatchRow], window: int, device: torch.device
         mask_BT[b, : len(segment[MASK])] = segment[MASK]
     predicted_BT = mask_BT[:, 1:]
     rows_N, positions_N = predicted_BT.nonzero()
-    logp_mu_N = np.concatenate([segment[LOGPROBS][segment[MASK]] for segment, *_ in rows])
-    versions_N = np.concatenate([segment[VERSIONS][segment[MASK]] for segment, *_ in rows])
+    # Scorers have neither: they need tokens alone.
+    absent = dict.fromkeys((LOGPROBS, VERSIONS), np.zeros(shape[1], dtype=np.int32))
+    logp_mu_N, versions_N = (
+        np.concatenate([{**absent, **one}[name][: len(one[MASK])][one[MASK]] for one, *_ in rows])
+        for name in (LOGPROBS, VERSIONS)
+    )
     advantages_N = np.array([row.advantage for row in rows], dtype=np.float32)[rows_N]
     trajectory_tokens_N = np.array([row.trajectory_tokens for row in rows])[rows_N]
     order_N = np.concatenate([row.first_token + np.arange(row.segment[MASK].sum()) for row in rows])

@@ -1,0 +1,108 @@
+"""Which data the run holds in its store, and that every key has an owner.
+
+A key belongs to a live attempt of the ledger, or is lent to a checkpoint or an eval until that ends. Whoever
+ends this clears it. The sweep, at every window and at the end, compares the store with the owners: a key
+without one is an orphan. It was left by a call that this run forgot to make, or by a worker that died before
+it could report what it had put. Orphans are cleared and counted (`data/orphans`).
+
+A worker puts a part before it reports it, so a key may have no owner for a moment, if its group was given up
+meanwhile. It is an orphan only if two sweeps in a row see it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+
+from asyncrl_cli.contracts.ports import DataStore
+from asyncrl_cli.contracts.prompt_group import AttemptKey, DataKey, attempt_of
+from asyncrl_cli.loop.ledger import Attempt, Ledger
+
+MOST_REMEMBERED = 4096
+"""Ended attempts whose last event an orphan's warning can name."""
+SETTLE_S = 0.5
+"""How long a worker's report may take that is under way as the run ends."""
+
+
+class DataKeys:
+    def __init__(self, store: DataStore | None, ledger: Ledger, event: Callable[..., None]) -> None:
+        """Without a store there is nothing to clear. `event(name, **fields)` notifies the observers."""
+        self.orphans = 0
+        self._store = store
+        self._ledger = ledger
+        self._event = event
+        self._lent: set[DataKey] = set()
+        self._unowned: set[DataKey] = set()
+        """As the last sweep saw it."""
+        self._ends: dict[AttemptKey, str] = {}
+
+    def clear(self, keys: Iterable[DataKey | None]) -> None:
+        if self._store is not None:
+            self._store.clear([key for key in keys if key is not None])
+
+    def release(self, attempt: Attempt, end: str) -> None:
+        """The attempt has ended, with this event."""
+        self._ends[attempt.key] = end
+        if len(self._ends) > MOST_REMEMBERED:
+            del self._ends[next(iter(self._ends))]
+        self.clear(attempt.data_keys())
+
+    @contextmanager
+    def lent(self, keys: Iterable[DataKey]) -> Iterator[None]:
+        """These keys, which no attempt owns, are needed until the end of the block, and are cleared then."""
+        keys = {*keys}
+        self._lent |= keys
+        try:
+            yield
+        finally:
+            self._lent -= keys
+            self.clear(keys)
+
+    @contextmanager
+    def pinned(self, keys: Iterable[DataKey]) -> Iterator[None]:
+        """The data of these keys outlives a `clear` until the end of the block."""
+        if self._store is None:
+            yield
+            return
+        with self._store.pinned([*keys]):
+            yield
+
+    async def sweep(self) -> None:
+        if self._store is None:
+            return
+        unowned = {key for key in await self._store.keys() if not self._is_owned(key)}
+        orphans = sorted(unowned & self._unowned)
+        self._unowned = unowned.difference(orphans)
+        if orphans:
+            self.orphans += len(orphans)
+            self.clear(orphans)
+            key, num_keys = orphans[0], len(orphans)
+            left = (
+                self._ends.get(attempt_of(key), "a part that no worker reported") if "@" in key else "an eval"
+            )
+            self._event("orphans", keys=num_keys, first=key, left_by=left)
+            what = f"{num_keys} keys of the data store" if num_keys > 1 else f"{key} of the data store"
+            message = f"{what} had no owner and was cleared; the first was left by: {left}"
+            self._event("warning", message=message)
+
+    async def last_sweep(self) -> None:
+        """As the run ends. Sweeps again if a report may be under way."""
+        await self.sweep()
+        if self._unowned:
+            await asyncio.sleep(SETTLE_S)
+            await self.sweep()
+
+    def _is_owned(self, key: DataKey) -> bool:
+        if key in self._lent:
+            return True
+        if "@" not in key:
+            return False
+        attempt, ledger = attempt_of(key), self._ledger
+        owner = next(
+            (one[attempt] for one in (ledger.running, ledger.finished, ledger.training) if attempt in one),
+            None,
+        )
+        if owner is None:
+            return False
+        return key in owner.data_keys() or any(str(part.key) == key for part in owner.running_parts())
