@@ -12,7 +12,8 @@ from typing import Any
 from asyncrl_cli.contracts.environment import RewardSpec
 from asyncrl_cli.contracts.prompt_group import AttemptKey, GroupResult, TrajectoryMeta
 from asyncrl_cli.data.sample_fields import BUILT_IN, NOT_SAMPLED
-from asyncrl_cli.data.trajectories import GroupPayload, segment_of, trajectory_of
+from asyncrl_cli.data.store import Store
+from asyncrl_cli.data.trajectories import segment_of, trajectory_of
 from asyncrl_cli.plan.cluster import ClusterResources, NodeResources
 from asyncrl_cli.plan.compiler import compile_job
 from asyncrl_cli.plan.job_plan import JobPlan
@@ -70,11 +71,8 @@ def make_model(directory: Path) -> Path:
     return directory
 
 
-def made_up_group(number: int, n: int) -> GroupResult:
-    """Group `number`: its `n` responses go on with the prompt's tokens; every second one has reward 1. Ray
-    must be connected."""
-    import ray
-
+def made_up_group(number: int, n: int, store: Store) -> GroupResult:
+    """Group `number`: its `n` responses go on with the prompt's tokens; every second one has reward 1."""
     metas, trajectories = [], []
     for index in range(n):
         prompt, length = [[4, 5, 6], [7, 8]][number % 2], (5, 9, 3, 7)[index % 4]
@@ -90,8 +88,10 @@ def made_up_group(number: int, n: int) -> GroupResult:
         )
         trajectories.append(trajectory_of((segment,), BUILT_IN, **end))
     key = AttemptKey(str(number), 0, 0)
-    payload = ray.put(GroupPayload(uid=key.uid, epoch=0, attempt=0, trajectories=tuple(trajectories)))
-    return GroupResult(key=key, trajectories=tuple(metas), failures=(), failed_tokens=0, payload=(payload,))
+    store.hold(store.put(f"{key}/0", trajectories))
+    return GroupResult(
+        key=key, trajectories=tuple(metas), failures=(), failed_tokens=0, payload=(f"{key}/0",)
+    )
 
 
 def make_classifier(directory: Path) -> Path:

@@ -12,6 +12,7 @@ import pytest
 
 from asyncrl_cli.base.errors import ConfigError, ExecutorLost
 from asyncrl_cli.contracts.ports import LoopSnapshot
+from asyncrl_cli.data.store import LocalStore
 from asyncrl_cli.job import driver_run
 from asyncrl_cli.job.driver_ranks import RayScorer, RayTrainer
 from asyncrl_cli.job.driver_rollout import RayRolloutWorker
@@ -163,13 +164,13 @@ def test_a_call_that_hangs_names_the_key_of_its_own_limit(key, call, tmp_path):
     profile = profile.model_copy(update={"checkpoint": CheckpointSection(timeout_s=0.05)})
 
     async def main() -> None:
-        trainer = RayTrainer(lambda: [Hanging()], profile, samples_dir=tmp_path)
+        trainer = RayTrainer(lambda: [Hanging()], profile, LocalStore(), samples_dir=tmp_path)
         worker, critic = (
-            RayRolloutWorker("rollout-0", Hanging, profile),
-            RayScorer("critic", lambda: [Hanging()], profile),
+            RayRolloutWorker("rollout-0", Hanging, profile, LocalStore()),
+            RayScorer("critic", lambda: [Hanging()], profile, LocalStore()),
         )
         trainer.shares = critic.shares = shares  # type: ignore[method-assign]
-        trainer.chosen_samples = lambda *args: None  # type: ignore[method-assign, assignment, return-value]
+        trainer.chosen_samples = lambda *args: ([], None)  # type: ignore[method-assign, assignment, return-value]
         await call(trainer, worker, critic)
 
     with pytest.raises(ExecutorLost, match=f"took longer than {key} = 0.05 s") as lost:

@@ -20,6 +20,7 @@ from ray.exceptions import ActorDiedError
 
 from asyncrl_cli.base.errors import ConfigError, ExecutorFailed, ExecutorLost
 from asyncrl_cli.base.named_code import engine_kind
+from asyncrl_cli.data.store import LocalStore
 from asyncrl_cli.engines.vllm.engine_processes import END_TIMEOUT_S
 from asyncrl_cli.engines.vllm.launch import set_environment, weight_backend
 from asyncrl_cli.engines.vllm.rank_zero import NcclLinks
@@ -146,8 +147,10 @@ class Driver:
             leave=remote(lambda worker: self.calls.append(("leave", worker))),
         )
         profile = direct_profile(transport)
-        self.trainer = RayTrainer(lambda: [self.trainer_actor], profile, samples_dir=Path("samples"))
-        self.worker = RayRolloutWorker(WORKER, self._make_actor, profile)
+        self.trainer = RayTrainer(
+            lambda: [self.trainer_actor], profile, LocalStore(), samples_dir=Path("samples")
+        )
+        self.worker = RayRolloutWorker(WORKER, self._make_actor, profile, LocalStore())
 
     def _make_actor(self) -> Any:
         self.calls.append("made")
@@ -219,7 +222,7 @@ def test_each_wait_outlasts_the_waits_inside_it_so_that_who_knows_most_speaks_fi
         await link.broadcast(1, {})
         await link.join(Meeting(host="10.0.0.7", port=2345, world_size=2, wire_bytes=1))
         await link.leave()
-        worker = RayRolloutWorker(WORKER, lambda: actor, profile, workers)
+        worker = RayRolloutWorker(WORKER, lambda: actor, profile, LocalStore(), workers)
         await worker.connect(actor)
         await worker.load(1, interrupt)
 

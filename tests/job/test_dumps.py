@@ -10,6 +10,7 @@ import logging
 import pytest
 
 from asyncrl_cli.base.errors import ExecutorFailed, ExecutorLost
+from asyncrl_cli.data.store import LocalStore
 from asyncrl_cli.job import rank_host
 from asyncrl_cli.job.driver_ranks import RayTrainer
 from asyncrl_cli.job.rank_host import RankHost
@@ -32,7 +33,7 @@ def test_failed_dumps_are_warned_of_once_and_counted(caplog, tmp_path):
         written.append(step)
 
     async def main() -> int:
-        trainer = RayTrainer(list, small_profile(), samples_dir=tmp_path, warn=warnings.append)
+        trainer = RayTrainer(list, small_profile(), LocalStore(), samples_dir=tmp_path, warn=warnings.append)
         for step in (1, 2, 3, 4):
             await trainer.begin_dump(step, lambda step=step: dump(step))
         await trainer.finish_dumps()
@@ -58,7 +59,7 @@ def test_what_is_no_failure_of_a_dump_is_not_swallowed(tmp_path):
         raise AssertionError("a bug")
 
     async def main() -> None:
-        trainer = RayTrainer(list, small_profile(), samples_dir=tmp_path)
+        trainer = RayTrainer(list, small_profile(), LocalStore(), samples_dir=tmp_path)
         await trainer.begin_dump(1, broken)
         await trainer.finish_dumps()
 

@@ -17,11 +17,12 @@ from ray.exceptions import ActorDiedError, RaySystemError, RayTaskError
 from asyncrl_cli.base.errors import ExecutorFailed, ExecutorLost
 from asyncrl_cli.contracts.ports import WorkerUpdate
 from asyncrl_cli.contracts.prompt_group import AttemptKey, PartKey, PartRequest, PartResult, TrajectoryFailure
-from asyncrl_cli.data.trajectories import GroupPayload
+from asyncrl_cli.data.store import LocalStore, Stored
+from asyncrl_cli.data.trajectories import HEADS, Trajectory
 from asyncrl_cli.envs.group_runner import PartDesk
 from asyncrl_cli.job.driver_rollout import SETTLE_S, PartExchange, RayRolloutWorker
 from asyncrl_cli.job.ray.calls import Limit, answer
-from asyncrl_cli.job.rollout_host import PARTS_PER_ANSWER, RolloutHost
+from asyncrl_cli.job.rollout_host import OBJECTS_PER_ANSWER, RolloutHost
 from asyncrl_cli.measure.meters import DEBOUNCE_S, POLL_S, LongPoll
 from asyncrl_cli.measure.states import ExecutorReport, State
 from asyncrl_cli.simulate.world import run_virtual
@@ -48,7 +49,7 @@ class Runner:
 
     async def run(
         self, request: PartRequest, on_sequence: Callable[[int], None]
-    ) -> tuple[PartResult, GroupPayload]:
+    ) -> tuple[PartResult, Stored]:
         now = asyncio.get_running_loop().time
         key, seconds = request.key, self._takes_s(request)
         assert key not in self.begun, f"{key} was begun twice"
@@ -64,9 +65,9 @@ class Runner:
             trajectories=(),
             failures=(TrajectoryFailure("reward", str(key)),),
             failed_tokens=0,
-            payload=None,
+            payload=str(key),
         )
-        return result, GroupPayload(uid=str(key), epoch=0, attempt=0, trajectories=())
+        return result, LocalStore().put(str(key), (Trajectory(values={"of": str(key)}),))
 
     async def abort(self, key: AttemptKey) -> None:
         assert key in {begun.attempt for begun in self.begun}, f"the abort of {key} came before its requests"
@@ -79,6 +80,7 @@ class Actor(RolloutHost):
     def __init__(self, runner: Any) -> None:
         self._name = "rollout-0"
         self._runner = runner
+        self._partial = {}
         self._changes = LongPoll()
         self._desk = PartDesk(runner.run, self._changes)
 
@@ -114,7 +116,7 @@ class _Remote:
         whole.add_done_callback(self._handle.under_way.discard)
         if self._name != "exchange":
             return whole
-        return [object_of(whole, index) for index in range(1 + PARTS_PER_ANSWER)]
+        return [object_of(whole, index) for index in range(1 + OBJECTS_PER_ANSWER)]
 
     async def _call(self, args: tuple[Any, ...]) -> Any:
         try:
@@ -209,7 +211,7 @@ def exchange_with(takes_s: Takes) -> tuple[PartExchange, Handle, Runner]:
 def exchange_of(actor: Actor) -> tuple[PartExchange, Handle]:
     handle = Handle(actor)
     bounded = partial(answer, executor="rollout-0", limit=Limit(CALL_TIMEOUT_S, "rollout.call_timeout_s"))
-    return PartExchange(handle, lambda pending, call: bounded(pending, call=call)), handle
+    return PartExchange(handle, lambda pending, call: bounded(pending, call=call), LocalStore()), handle
 
 
 @pytest.mark.parametrize("seed", range(16))
@@ -234,8 +236,9 @@ def test_every_part_comes_back_once_with_its_own_arrays_and_calls_do_not_grow_wi
         async with followed(exchange) as follower:
             await asyncio.gather(*map(run, requests))
         for key, (result, _) in follower.ended.items():
-            payload = await result.payload
-            assert (key, payload.uid, result.failures) == (
+            (stored,) = exchange.store.stored([str(key)])
+            ((_, values),) = (await stored.pieces[0].content)[HEADS]
+            assert (key, values["of"], result.failures) == (
                 result.key,
                 str(key),
                 (TrajectoryFailure("reward", str(key)),),
@@ -247,9 +250,9 @@ def test_every_part_comes_back_once_with_its_own_arrays_and_calls_do_not_grow_wi
         idle_times = sum(duration < 0.02 for duration in durations) + num_parts / at_once
         assert (
             handle.calls.count("exchange")
-            <= 2 + whole_s / DEBOUNCE_S + num_parts / PARTS_PER_ANSWER + idle_times
+            <= 2 + whole_s / DEBOUNCE_S + num_parts / OBJECTS_PER_ANSWER + idle_times
         )
-        answers = at_once / PARTS_PER_ANSWER + 2
+        answers = at_once / OBJECTS_PER_ANSWER + 2
         late_s = [came_s - runner.ended[key] for key, (_, came_s) in follower.ended.items()]
         assert max(late_s) <= DEBOUNCE_S + answers * (2 * WAY_S + SETTLE_S + 0.001)
 
@@ -277,7 +280,9 @@ def test_many_parts_that_end_together_come_one_answer_after_the_other():
             await follower.run(*map(part, range(24)))
             return asyncio.get_running_loop().time() - max(runner.ended.values())
 
-    assert run_virtual(main()) == pytest.approx(WAY_S + (24 / PARTS_PER_ANSWER - 1) * (2 * WAY_S + SETTLE_S))
+    assert run_virtual(main()) == pytest.approx(
+        WAY_S + (24 / OBJECTS_PER_ANSWER - 1) * (2 * WAY_S + SETTLE_S)
+    )
 
 
 def test_a_request_does_not_wait_for_an_answer_that_is_not_due():
@@ -388,7 +393,7 @@ def test_the_limit_of_a_load_counts_from_the_end_of_its_drain():
 
         actor.report, actor.load = next_update, never_ends  # type: ignore[method-assign, assignment]
         profile = small_profile(weights={"timeout_s": 100.0})
-        worker = RayRolloutWorker("rollout-0", lambda: Handle(actor), profile)
+        worker = RayRolloutWorker("rollout-0", lambda: Handle(actor), profile, LocalStore())
         async with followed(worker):
             with pytest.raises(ExecutorLost) as lost:
                 await worker.load(4, "drain")
@@ -419,7 +424,7 @@ def test_an_abort_never_overtakes_the_requests_of_its_group():
     async def main() -> list[AttemptKey]:
         runner = Runner(lambda request: 1.0)
         handle = Handle(Actor(runner))
-        worker = RayRolloutWorker("rollout-0", lambda: handle, small_profile())
+        worker = RayRolloutWorker("rollout-0", lambda: handle, small_profile(), LocalStore())
         async with followed(worker) as follower:
             for index, wait_s in enumerate((0.0, 0.0005, 0.05)):  # before, in and after the first exchange
                 parts = part(index, 0), part(index, 1)
@@ -438,7 +443,7 @@ def test_a_node_that_ray_cannot_tell_of_counts_as_living(monkeypatch, caplog):
         raise RaySystemError("Failed to connect to GCS")
 
     monkeypatch.setattr("ray.nodes", no_answer)
-    worker = RayRolloutWorker("rollout-0", lambda: None, small_profile())
+    worker = RayRolloutWorker("rollout-0", lambda: None, small_profile(), LocalStore())
     assert asyncio.run(worker.node_is_gone()) is False
     assert "cannot tell whether the node of rollout-0 is gone" in caplog.text
 
@@ -449,7 +454,7 @@ def test_parts_that_are_ended_by_a_stop_are_no_failures(caplog):
     class Closing(Runner):
         async def run(
             self, request: PartRequest, on_sequence: Callable[[int], None]
-        ) -> tuple[PartResult, GroupPayload]:
+        ) -> tuple[PartResult, Stored]:
             try:
                 return await super().run(request, on_sequence)
             except asyncio.CancelledError:
@@ -463,7 +468,7 @@ def test_parts_that_are_ended_by_a_stop_are_no_failures(caplog):
         await asyncio.sleep(1.0)
         await desk.close()
         assert desk.freed_slots == {}
-        assert desk.take(PARTS_PER_ANSWER) == []
+        assert desk.take(OBJECTS_PER_ANSWER) == []
 
     run_virtual(main())
     assert caplog.records == []

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from asyncrl_cli.base.errors import ExecutorFailed
+from asyncrl_cli.data.store import LocalStore
 from asyncrl_cli.job import driver_crew, driver_run
 from asyncrl_cli.job.driver_ranks import RayTrainer
 from asyncrl_cli.job.driver_run import Run
@@ -53,7 +54,7 @@ def test_a_stop_does_not_wait_for_a_dump_that_hangs(caplog, tmp_path):
         await asyncio.Event().wait()
 
     async def main() -> None:
-        trainer = RayTrainer(list, small_profile(), samples_dir=tmp_path)
+        trainer = RayTrainer(list, small_profile(), LocalStore(), samples_dir=tmp_path)
         await trainer.begin_dump(1, hang)
         await trainer.stop(0.01)
 

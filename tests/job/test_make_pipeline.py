@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from asyncrl_cli.checkpoint.run_directory import RunDirectory
+from asyncrl_cli.data.store import LocalStore
 from asyncrl_cli.job import driver_loop
 from asyncrl_cli.loop.run_state import World
 from asyncrl_cli.profile.loaded import load
@@ -26,7 +27,9 @@ def test_kept_responses_start_again_if_the_engine_would_miss_a_stop_string_that_
     monkeypatch.setattr(driver_loop, "Pipeline", lambda settings, world: given.append(world))
     task = SimpleNamespace(train=[{"uid": "a", "metadata": {}}], eval=[], eval_sets={})
     checkpoint = SimpleNamespace(step=2, version=1, loop_state={})
-    crew: Any = SimpleNamespace(trainer=SimpleNamespace(write=None), workers=[], scorers=[], payloads=[])
+    crew: Any = SimpleNamespace(
+        trainer=SimpleNamespace(write=None), workers=[], scorers=[], payloads=[], store=LocalStore()
+    )
     observers = SimpleNamespace(live=SimpleNamespace(recall=lambda evals: None))
     profile: Any = load("base", sets, environ={}).profile
     driver_loop.make_pipeline(profile, RunDirectory(tmp_path), task, crew, observers, checkpoint)  # type: ignore[arg-type]

@@ -117,7 +117,8 @@ async def _first_attempt(plan: Any, profile: Any, model_dir: Path, tmp_path: Pat
             assert group.key == AttemptKey(f"p{index}", 0, 0)
             assert len(group.trajectories) == 4
             assert all(meta.version_tokens == ((0, meta.response_tokens),) for meta in group.trajectories)
-        await _nothing_passes_through_the_driver([result.payload for result in (*left, *right)])
+        stored = crew.store.stored([result.payload for result in (*left, *right)])
+        await _nothing_passes_through_the_driver([piece.content for one in stored for piece in one.pieces])
         began_s = time.monotonic()
         report, executor = await trainer.train(batch_of(groups[:2], step=1))
         print("train", time.monotonic() - began_s, report.train_s)

@@ -4,6 +4,7 @@ replaced."""
 from __future__ import annotations
 
 import asyncio
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,8 @@ import pytest
 
 from asyncrl_cli.base.errors import ExecutorLost
 from asyncrl_cli.contracts.ports import LoopSnapshot
-from asyncrl_cli.contracts.prompt_group import TrainBatch
+from asyncrl_cli.contracts.prompt_group import GroupResult, TrainBatch
+from asyncrl_cli.data.ray_store import RayStore
 from asyncrl_cli.profile.algorithm_section import RewardModelSection
 from asyncrl_cli.profile.schema import AlgorithmSection
 
@@ -45,31 +47,35 @@ async def _score_and_train(plan: Any, profile: Any, model_dir: Path, tmp_path: P
     from asyncrl_cli.job.ray.placement import placed
     from asyncrl_cli.models.model_directory import further_models
 
-    groups = tuple(made_up_group(number, profile.rollout.n) for number in range(2))
+    store = RayStore()
+    groups = tuple(made_up_group(number, profile.rollout.n, store) for number in range(2))
     items = [{"prompt": "1+1"}, {"prompt": "2+"}]
     where = {"model_dir": model_dir, "run_dir": tmp_path, "log_dir": tmp_path}
     further = further_models(profile, model_dir)
-    order = CrewOrder(plan=plan, profile=profile, further=further, reward=REWARD, **where)
+    order = CrewOrder(plan=plan, profile=profile, further=further, reward=REWARD, store=store, **where)
     async with placed(plan, timeout_s=60.0) as options:
         trainer = make_trainer(order, options)
         scorers = {task: make_scorer(task, order, options) for task in plan.scorers}
         await asyncio.gather(trainer.start(), *(scorer.start() for scorer in scorers.values()))
         await trainer.gather(0)
         await scorers["prox"].load(await trainer.publish(0))
-        columns = {}
+        rewards = []
         for task, scorer in scorers.items():
-            columns[task], report = await scorer.score(groups, items)
+            returned, report = await scorer.score(groups, items)
+            rewards = returned if task == "reward" else rewards
             assert report.sums["scored_tokens"] == sum(group.response_tokens for group in groups)
-        rewards = columns.pop("reward")
         assert [len(scores) for scores in rewards] == [len(group.trajectories) for group in groups]
         assert len({score for scores in rewards for score in scores}) > 1
-        for of in columns.values():
-            lengths = [[len(column) for column in ray.get(handle)] for handle in of]
-            assert lengths == [[meta.response_tokens for meta in group.trajectories] for group in groups]
-        handles = {
-            group.key: {task: of[index] for task, of in columns.items()} for index, group in enumerate(groups)
-        }
-        batch = TrainBatch(step=1, window=0, step_in_window=0, groups=groups, columns=handles)
+
+        def column_of(group: GroupResult, name: str) -> list[list[float]]:
+            (found,) = store.get(store.stored(group.payload or ()), [name])
+            return [one.per_sampled[name].tolist() for one in found]
+
+        columns = [name for name in scorers if name != "reward"]
+        for name, group in product(columns, groups):
+            lengths = [len(values) for values in column_of(group, name)]
+            assert lengths == [meta.response_tokens for meta in group.trajectories]
+        batch = TrainBatch(step=1, window=0, step_in_window=0, groups=groups, columns=tuple(columns))
         trained, _ = await trainer.train(batch)
         # the reference is the policy's first weights
         assert trained.metrics["ref/kl"].value == pytest.approx(0.0, abs=1e-9)
@@ -81,9 +87,10 @@ async def _score_and_train(plan: Any, profile: Any, model_dir: Path, tmp_path: P
         with pytest.raises(ExecutorLost, match="ref failed"):
             await scored_until_it_fails(ref, groups, items)
         await ref.restart()
-        again, _ = await ref.score(groups[1:], items[1:])
-        for before, after in zip(ray.get(columns["ref"][1]), ray.get(again[0]), strict=True):
-            assert after == pytest.approx(before, abs=1e-5)
+        before = column_of(groups[1], "ref")
+        await ref.score(groups[1:], items[1:])
+        for old, new in zip(before, column_of(groups[1], "ref"), strict=True):
+            assert new == pytest.approx(old, abs=1e-5)
         await asyncio.gather(trainer.stop(5.0), *(scorer.stop(5.0) for scorer in scorers.values()))
 
 
@@ -111,21 +118,24 @@ async def _learn_and_restore(plan: Any, profile: Any, model_dir: Path, tmp_path:
     from asyncrl_cli.job.driver_crew import CrewOrder, make_scorer, make_trainer
     from asyncrl_cli.job.ray.placement import placed
 
-    groups = tuple(made_up_group(number, profile.rollout.n) for number in range(2))
+    store = RayStore()
+    groups = tuple(made_up_group(number, profile.rollout.n, store) for number in range(2))
     where = {"model_dir": model_dir, "run_dir": tmp_path, "log_dir": tmp_path}
-    order = CrewOrder(plan=plan, profile=profile, further={}, reward=REWARD, **where)
+    order = CrewOrder(plan=plan, profile=profile, further={}, reward=REWARD, store=store, **where)
     async with placed(plan, timeout_s=60.0) as options:
         critic = make_scorer("critic", order, options)
         trainer = make_trainer(order, options, critic)
         await asyncio.gather(trainer.start(), critic.start())
 
         async def values() -> list[float]:
-            columns, _ = await critic.score(groups, [])
-            return [float(value) for handle in columns for column in ray.get(handle) for value in column]
+            await critic.score(groups, [])
+            found = store.get(
+                store.stored([key for group in groups for key in group.payload or ()]), ["critic"]
+            )
+            return [float(value) for one in found for t in one for value in t.per_sampled["critic"]]
 
-        columns, _ = await critic.score(groups, [])
-        handles = {group.key: {"critic": columns[index]} for index, group in enumerate(groups)}
-        batch = TrainBatch(step=1, window=0, step_in_window=0, groups=groups, columns=handles)
+        await critic.score(groups, [])
+        batch = TrainBatch(step=1, window=0, step_in_window=0, groups=groups, columns=("critic",))
         (trained, _), (learned, report) = await asyncio.gather(trainer.train(batch), critic.learn(batch))
         assert "critic/loss" in learned.metrics
         assert not any(name.startswith("critic") for name in (*trained.metrics, *trained.column_s))

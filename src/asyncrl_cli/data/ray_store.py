@@ -4,9 +4,10 @@ A key's data is one object or, above `SPLIT_BYTES`, one for each field, so that 
 needs. Objects arrive as views of shared memory: nothing is copied before the microbatch.
 
 The driver owns them, so they survive the worker that made them: a worker's `put` only packs, and the answer
-to a call of the driver brings the objects (`shipped`) as further objects of that call. Those of more than 100
-KB go to the object store, never through the driver; smaller ones Ray brings within the answer. (`ray.put` in
-the worker would make the worker their owner: its death would take all groups that had ended there.)
+to a call of the driver brings the objects (`shipped`) as further objects of that call. They go to the object
+store, never through the driver. (On a cluster that asyncrl has not started, Ray brings those of less than
+100 KB within the answer.) `ray.put` in the worker would make the worker their owner: its death would take all
+groups that had ended there.
 """
 
 from __future__ import annotations

@@ -74,7 +74,7 @@ class PartExchange:
     ) -> None:
         self._actor = actor
         self._answer = answer
-        self._store = store
+        self.store = store
         self._outgoing: list[PartRequest] = []
         self.num_parts = 0
         """Requested, and not yet ended."""
@@ -115,14 +115,14 @@ class PartExchange:
                 self._ran_s[int(report.gauges["version"])] = asyncio.get_running_loop().time()
         self.num_parts -= len(update.ended)
         for one in received(stored, refs):
-            self._store.hold(one)
+            self.store.hold(one)
         return update
 
     def _taken(self) -> tuple[list[PartRequest], dict[DataKey, Stored]]:
         """The waiting requests, and what it takes to get the data that they continue from."""
         taken, self._outgoing = self._outgoing, []
         keys = [one.partial_tokens for one in taken if one.partial and one.partial_tokens is not None]
-        return taken, dict(zip(keys, self._store.stored(keys), strict=True))
+        return taken, dict(zip(keys, self.store.stored(keys), strict=True))
 
 
 class RayRolloutWorker:

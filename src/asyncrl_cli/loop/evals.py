@@ -199,12 +199,12 @@ class Evaluator:
     async def _judged(self, tries: Sequence[EvalTry], result: EvalResult) -> tuple[EvalOutcome, ...]:
         """The outcomes, with the scores of the reward model, if there is one, added. If it is lost meanwhile,
         these trajectories count as failed; scorer_tasks.py restarts it or stops the run."""
-        if self._judge is None or self._data is None or result.payload is None:
+        if self._judge is None or self._data is None:
             return result.outcomes
         both, weight = zip(tries, result.outcomes, strict=True), self._profile.reward_model.weight
         items = [entry.item for entry, outcome in both if not isinstance(outcome, TrajectoryFailure)]
         try:
-            with self._data.lent([result.payload]):
+            with self._data.lent([result.payload] if result.payload is not None else []):
                 scores = iter(await self._judge.judge(result, items) if items else ())
         except ExecutorLost as error:
             lost = TrajectoryFailure("reward", str(error))

@@ -14,7 +14,7 @@ from asyncrl_cli.loop.run_state import ResumeFrom
 
 def resume_from(snapshot: LoopSnapshot, state: Mapping[str, Any]) -> ResumeFrom:
     """What a checkpoint gives back: its arrays, and those of what running groups had."""
-    payloads = [*snapshot.payloads, *((f"so far of {key}",) for key in snapshot.partial_groups)]
+    payloads = [*snapshot.payloads, *((f"{key}/so-far",) for key in snapshot.partial_groups)]
     return ResumeFrom(loop_state=state, payloads=payloads)
 
 

@@ -57,9 +57,8 @@ class StepWatch:
             tokens = sum(meta.response_tokens for meta in group.trajectories)
             is_own = group.payload == live.payload and tokens == live.tokens
             check(is_own, "ledger", f"{key} is trained on what another group generated")
-            columns = {name: column for name, column in live.columns.items() if name != "reward"}
-            has_all = dict(batch.columns[key]) == columns and books.is_scored(key)
-            check(has_all, "scores", f"{key} is trained with the columns {batch.columns[key]}")
+            has_all = {*batch.columns} == {*live.columns} - {"reward"} and books.is_scored(key)
+            check(has_all, "scores", f"{key} is trained with the columns {batch.columns}")
             rewards = tuple(meta.reward for meta in group.trajectories)
             is_rewarded = rewards == self._ledger.rewarded.get(key, rewards)
             check(is_rewarded, "scores", f"{key} is trained with the rewards {rewards}")
