@@ -546,7 +546,7 @@ async def test_aborted_evals_end_soon_and_leave_groups_alone(model_dir: Path, ha
         rewards.hangs = False
         beside = asyncio.create_task(runner.run(group(), lambda finished: None))
         await runner.abort(None)
-        result = await evaluating
+        result, _ = await evaluating
         assert len((await beside)[0].trajectories) == 8
     assert len(result.outcomes) == 40
     assert {outcome.kind for outcome in result.outcomes if isinstance(outcome, TrajectoryFailure)} == {
@@ -616,7 +616,7 @@ async def test_a_part_goes_on_in_another_engine_where_a_checkpoint_found_it(
         assert ours.values == theirs.values
         (segment,), (expected,) = ours.segments(), theirs.segments()
         for name in ("tokens", "versions", "mask"):
-            np.testing.assert_array_equal(getattr(segment, name), getattr(expected, name))
+            np.testing.assert_array_equal(segment[name], expected[name])
         np.testing.assert_allclose(segment["logprobs"], expected["logprobs"], atol=1e-4)
 
 
