@@ -1,7 +1,7 @@
-"""Writes the references of docs/ that are made of the code: every key, every metric, and what is said about
-mistakes.
+"""Writes the references of docs/ that are made of the code: every key, every metric, every built-in field,
+and what is said about mistakes.
 
-    # after a change of a key, of observe/meanings.toml or of a tested mistake
+    # after a change of a key, of a field, of observe/meanings.toml or of a tested mistake
     python -m docs.make.references
 
 A test fails while a page is not as this would write it.
@@ -21,6 +21,7 @@ from tests.profile.test_check import CONFLICTS
 from asyncrl_cli.base import errors
 from asyncrl_cli.base.errors import ConfigError
 from asyncrl_cli.cli.app import run
+from asyncrl_cli.data.sample_fields import FIELDS, Field
 from asyncrl_cli.observe.run_lines import meanings
 from asyncrl_cli.profile.keys import keys, sections
 from asyncrl_cli.profile.loaded import load
@@ -80,6 +81,24 @@ def mistakes() -> str:
     )
 
 
+def fields() -> str:
+    rows = (
+        f"| `{one.name}` | {one.per} | {one.by} | {f'`{one.dtype}`' if one.is_array else 'JSON'} | "
+        f"{', '.join(_places(one))} | {one.doc} |"
+        for one in FIELDS
+    )
+    return "\n".join(["| field | per | written by | type | in | |", "|---|---|---|---|---|---|", *rows, ""])
+
+
+def _places(one: Field) -> Iterator[str]:
+    if one.in_checkpoints:
+        yield "checkpoints"
+    if one.in_samples:
+        yield "samples"
+    if one.in_losses or one.by == "scorer":
+        yield "losses"
+
+
 def _sets(sets: Sequence[str]) -> str:
     return " ".join(
         f"--set '{text}'" if re.search(r"[\[\]{} \"]", text) else f"--set {text}" for text in sets
@@ -121,6 +140,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "configuration.md": configuration,
     "metrics.md": metrics,
     "errors.md": mistakes,
+    "data.md": fields,
 }
 
 
