@@ -43,6 +43,7 @@ WRONG = {
         "FIELDS = [Field(name='tokens', per='group', by='engine')]",
         "field tokens is declared twice",
     ),
+    "has a taken name": ("FIELDS = [Field(name='advantages', per='token', by='engine')]", "name is taken"),
     "is of a trainer for a prompt": (
         "FIELDS = [Field(name='x', per='token', by='trainer')]",
         "the trainer writes one number per sampled token",

@@ -35,6 +35,8 @@ from asyncrl_cli.profile.schema import Profile
 Per = Literal["token", "sampled", "segment", "trajectory", "group"]
 Writer = Literal["engine", "environment", "reward", "scorer", "trainer"]
 GROUP = "asyncrl.fields"
+RESERVED = ("penalties", "advantages", "returns", "trainer_logprobs")
+"""Columns of a train step, and of dumps, that are no fields."""
 HINT = 'it names a sequence of asyncrl_cli.data.sample_fields.Field, for example "my_fields:FIELDS"'
 NOT_SAMPLED = -1
 """Version of a token that no policy sampled (prompt, tool output)."""
@@ -197,6 +199,8 @@ def schema_of(profile: Profile) -> Schema:
             for field in load():
                 if not isinstance(field, Field):
                     raise ValueError(f"{field!r:.80} is not a Field")
+                if field.name in RESERVED:
+                    raise ValueError(f"field {field.name}: the name is taken")
                 fields.append(field)
             Schema(fields)
         except Exception as error:  # a user's module may raise anything

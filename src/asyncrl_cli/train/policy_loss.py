@@ -78,11 +78,10 @@ class PolicyLoss:
         algorithm, batch = self._algorithm, self._batch(microbatch, scored, steps_done)
         loss_N, metrics = self._loss(batch, algorithm)
         for name, values_N in batch.kept.items():
+            why = f'algorithm.loss_mode = "{algorithm.loss_mode}" keeps the field "{name}"'
             if name not in self._schema or self._schema[name].by != "trainer":
-                why = f'algorithm.loss_mode = "{algorithm.loss_mode}" keeps the field "{name}"'
-                raise ConfigError(
-                    f"{why}, which is not declared as the trainer's", hint="declare it in task.fields"
-                )
+                why = f"{why}, which is not declared as the trainer's"
+                raise ConfigError(why, hint="declare it in task.fields")
             if values_N.shape != loss_N.shape:
                 why = f"{why} of shape {tuple(values_N.shape)} for {len(loss_N)} tokens"
                 raise ConfigError(why, hint="one number per token")
