@@ -21,6 +21,7 @@ import numpy as np
 import psutil
 import pytest
 import ray
+from ray.exceptions import ObjectLostError
 
 from asyncrl_cli.base.errors import ExecutorFailed, ExecutorLost, PreflightError
 from asyncrl_cli.data import ray_store, transferqueue_client, transferqueue_store
@@ -223,6 +224,17 @@ def test_a_large_part_on_ray_is_fetched_by_field_and_without_a_copy(ray_session:
     sums = store.traffic.sums
     assert sums["data_bytes_fetched"] == 40_000 * 4 * sum(one.num_tokens for one in trajectories)
     assert sums["data_bytes_copied"] == 0
+
+
+def test_arrays_that_ray_has_lost_are_named_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def get(*args: Any, **options: Any) -> None:
+        raise ObjectLostError("ab12", None, "")
+
+    store = RayStore(PLUGGED)
+    stored = store.put("a@0.0/0", [])
+    monkeypatch.setattr(ray, "get", get)
+    with pytest.raises(ExecutorLost, match="the ray store failed: arrays were lost"):
+        store.get([stored])
 
 
 # --- TransferQueue and its troubles
