@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from asyncrl_cli.base.errors import AsyncrlError, ExecutorFailed, Interrupted
-from asyncrl_cli.checkpoint.writer import CheckpointStore
+from asyncrl_cli.checkpoint.writer import PROFILE_FILES, CheckpointStore
 from asyncrl_cli.contracts.ports import LoopSnapshot
 from asyncrl_cli.job.driver_loop import RunResult, run_to_the_end
 from asyncrl_cli.job.driver_process import StopRequests
@@ -26,6 +26,7 @@ class FakePipeline:
         self.error = error
         self.lasts_s = lasts_s
         self.was_cancelled = False
+        self.state = SimpleNamespace(progress=SimpleNamespace(step=2))
 
     async def run(self) -> None:
         try:
@@ -54,10 +55,10 @@ class FakeTrainer:
 class FakeObservers:
     def __init__(self) -> None:
         self.phases: list[str] = []
-        self.warnings: list[str] = []
+        self.remarks: list[str] = []
 
-    def warning(self, message: str) -> None:
-        self.warnings.append(message)
+    def remark(self, message: str) -> None:
+        self.remarks.append(message)
 
     def close(self, phase: str, error: str = "") -> dict[str, Any]:
         self.phases.append(phase)
@@ -113,9 +114,43 @@ def test_a_first_request_is_answered_on_the_screen(number, again):
         await asyncio.sleep(0.01)
         requests.request(number)
         await running
-        return observers.warnings
+        return observers.remarks
 
     assert asyncio.run(main()) == [f"stopping after this train step; {again} ends the run at once"]
+
+
+@pytest.mark.parametrize(
+    ("saved", "why"),
+    [
+        (None, "there is no checkpoint yet, and a resume has nothing to continue from"),
+        (0, "steps 1 to 2 were not in a checkpoint; resume continues from step 0"),
+        (1, "step 2 was not in a checkpoint; resume continues from step 1"),
+        (2, "the step in progress is lost; resume continues from step 2"),
+    ],
+)
+def test_an_abort_names_the_steps_that_are_lost(tmp_path, saved, why):
+    async def write_trainer(directory: Path, snapshot: LoopSnapshot) -> None:
+        pass
+
+    async def main() -> RunResult:
+        run = tmp_path / "otter"
+        if saved is not None:
+            (run / "checkpoints").mkdir(parents=True)
+            for name in PROFILE_FILES:
+                (run / name).touch()
+            store = CheckpointStore(run, keep=1, profile="p", write_trainer=write_trainer)
+            await store.write(LoopSnapshot(step=saved, version=0, at_window_boundary=True, loop_state={}))
+        directory: Any = SimpleNamespace(path=run, checkpoints=run / "checkpoints")
+        requests, pipeline = StopRequests(), FakePipeline(lasts_s=1e6)
+        ending = run_to_the_end(pipeline, FakeTrainer(), directory, FakeObservers(), requests)  # type: ignore[arg-type]
+        running = asyncio.create_task(ending)
+        for _ in range(2):
+            await asyncio.sleep(0.01)
+            requests.request(signal.SIGINT)
+        return await running
+
+    result = asyncio.run(asyncio.wait_for(main(), 10))
+    assert (result.exit_code, str(result.error)) == (130, f"aborted: {why}")
 
 
 def test_outside_the_main_thread_signals_are_left_alone():

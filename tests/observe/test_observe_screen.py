@@ -232,7 +232,9 @@ def test_the_last_steps_and_their_eval_are_in_the_time_left(facts, make):
 def test_the_end_says_which_warnings_there_were(status):
     warnings = [Note(time_s=60.0 * number, text=f"no {number}") for number in range(1, 6)]
     rows = dict(summary_rows(replace(status, warnings=warnings, num_warnings=7)))
-    assert rows["warnings"] == "7: 0:03:00 no 3; 0:04:00 no 4; 0:05:00 no 5; 4 more, in the log"
+    assert rows["warnings"] == "7: 0:03:00 no 3; 0:04:00 no 4; 0:05:00 no 5; 4 more, in events.jsonl"
+    rows = dict(summary_rows(replace(status, warnings=[], num_warnings=1)))  # of an earlier attempt
+    assert rows["warnings"] == "1: in events.jsonl"
     assert dict(summary_rows(status))["warnings"] == "1: 0:01:57 a reward took longer than 10 s"
 
 
@@ -266,6 +268,20 @@ def test_plain_lines_are_few_and_close_with_the_totals(status):
     assert "0:00:21  eval of version 20: 0.610" in lines
     assert "0:00:23  rollout-1 was restarted in 12.3 s" in lines
     assert any(line.startswith("ledger     admitted 1,912") for line in lines)
+
+
+def test_the_last_step_is_shown_with_its_own_figures(facts, make):
+    """The trainer is done with the last step long before its line is written, which has the final eval."""
+    stream, now_s = io.StringIO(), [0.0]
+    observers = Observers(facts, [Plain(stream, now=lambda: now_s[0])], clock=lambda: now_s[0])
+    first, last = make["full_record"](1), make["full_record"](2)
+    observers.step(first)
+    for now_s[0], made in ((1.0, first), (9.0, replace(last, ended_s=9.0))):  # step 2 is trained, its eval runs
+        observers.tick(make["full_overview"](made))
+    observers.step(last)
+    observers.close("done")
+    shown = re.findall(r"step (\d+)/300 .* reward (\S+)", stream.getvalue())
+    assert shown == [("1", "0.264"), ("2", "0.265")]  # (3 (0.2 + 0.002 step) + 5 (0.3 + 0.001 step)) / 8
 
 
 def test_without_a_terminal_there_are_plain_lines():

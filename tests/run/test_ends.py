@@ -243,7 +243,7 @@ def interrupted(process, times):
 
 def is_stopping(run):
     return any(
-        event["event"] == "warning" and "stopping after" in event["message"]
+        event["event"] == "remark" and "stopping after" in event["message"]
         for event in lines(run / "events.jsonl")
     )
 

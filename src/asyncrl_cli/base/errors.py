@@ -11,7 +11,7 @@ AsyncrlError             exit 1   the run failed
 ├── StallError           exit 1   nothing made progress; names who waits for whom
 ├── StorageError         exit 1   a file of the run cannot be written or read: full disk, permissions
 ├── DamagedWeights       exit 1   received weights are not the published ones (weights/buckets.py)
-└── Interrupted          exit 130 stopped on request, after a checkpoint
+└── Interrupted          exit 130 stopped on request: after a checkpoint, at once, or while it was starting
 """
 
 from __future__ import annotations

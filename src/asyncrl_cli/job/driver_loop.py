@@ -125,7 +125,7 @@ async def run_to_the_end(
     def stop() -> None:
         pipeline.request_stop()
         if not running.done():  # the observers are closed next
-            observers.warning(f"stopping after this train step; {requests.again} ends the run at once")
+            observers.remark(f"stopping after this train step; {requests.again} ends the run at once")
 
     why = "ended at once: finished checkpoints are kept; the reaper ends this run's processes"
     requests.set_actions(partial(in_loop, stop), partial(in_loop, running.cancel), partial(leave, why=why))
@@ -136,8 +136,7 @@ async def run_to_the_end(
         if this.cancelling():  # this task itself was cancelled, and not only the loop
             observers.close("stopped")
             raise
-        hint = f"asyncrl resume {as_typed(directory.path)}"
-        error = Interrupted("aborted: the step in progress is lost", hint=hint)
+        error = _aborted(pipeline.state.progress.step, directory)
     except Exception as failure:
         error = _as_asyncrl_error(failure, directory)
         if isinstance(error, Interrupted):
@@ -150,6 +149,19 @@ async def run_to_the_end(
     summary = observers.close(phase, str(error) if phase == "failed" else "")
     exit_code = 0 if error is None else error.exit_code
     return RunResult(run_dir=directory.path, exit_code=exit_code, summary=summary, error=error)
+
+
+def _aborted(step: int, directory: RunDirectory) -> Interrupted:
+    """The loop was cancelled after train step `step`: says which steps a resume trains again."""
+    saved = next(map(step_of, sealed_checkpoints(directory.checkpoints)), None)
+    if saved is None:
+        return Interrupted("aborted: there is no checkpoint yet, and a resume has nothing to continue from")
+    lost = "the step in progress is lost"
+    if step > saved:
+        steps = f"step {step} was" if step == saved + 1 else f"steps {saved + 1} to {step} were"
+        lost = f"{steps} not in a checkpoint"
+    what = f"aborted: {lost}; resume continues from step {saved}"
+    return Interrupted(what, hint=f"asyncrl resume {as_typed(directory.path)}")
 
 
 def _as_asyncrl_error(failure: Exception, directory: RunDirectory) -> AsyncrlError:

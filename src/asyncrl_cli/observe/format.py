@@ -107,7 +107,7 @@ LEADING: Mapping[str, tuple[str, Callable[[object], str]]] = {
 def event_text(event: Mapping[str, Any]) -> str | None:
     """The event as one line of text; None if its kind is not shown to people."""
     match event["event"]:
-        case "warning":
+        case "warning" | "remark":
             return str(event.get("message", ""))
         case "failed":
             return f"failed: {event.get('error', '')}"
@@ -196,12 +196,11 @@ def by_set(history: Iterable[EvalPoint]) -> dict[str, list[EvalPoint]]:
 
 
 def _warnings(status: Status) -> str:
-    """How many there were, and the newest of them."""
+    """How many there were, and the newest of them. A resumed run's status has the texts of its own attempt."""
     newest = [f"{clock(warning.time_s)} {warning.text}" for warning in status.warnings[-SHOWN_WARNINGS:]]
-    if newest and (more := status.num_warnings - len(newest)) > 0:
-        newest.append(f"{more} more, in the log")
-    texts = "; ".join(newest)
-    return f"{status.num_warnings}: {texts}".removesuffix(": ") if status.num_warnings else ""
+    if (more := status.num_warnings - len(newest)) > 0:
+        newest.append(f"{more} more, in events.jsonl" if newest else "in events.jsonl")
+    return f"{status.num_warnings}: {'; '.join(newest)}" if status.num_warnings else ""
 
 
 def evals_text(points: Sequence[EvalPoint]) -> str:

@@ -188,14 +188,16 @@ class LiveStatus:
 
     def _progress(self) -> Progress:
         facts = self._facts
-        ended_s, step = self._pace[-1] if self._pace else (0.0, 0)
-        time_s, version, groups_trained = ended_s, self._line.get("version", 0), 0
+        # `step` is that of the newest line, whose figures stand beside it. The loop counts a step earlier: as
+        # soon as the trainer is done with it, before a weight sync or the last eval.
+        ended_s, step = self._pace[-1] if self._pace else (0.0, self._overview.step if self._overview else 0)
+        time_s, version, groups_trained, trained = ended_s, self._line.get("version", 0), 0, step
         if (overview := self._overview) is not None:
-            step, time_s = max(step, overview.step), max(time_s, overview.time_s)
+            trained, time_s = max(step, overview.step), max(time_s, overview.time_s)
             version, groups_trained = max(version, overview.version), overview.ledger["trained"]
         step_s, eta_s = self._step_s(), None
         if step_s is not None:  # the remaining steps, and the last eval
-            left, since_s = facts.train_steps - step, time_s - ended_s
+            left, since_s = facts.train_steps - trained, time_s - ended_s
             eval_s = self._state.get("eval_s") or 0.0
             # Count at most one mean step of the current one: a step that takes longer (a restart) must not
             # reduce the time left.
@@ -205,7 +207,7 @@ class LiveStatus:
             step=step,
             train_steps=facts.train_steps,
             version=version,
-            groups_trained=max(groups_trained, step * facts.step_groups),
+            groups_trained=max(groups_trained, trained * facts.step_groups),
             groups_total=facts.train_steps * facts.step_groups,
             time_s=time_s,
             fraction=step / facts.train_steps,

@@ -95,8 +95,12 @@ class Observers(Observer):
 
     def warning(self, message: str) -> None:
         """Report a warning from outside the loop; the loop itself sends `warning` events."""
+        self.remark(message, "warning")
+
+    def remark(self, message: str, event: str = "remark") -> None:
+        """Report something that the user should read but that is no cause for worry."""
         time_s = self._clock() + self.metrics.ahead_s
-        self._publish({"time_s": time_s, "event": "warning", "message": message})
+        self._publish({"time_s": time_s, "event": event, "message": message})
 
     def state(self, record: StepRecord | None = None) -> dict[str, Any]:
         metrics, live = self.metrics, self.live
