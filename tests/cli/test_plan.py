@@ -273,28 +273,45 @@ def test_a_model_of_the_hub_is_planned_without_an_estimate(capsys):
 
 
 @pytest.mark.parametrize(
-    ("name", "machine", "is_warned"),
+    ("name", "machine", "code"),
     [
-        ("promts.jsonl", [], True),
-        ("promts-*.jsonl", [], True),
-        ("prompts.jsonl", [], False),
-        ("prompt*.jsonl", [], False),
-        ("promts.jsonl", ["--gpus", "8"], False),
+        ("promts.jsonl", [], 2),
+        ("promts-*.jsonl", [], 2),
+        ("prompts.jsonl", [], 0),
+        ("prompt*.jsonl", [], 0),
+        ("promts.jsonl", ["--gpus", "8"], 0),
     ],
 )
-def test_a_plan_for_this_machine_warns_of_a_file_that_is_not_there(
-    name, machine, is_warned, tmp_path, capsys
-):
+def test_a_plan_for_this_machine_ends_with_a_file_that_is_not_there(name, machine, code, tmp_path, capsys):
     (tmp_path / "prompts.jsonl").write_text(
         '{"prompt": "Which number is even, 1 or 2?", "answer": "2"}', encoding="utf-8"
     )
     source = tmp_path / name
-    assert (
-        run(["plan", "-p", "base", f"--set=task.source=jsonl:{source}", "--set=eval.prompts=0", *machine])
-        == 0
-    )
-    told = " ".join(capsys.readouterr().err.split())
-    assert ("a run on this machine would be refused: task.source:" in told) == is_warned
+    sets = [f"--set=task.source=jsonl:{source}", "--set=eval.prompts=0"]
+    sets += ["--set=model.path=builtin:untaught"]
+    assert run(["plan", "-p", "base", *sets, *machine]) == code
+    shown = capsys.readouterr()
+    assert ("error: task.source:" in shown.err) == (code == 2)
+    assert "1 trainer" in shown.out or machine  # the plan comes first
+
+
+@pytest.mark.parametrize(
+    ("sets", "code", "said"),
+    [
+        (["model.path=./nomodel"], 3, "/nomodel does not exist"),
+        (["task.reward=rewards:scor"], 2, "error: task.reward"),
+    ],
+)
+def test_a_plan_and_a_run_end_with_the_same_refusal(sets, code, said, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "rewards.py").write_text("def score(prompt, response, item):\n    return 1.0\n")
+    words = ["-p", "base", *(f"--set={one}" for one in sets)]
+    assert run(["plan", *words]) == code
+    planned = capsys.readouterr()
+    assert said in planned.err
+    assert planned.out
+    assert run(["train", "--dry-run", *words]) == code
+    assert capsys.readouterr().err.splitlines()[-2:] == planned.err.splitlines()[-2:]
 
 
 def test_a_plan_without_a_rehearsal_does_not_read_the_whole_data_file(tmp_path, capsys):
@@ -305,10 +322,10 @@ def test_a_plan_without_a_rehearsal_does_not_read_the_whole_data_file(tmp_path, 
     )
     plan = ["plan", "-p", "base", "--set", f"task.source=jsonl:{source}", "--set", "eval.prompts=0"]
     plan += ["--set", "model.path=builtin:untaught", "--set"]
-    assert run([*plan, "task.rehearsal_items=2"]) == 0
-    assert "would be refused" in " ".join(capsys.readouterr().err.split())
+    assert run([*plan, "task.rehearsal_items=2"]) == 2
+    assert "prompts.jsonl:2: not JSON" in capsys.readouterr().err
     assert run([*plan, "task.rehearsal_items=0"]) == 0
-    assert "would be refused" not in " ".join(capsys.readouterr().err.split())
+    assert "error" not in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -322,19 +339,19 @@ def test_a_plan_without_a_rehearsal_does_not_read_the_whole_data_file(tmp_path, 
         ("model.path=builtin:untaught eval.prompts=1", None),
     ],
 )
-def test_a_plan_rehearses_on_a_files_training_prompts_and_warns_of_a_task_that_a_run_would_refuse(
+def test_a_plan_rehearses_on_a_files_training_prompts_and_refuses_a_task_as_a_run_would(
     sets, said, tmp_path, capsys
 ):
     rows = [json.dumps({"prompt": f"What is {n} + 1?", "answer": str(n + 1)}) for n in (10, 20, 30)]
     (tmp_path / "rows.jsonl").write_text("\n".join(rows), encoding="utf-8")
     given = [f"task.source=jsonl:{tmp_path / 'rows.jsonl'}", "task.rehearsal_items=8", *sets.split()]
-    assert run(["plan", "-p", "base", "--json", *(f"--set={value}" for value in given)]) == 0
+    code = run(["plan", "-p", "base", "--json", *(f"--set={value}" for value in given)])
     shown = capsys.readouterr()
+    assert code == (0 if said is None else 2)
     if said is None:
         assert json.loads(shown.out)["rehearsal"]["items"] == 2
     else:
-        assert "warning: a run on this machine would be refused: " in shown.err
-        assert said in shown.err
+        assert said in shown.err.partition("error: ")[2]
 
 
 def test_a_search_is_a_command_of_its_own(capsys):

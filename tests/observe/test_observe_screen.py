@@ -276,7 +276,10 @@ def test_the_last_step_is_shown_with_its_own_figures(facts, make):
     observers = Observers(facts, [Plain(stream, now=lambda: now_s[0])], clock=lambda: now_s[0])
     first, last = make["full_record"](1), make["full_record"](2)
     observers.step(first)
-    for now_s[0], made in ((1.0, first), (9.0, replace(last, ended_s=9.0))):  # step 2 is trained, its eval runs
+    for now_s[0], made in (
+        (1.0, first),
+        (9.0, replace(last, ended_s=9.0)),
+    ):  # step 2 is trained, its eval runs
         observers.tick(make["full_overview"](made))
     observers.step(last)
     observers.close("done")

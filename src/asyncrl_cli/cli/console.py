@@ -118,6 +118,15 @@ def print_table(
     stdout().print(table)
 
 
+def print_whole(table: Table) -> None:
+    """Print a table on stdout at its natural width. Where the terminal is narrower, and in a pipe, no column
+    is dropped and no cell is cut."""
+    console = stdout()
+    unlimited = console.options.update(max_width=1_000)
+    console.width = max(console.width, console.measure(table, options=unlimited).maximum)
+    console.print(table, crop=False)
+
+
 def say(text: str) -> None:
     stderr().print(Text(text), soft_wrap=True)
 

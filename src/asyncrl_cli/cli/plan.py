@@ -83,7 +83,8 @@ def plan(
 ) -> None:
     """Show a profile's mode, groups, windows, admission budget, staleness bound, placement and memory.
 
-    Exits with 3 if there are too few GPUs, or if the job does not fit their memory by the estimate."""
+    Exits as `train` would: with 2 for a wrong setting, task or reward; with 3 for a missing model, too few
+    GPUs, or if the job does not fit their memory by the estimate."""
     if search is not None:
         moved = "the search for faster settings is a command of its own"
         raise ConfigError(f"--tune, --max-staleness and --out: {moved}", hint="asyncrl tune WORKLOAD|RUN")

@@ -12,9 +12,10 @@ from rich.table import Column
 from rich.text import Text
 
 from asyncrl_cli.base.errors import AsyncrlError, PreflightError
+from asyncrl_cli.base.paths import expand
 from asyncrl_cli.cli.console import print_json, print_prose, print_table, print_text, warn
 from asyncrl_cli.job.ray.session import check_shared_memory
-from asyncrl_cli.models.model_directory import tokenizer_here
+from asyncrl_cli.models.model_directory import model_here, tokenizer_here
 from asyncrl_cli.plan import cluster, memory_fit
 from asyncrl_cli.plan.cluster import Unplaced, assigned, fitting_hint
 from asyncrl_cli.plan.compiler import compile_job, device_of
@@ -52,7 +53,9 @@ def print_plan(
     and `node_memory_gib` of host memory, or for a cluster.
 
     Raises PreflightError if the job cannot run there: before printing if no plan can be made, otherwise after
-    printing the plan. Raises ConfigError for an unknown loss, and for fields that cannot be used.
+    printing the plan. Raises ConfigError for an unknown loss, and for fields that cannot be used. A plan for
+    this machine ends with the error of the model or the task that `train` would be refused with; what only
+    the machine lacks is a warning.
     """
     check_loss(loaded.profile.algorithm.loss_mode)
     check_fields(loaded.profile)
@@ -67,7 +70,7 @@ def print_plan(
     shows_nodes = address is not None or nodes > 1
     warnings = [*loaded.warnings, *job.warnings]
     if (missing := engine_refusal(profile, job.device)) is not None and is_here:
-        warnings.append(f"a run on this machine would be refused: {missing.message} ({missing.hint})")
+        warnings.append(_refused_here(missing))
     if job.device == "cpu":
         given = {"--gpus": None if job.gpus else gpus or None, "--gpu-memory": gpu_memory_gib}
         unused = [f"{flag} {value:g}" for flag, value in given.items() if value is not None]
@@ -93,11 +96,19 @@ def print_plan(
                 if is_here:
                     check_shared_memory(memory.profile, memory.store_bytes)
             except PreflightError as small:
-                warnings.append(f"a run on this machine would be refused: {small.message} ({small.hint})")
+                warnings.append(_refused_here(small))
+    verdict: AsyncrlError | None = None
+    try:
+        if is_here:
+            model_here(profile)
+    except AsyncrlError as error:
+        if not expand(profile.model.path).is_dir():
+            verdict = error
+        elif refusal is None:  # a directory with nothing but config.json is enough for a plan
+            warnings.append(_refused_here(error))
     rehearsal = _rehearsed(profile)
     if isinstance(rehearsal, AsyncrlError):
-        hint = f" ({rehearsal.hint})" if rehearsal.hint else ""
-        warnings += [f"a run on this machine would be refused: {rehearsal.message}{hint}"] if is_here else []
+        verdict = verdict or (rehearsal if is_here else None)
         rehearsal = Rehearsal(name=f'"{profile.task.reward}"', reason=rehearsal.message)
     warn(*warnings, *rehearsal.warnings())
     # the defaults that follow from device and model, with their origins
@@ -124,7 +135,14 @@ def print_plan(
         print_text("\n" + "\n".join(rehearsal.lines()))
     if refusal is not None and isinstance(memory, MemoryEstimate):
         raise with_hint(refusal, memory, there.all)
+    if verdict is not None:
+        raise verdict
     rehearsal.check()
+
+
+def _refused_here(error: AsyncrlError) -> str:
+    hint = f" ({error.hint})" if error.hint else ""
+    return f"a run on this machine would be refused: {error.message}{hint}"
 
 
 def _rehearsed(profile: Profile) -> Rehearsal | AsyncrlError:

@@ -9,7 +9,7 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from asyncrl_cli.cli.console import print_json, print_prose, print_text, say, stderr, stdout, warn
+from asyncrl_cli.cli.console import print_json, print_prose, print_text, print_whole, say, stderr, warn
 from asyncrl_cli.cli.options import (
     MOST_DEVICES,
     RUNS_DIR,
@@ -134,7 +134,7 @@ def _print_table(found: SearchResult) -> None:
     from asyncrl_cli.bench.search import front
     from asyncrl_cli.bench.space import HEADINGS
 
-    table = Table(box=None, pad_edge=False)
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))  # it fits into 80 columns
     for heading in ("", *HEADINGS, "stale", "seconds", "idle"):
         table.add_column(heading, justify="left" if heading in ("split", "") else "right", no_wrap=True)
     undominated = front(found.rows)
@@ -155,7 +155,7 @@ def _print_table(found: SearchResult) -> None:
             f"{row.window_time_s:.5g}",
             f"{row.trainer_idle_ratio:.0%} {row.rollouter_idle_ratio:.0%}",
         )
-    stdout().print(table)
+    print_whole(table)
 
 
 def remarks(tuned: TuneResult) -> Iterator[str]:

@@ -196,7 +196,7 @@ def by_set(history: Iterable[EvalPoint]) -> dict[str, list[EvalPoint]]:
 
 
 def _warnings(status: Status) -> str:
-    """How many there were, and the newest of them. A resumed run's status has the texts of its own attempt."""
+    """How many there were, and the newest of them. A resumed run knows the texts of its own attempt."""
     newest = [f"{clock(warning.time_s)} {warning.text}" for warning in status.warnings[-SHOWN_WARNINGS:]]
     if (more := status.num_warnings - len(newest)) > 0:
         newest.append(f"{more} more, in events.jsonl" if newest else "in events.jsonl")
