@@ -138,7 +138,18 @@ def test_all_that_a_search_prints_says_simulated(small, pretend, capsys):
     assert run(["tune", small, "--max-staleness", "0", *sets, "--out", "my.toml"]) == 0
     out, err = capsys.readouterr()
     headings = next(line for line in out.splitlines() if " split " in line)
-    assert headings.split() == ["split", "K", "batches", "eta", "slots", "bound", "placement", "stale", "seconds", "idle"]
+    assert headings.split() == [
+        "split",
+        "K",
+        "batches",
+        "eta",
+        "slots",
+        "bound",
+        "placement",
+        "stale",
+        "seconds",
+        "idle",
+    ]
     assert "…" not in out  # 80 columns are enough for all of it
     assert err.splitlines()[-2].startswith("SIMULATED: ")
     assert "settings tried in" in err.splitlines()[-2]  # and not in mid-count
