@@ -289,7 +289,7 @@ def test_every_dtype_and_shape_comes_back_from_transferqueue_exactly(
 @pytest.mark.slow
 def test_too_few_cpus_for_transferqueue_are_refused_at_once(transfer_queue: TransferQueueStore) -> None:
     with pytest.raises(PreflightError, match="need 3 CPUs, and the cluster has 1 free") as refused:
-        transferqueue_store.start("run", DataPlaneSection(backend="transferqueue"))
+        transferqueue_store.start("run", DataPlaneSection(backend="transferqueue", storage_cpus_per_unit=1))
     assert refused.value.exit_code == 3
     assert "--set data_plane.storage_units=1" in refused.value.hint
 

@@ -141,8 +141,9 @@ class DataPlaneSection(Section):
     `pip install 'asyncrl-cli[transferqueue]'` brings (docs/data.md)."""
     storage_units: Processes = 2
     """`transferqueue`: number of storage processes, spread over the nodes."""
-    storage_cpus_per_unit: NonNegativeFloat = 1.0
-    """`transferqueue`: CPUs that Ray reserves for a storage unit, and for the controller."""
+    storage_cpus_per_unit: NonNegativeFloat = 0.0
+    """`transferqueue`: CPUs that Ray reserves for a storage unit, and for the controller. 0: they share those
+    of the others. On a cluster with CPUs to spare, 1 keeps other work away."""
     timeout_s: PositiveFloat = 60.0
     """Limit of every call to the store, in seconds."""
 
