@@ -422,7 +422,7 @@ async def test_an_episode_that_is_cut_short_has_the_reward_of_what_it_reached(mo
             "max_turns",
             (("asked", 2),),
         )
-    assert payload.trajectories[0].turn_rewards == (1.0, 1.0)
+    assert payload.trajectories[0].values["turn_rewards"] == [1.0, 1.0]
     assert {meta.finish_reason for meta in by_length.trajectories} == {"length"}
     assert all(len(next(trajectory.segments())["tokens"]) <= 14 for trajectory in whole.trajectories)
     assert all(next(trajectory.segments())["mask"][-1] for trajectory in whole.trajectories)
