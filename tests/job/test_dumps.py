@@ -54,6 +54,23 @@ def test_failed_dumps_are_warned_of_once_and_counted(caplog, tmp_path):
     )
 
 
+def test_a_dump_asks_for_what_the_losses_kept_before_the_next_step_begins(tmp_path):
+    asked = []
+
+    async def dump() -> None:
+        asked.append("kept")
+        await asyncio.sleep(0)
+
+    async def main() -> None:
+        trainer = RayTrainer(list, small_profile(), LocalStore(), samples_dir=tmp_path)
+        for step in (1, 2):
+            await trainer.begin_dump(step, dump)
+            assert asked == ["kept"] * step
+        await trainer.finish_dumps()
+
+    asyncio.run(main())
+
+
 def test_what_is_no_failure_of_a_dump_is_not_swallowed(tmp_path):
     async def broken() -> None:
         raise AssertionError("a bug")

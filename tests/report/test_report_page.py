@@ -252,6 +252,17 @@ def test_text_of_a_run_stays_text_and_nothing_is_loaded_from_elsewhere(tmp_path)
     assert not re.search(r"<(script|link|img|iframe)[^>]*(src|href)=", html)
 
 
+def test_each_field_that_a_loss_keeps_has_a_chart_and_without_one_there_is_none(tmp_path):
+    lines = [line(step, **{"fields/entropy": 1.5, "fields/margin": -0.5 * step}) for step in range(1, 4)]
+    with_fields = make_run(tmp_path / "with", lines=lines)
+    charts = {chart["title"]: chart for chart in embedded(page(with_fields))["charts"]}
+    assert charts["Field entropy"]["series"] == [["fields/entropy", "entropy"]]
+    assert charts["Field margin"]["series"] == [["fields/margin", "margin"]]
+    assert "data.md" in embedded(page(with_fields))["meanings"]["fields/margin"]
+    without = embedded(page(make_run(tmp_path / "without")))["charts"]
+    assert not [chart for chart in without if chart["title"].startswith("Field")]
+
+
 def test_a_run_without_a_train_step_is_refused(tmp_path):
     with pytest.raises(RefusedError, match="nothing to report yet"):
         page(make_run(tmp_path / "otter", lines=[]))

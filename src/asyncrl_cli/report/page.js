@@ -69,7 +69,7 @@ function layout(chart, more, ofY = {}, ofX = {}) {
   const line = { gridcolor: css("--line"), linecolor: css("--line"), zeroline: false, automargin: true };
   const percent = chart.unit === "share" ? { tickformat: ".1~%" } : {};
   const unit = chart.unit === "share" ? "" : chart.unit;
-  const mayBeNegative = ["reward", "any"].includes(chart.kind) || chart.unit === "nats";
+  const mayBeNegative = ["reward", "any", "each"].includes(chart.kind) || chart.unit === "nats";
   return {
     autosize: true, margin: { l: 48, r: 10, t: 8, b: 40 },
     paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",

@@ -118,7 +118,7 @@ def _each(
     for key in metrics:
         if key.startswith(prefix := chart["prefix"]):
             name = key.removeprefix(prefix)
-            yield f"{heading} {name}", {**chart, "kind": "lines", "prefix": "", "series": [[key, name]]}
+            yield f"{heading} {name}", {**chart, "series": [[key, name]]}
 
 
 NAVIGATION = """<nav><fieldset><span class="dim">horizontal axis</span>
