@@ -23,7 +23,7 @@ import pytest
 
 from asyncrl_cli.base.errors import ConfigError
 from asyncrl_cli.cli.app import run
-from asyncrl_cli.data.sample_fields import BUILT_IN
+from asyncrl_cli.data.sample_fields import FIELDS, Field, Schema
 from asyncrl_cli.data.trajectories import GroupPayload, segment_of, trajectory_of
 from asyncrl_cli.simulate.calibration import calibrate
 from asyncrl_cli.train.sample_dump import SampledGroup, dump_samples
@@ -77,13 +77,23 @@ LINES = tuple(file for file in READERS if file.endswith(".jsonl"))
 @pytest.fixture(scope="module")
 def original(tmp_path_factory: pytest.TempPathFactory) -> Place:
     place = make_place(tmp_path_factory.mktemp("made"))
-    segment = segment_of([1, 2, 3], [0.0, -0.5, -0.25], [-1, 1, 2])
-    trajectory = trajectory_of((segment,), BUILT_IN, reward=1.0, finish_reason="stop", turn_rewards=(1.0,))
+    schema = Schema(
+        [
+            *FIELDS,
+            Field(name="entropy", per="sampled", by="engine", in_samples=True, shown="colour", doc="in nats"),
+            Field(name="kind", per="token", by="engine", in_samples=True, shown="number"),
+            Field(name="level", per="trajectory", by="environment", in_samples=True, shown="number"),
+        ]
+    )
+    fields = {"entropy": np.ones(2, np.float32), "kind": np.arange(3, dtype=np.float32)}
+    segment = {**segment_of([1, 2, 3], [0.0, -0.5, -0.25], [-1, 1, 2]), **fields}
+    values = {"reward": 1.0, "finish_reason": "stop", "turn_rewards": (1.0,), "level": [3, "hard"]}
+    trajectory = trajectory_of((segment,), schema, **values)
     payload = GroupPayload(uid="p7", epoch=0, attempt=0, trajectories=(trajectory, trajectory))
     trained = SampledGroup(
         payload=payload, advantages=[0.5, -0.5], logprobs=[np.full(2, -0.5, np.float32)] * 2, answer="7"
     )
-    dump_samples(place.run / "samples", 6, [trained], window=2, decode=str)
+    dump_samples(place.run / "samples", 6, [trained], window=2, decode=str, schema=schema)
     return place
 
 
@@ -155,7 +165,7 @@ def test_one_absurd_value_in_all_fields_of_all_files_of_lines_is_survived(
 ) -> None:
     for file in LINES:
         spoil_lines(place.run / file, [value])
-    for command in ("report", "trace", "compare", "samples -n 99"):
+    for command in ("report", "trace", "compare", "samples -n 99", "samples -n 99 --field entropy"):
         ask(command, place, capsys)
 
 

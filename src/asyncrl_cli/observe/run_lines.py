@@ -39,6 +39,15 @@ def _finite(value: JsonValue) -> JsonValue:
     return value
 
 
+def _as_floats(value: Any) -> Any:
+    """Refuse integers that no float holds, however deep they are."""
+    for entry in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        _as_floats(entry)
+    if isinstance(value, int) and abs(value) > sys.float_info.max:
+        raise ValueError("it is too large")
+    return value
+
+
 Detail = Annotated[JsonValue, AfterValidator(_finite)]
 Counts = dict[str, list[tuple[Seconds, Count]]]
 
@@ -122,7 +131,7 @@ class SampledField(TypedDict):
     per: Literal["token", "sampled", "segment", "trajectory", "group"]
     shown: Literal["colour", "number", ""]
     doc: NotRequired[str]
-    values: Any
+    values: Annotated[Any, AfterValidator(_as_floats)]
 
 
 class SampleLine(TypedDict, extra_items=Any):  # type: ignore[call-arg]
