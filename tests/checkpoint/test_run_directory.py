@@ -45,6 +45,12 @@ def test_a_new_run_has_its_files_and_folders(run):
 
 
 def test_a_name_in_use_is_refused_with_both_ways_out(run):
+    with pytest.raises(RefusedError, match="a run of that name is running") as caught:
+        RunDirectory.create(run.path.parent, "otter", profile_toml="", resolved={})
+    for command in ("watch", "stop"):
+        assert f"`asyncrl {command} otter --runs-dir {run.path.parent}`" in caught.value.hint
+    run.close()
+    (run.path / "metrics.jsonl").touch()
     with pytest.raises(RefusedError, match="a run of that name exists") as caught:
         RunDirectory.create(run.path.parent, "otter", profile_toml="", resolved={})
     assert f"`asyncrl resume otter --runs-dir {run.path.parent}`" in caught.value.hint
@@ -203,7 +209,7 @@ def test_a_run_that_is_starting_and_a_directory_of_somebody_else_are_not_replace
     run = RunDirectory.create(tmp_path, "first", profile_toml="", resolved={})
     (tmp_path / "second").mkdir()
     for name in ("first", "second"):
-        with pytest.raises(RefusedError, match="a run of that name exists"):
+        with pytest.raises(RefusedError, match=r"a run of that name (exists|is running)"):
             check_free(tmp_path, name)
     run.close()
 

@@ -125,7 +125,7 @@ def test_a_traceback_is_shown_only_with_v(capsys):
             "hint: asyncrl doctor --fix removes torchvision",
         ),
         (RuntimeError("torchaudio has no backend for this file"), 1, "RuntimeError: torchaudio"),
-        (KeyboardInterrupt(), 130, ""),
+        (KeyboardInterrupt(), 130, "interrupted\n"),
     ],
 )
 def test_errors_of_any_kind_end_in_one_line_and_a_code(error, code, said, capsys, monkeypatch):

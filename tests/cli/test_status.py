@@ -92,6 +92,13 @@ def test_a_killed_run_in_depth_says_its_last_error_and_the_resume_line(runs_dir,
     assert f"next: asyncrl resume stopped --runs-dir {runs_dir}" in capsys.readouterr().out
 
 
+def test_the_only_run_may_have_only_just_started(tmp_path, capsys):
+    young = RunDirectory.create(tmp_path, "young", profile_toml="", resolved={})
+    assert run(["status", "--runs-dir", str(tmp_path)]) == 0
+    assert capsys.readouterr().out == "run 'young' is starting; its log: asyncrl logs young\n"
+    young.close()
+
+
 def test_a_single_run_is_shown_in_depth(runs_dir, tmp_path, capsys):
     alone = tmp_path / "alone"
     alone.mkdir()

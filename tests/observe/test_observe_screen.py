@@ -12,7 +12,7 @@ from rich.console import Console
 from asyncrl_cli.contracts.events import Event
 from asyncrl_cli.contracts.status import Note, parse_status
 from asyncrl_cli.observe import screen as screens
-from asyncrl_cli.observe.format import clock, duration, sparkline, summary_rows
+from asyncrl_cli.observe.format import clock, duration, share, sparkline, summary_rows
 from asyncrl_cli.observe.observers import Observers
 from asyncrl_cli.observe.render import render
 from asyncrl_cli.observe.run_status import RunStatus
@@ -236,6 +236,13 @@ def test_the_end_says_which_warnings_there_were(status):
     rows = dict(summary_rows(replace(status, warnings=[], num_warnings=1)))  # of an earlier attempt
     assert rows["warnings"] == "1: in events.jsonl"
     assert dict(summary_rows(status))["warnings"] == "1: 0:01:57 a reward took longer than 10 s"
+
+
+def test_a_small_share_is_not_nothing(status):
+    totals = {**status.totals, "fully_async/partial/partial_ratio": 0.001}
+    rows = dict(summary_rows(replace(status, totals=totals)))
+    assert "partial <1%, max span" in rows["staleness"]
+    assert share(0.0) == "0%"
 
 
 def test_the_drivers_log_has_a_line_per_step(facts, make, caplog):

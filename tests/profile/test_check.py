@@ -234,8 +234,9 @@ def test_what_is_allowed_but_odd_is_a_warning(text: str, part: str) -> None:
     assert part in warning
 
 
-@pytest.mark.parametrize("sets", [["trainer.lr=1e-6"], ["lora.rank=8"]])
+@pytest.mark.parametrize("sets", [["trainer.lr=1e-6"], ["lora.rank=8"], ["model.path=/not/here"]])
 def test_a_small_learning_rate_or_adapters_need_no_warning_about_a_pretrained_model(sets: list[str]) -> None:
+    """Nor does one that is not there."""
     assert load("base", ["model.path=Qwen/Qwen3-0.6B", *sets], environ={}).warnings == ()
 
 

@@ -312,7 +312,16 @@ def test_a_file_that_is_no_profile_is_refused(tmp_path: Path, content: bytes) ->
 
 
 def test_a_directory_is_no_profile(tmp_path: Path) -> None:
-    assert "is not a file" in refusal(f"{tmp_path}/").message
+    assert "is a directory" in refusal(f"{tmp_path}/").message
+    (tmp_path / "my.toml").touch()
+    assert refusal(f"{tmp_path}").hint == f"a profile is a TOML file, such as {tmp_path}/my.toml"
+
+
+def test_a_file_without_its_ending_is_guessed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "my.toml").touch()
+    monkeypatch.chdir(tmp_path)
+    assert refusal("my").hint == "did you mean my.toml?"
+    assert refusal("/nowhere.toml").hint == "`asyncrl profiles` lists the profiles by name"
 
 
 @pytest.fixture

@@ -268,6 +268,9 @@ def test_a_page_tells_of_a_dump_that_cannot_be_read_and_shows_the_others(run):
 def test_a_run_without_samples_is_told_which_key_keeps_them(tmp_path):
     run = Recorded(tmp_path)
     assert samples_html(run) == ""
-    with pytest.raises(ConfigError, match="has no samples") as caught:
+    with pytest.raises(ConfigError, match="has no samples yet: no step has ended"):
+        choose(run, None, "", None, 8)
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "time_s": 1.0, "groups_trained": 4}\n')
+    with pytest.raises(ConfigError, match=r"has no samples$") as caught:
         choose(run, None, "", None, 8)
     assert "samples_every_steps" in caught.value.hint

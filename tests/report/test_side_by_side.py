@@ -91,7 +91,11 @@ def test_compare_prints_the_figures_as_json_and_doubts_tasks_that_differ(runs, t
 def test_compare_writes_the_report_of_the_runs_side_by_side(runs, tmp_path, capsys):
     out = tmp_path / "two.html"
     assert run(["compare", "a", "b", "--reward", "0.4", "--out", str(out), "--runs-dir", str(tmp_path)]) == 0
-    assert capsys.readouterr().out == f"{out}\n"
+    *table, path = capsys.readouterr().out.splitlines()
+    assert path == str(out)
+    rows = {" ".join(row.split()[:-2]): row.split()[-2:] for row in table}
+    assert "0:00:16" in rows["time to reward 0.400"]
+    assert {"", "state", "train steps", "time", "last eval", "trainer idle", "rollouter idle"} <= rows.keys()
     page = out.read_text(encoding="utf-8")
     for words in ("<code>async_training.staleness_threshold</code>", "time to reward 0.400", "0:00:16"):
         assert words in page

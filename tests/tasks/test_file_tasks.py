@@ -372,7 +372,7 @@ def test_a_class_that_gives_its_own_reward_needs_no_answers(tmp_path, monkeypatc
     ],
 )
 def test_a_source_without_its_kind_is_refused_with_the_one_that_was_meant(source, hint):
-    with pytest.raises(ConfigError, match="is none of builtin:<task>") as caught:
+    with pytest.raises(ConfigError, match="is not one of builtin:<task>") as caught:
         load_task(Profile.model_validate({"task": {"source": source}}))
     assert caught.value.hint.startswith(hint)
 

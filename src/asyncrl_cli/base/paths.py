@@ -35,7 +35,7 @@ def is_path(text: str) -> bool:
 
 def missing_hint(path: Path, otherwise: str = "") -> str:
     """A hint for a path that does not exist: the file in its directory that was probably meant, or
-    `otherwise`. By default says what the directory holds, or that it is missing, too."""
+    `otherwise`. By default says what the directory holds (not for `/`), or that it is missing, too."""
     try:
         with os.scandir(path.parent) as entries:
             names = sorted(entry.name for entry in islice(entries, MAX_LISTED))
@@ -45,8 +45,9 @@ def missing_hint(path: Path, otherwise: str = "") -> str:
     similar = [name for name in names if get_close_matches(stem, [Path(name).stem], cutoff=0.7)]
     if guesses := get_close_matches(path.name, similar, n=1, cutoff=0.0):
         return f"did you mean {path.parent / guesses[0]}?"
-    held = first_names([f"{name:.80}" for name in names], 5) or "no files"
-    return otherwise or f"{path.parent!s:.300} holds {held}"
+    held = first_names([f"{name:.80}" for name in names if name[0] != "."], 5) or "no files"
+    is_root = str(path.parent) == "/"
+    return otherwise or ("check the path" if is_root else f"{path.parent!s:.300} holds {held}")
 
 
 def check_name(name: str) -> None:

@@ -226,9 +226,14 @@ def clear_lost(run_dir: Path) -> Path | None:
 
 def _in_use(path: Path) -> RefusedError:
     other = f"continue it with `asyncrl resume {as_typed(path)}`"
-    if last_status(path).get("phase") == "done":
+    if is_locked(path):
+        other = (
+            f"watch it with `asyncrl watch {as_typed(path)}`, or end it with `asyncrl stop {as_typed(path)}`"
+        )
+    elif last_status(path).get("phase") == "done":
         other = f"`asyncrl report {as_typed(path)}` shows it"
-    return RefusedError(f"a run of that name exists: {path}", hint=f"give another --name, or: {other}")
+    what = "is running" if is_locked(path) else "exists"
+    return RefusedError(f"a run of that name {what}: {path}", hint=f"give another --name, or: {other}")
 
 
 def fresh_name(profile: str, runs_dir: Path) -> str:

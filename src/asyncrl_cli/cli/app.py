@@ -10,13 +10,14 @@ import signal
 import sys
 import threading
 from collections.abc import Sequence
-from typing import Annotated, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
+from typer.core import TyperGroup
 from typer.exceptions import TyperException
 
 from asyncrl_cli import __version__
-from asyncrl_cli.base.errors import AsyncrlError, ConfigError, PreflightError
+from asyncrl_cli.base.errors import AsyncrlError, ConfigError, Interrupted, PreflightError
 from asyncrl_cli.base.paths import MAX_NAME_BYTES, MAX_PATH_BYTES, is_path
 from asyncrl_cli.cli import bench, plan, records, runs, shipped, submit, tune, watch
 from asyncrl_cli.cli.console import (
@@ -29,8 +30,19 @@ from asyncrl_cli.cli.console import (
     print_text,
 )
 
+
+class _Commands(TyperGroup):
+    def invoke(self, ctx: Any) -> Any:
+        """As Typer's, but a Ctrl-C is a message, too: Typer would exit with 130 and say nothing."""
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            raise Interrupted("interrupted") from None
+
+
 app = typer.Typer(
     name="asyncrl",
+    cls=_Commands,
     help="Asynchronous RL for language models: turns a TOML profile into a Ray job and shows live who is "
     "idle, why, and how stale the data is.",
     epilog="Start with [bold]asyncrl train --profile partial-rollout[/]: "

@@ -257,7 +257,7 @@ def _print_schedule_and_placement(profile: Profile, schedule: Schedule, job: Job
     if on_stale == "wait":
         strict = "strict: no trained token is older"
     last = schedule.last_window_groups
-    shorter = "" if last == schedule.window_groups else f", the last window has {last} groups"
+    shorter = "" if last == schedule.window_groups else f" (the last has {last} groups)"
     meanings = [
         ("mode", schedule.mode, "follows from colocate, K, eta and partial_rollout"),
         ("B", str(schedule.mini_batch_groups), "groups per optimizer step"),

@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
+from rich.table import Column
 
 from asyncrl_cli.base.errors import ConfigError
-from asyncrl_cli.cli.console import print_json, print_text, say, stdout, warn
+from asyncrl_cli.cli.console import print_json, print_table, print_text, say, stdout, warn
 from asyncrl_cli.cli.options import (
     MOST,
     RUNS_DIR,
@@ -52,6 +53,17 @@ EXPORT_EXAMPLES = """
   asyncrl export first --version 12 --out my-model        the weights of version 12, as used for rollouts
   vllm serve $(asyncrl export first)                      stdout is only the directory's path"""
 GB = 10**9
+MAIN_FIGURES = (
+    "state",
+    "train steps",
+    "time",
+    "reward at",
+    "last eval",
+    "against",
+    "trainer idle",
+    "rollouter idle",
+)
+"""How the labels begin of the rows that `compare` prints."""
 STEPS = re.compile(r"(?P<first>\d{0,15})(?P<colon>:)?(?P<last>\d{0,15})")
 
 ReportOption = Annotated[
@@ -99,8 +111,8 @@ def compare(
     runs_dir: RunsDirOption = RUNS_DIR,
     as_json: JsonOption = False,
 ) -> None:
-    """Write a report of runs side by side: configuration differences, reward at equal samples and time,
-    idleness, staleness, speed. With --json: print these figures.
+    """Print the main figures of runs, and write a report of them side by side: configuration differences,
+    reward at equal samples and time, idleness, staleness, speed. With --json: print all these figures.
 
     `asyncrl bench` makes runs that can be compared fairly; this command compares any runs."""
     from asyncrl_cli.observe.recorded import Recorded
@@ -109,10 +121,13 @@ def compare(
     if len(runs) < 2:
         hint = f"`asyncrl status {runs[0]}` shows one run"
         raise ConfigError("a comparison needs two runs or more", hint=hint)
-    if not as_json:
-        return _write(runs, out, runs_dir, open_it, target=reward)
     recorded = [Recorded.find(run, runs_dir) for run in runs]
     comparison = compare(recorded, reward)
+    if not as_json:
+        names = [Column(name, justify="right") for name in comparison.names]
+        shown = [figure for figure in comparison.figures if figure.label.startswith(MAIN_FIGURES)]
+        print_table(["", *names], [(figure.label, *figure.texts) for figure in shown])
+        return _write(runs, out, runs_dir, open_it, target=reward)
     warn(*(note for run in recorded for note in run.damage.notes), *comparison.doubts)
     print_json(comparison.to_json())
 
@@ -177,7 +192,8 @@ def samples(
     for one in chosen:
         console.print(shown(one, scale))
     steps = recorded.sampled_steps
-    all_steps = f"samples are kept of {len(steps)} steps, from {steps[0]} to {steps[-1]}"
+    kept = f"step {steps[0]}" if len(steps) == 1 else f"{len(steps)} steps, {steps[0]} to {steps[-1]}"
+    all_steps = f"samples were kept for {kept}"
     say(f"{len(chosen)} of step {chosen[0].step}; {all_steps}")
     coloured = [name for name, one in chosen[0].fields.items() if one["shown"] == "colour"]
     if scale is None and coloured:

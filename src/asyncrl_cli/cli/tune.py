@@ -9,6 +9,7 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
+from asyncrl_cli.base.errors import counted
 from asyncrl_cli.cli.console import print_json, print_prose, print_text, print_whole, say, stderr, warn
 from asyncrl_cli.cli.options import (
     MOST_DEVICES,
@@ -175,7 +176,7 @@ def remarks(tuned: TuneResult) -> Iterator[str]:
         if there is not None:
             yield f"the recommended keys on the current split: {there} ({there.window_time_s / best_s:.2f}x)"
     if free is not None:
-        oldest = f"tokens up to {free.staleness_max:.0f} versions old"
+        oldest = f"tokens up to {counted(round(free.staleness_max), 'version')} old"
         yield f"without the strict bound: {free.window_time_s:.2f} s, {oldest}"
     if known is not None and known.window_time_s is not None:
         gain = known.window_time_s / best_s  # includes the simulation's own error

@@ -72,7 +72,7 @@ def status(
         return print_jobs(address, as_json=as_json)
     if address is not None and run is not None:
         return on_cluster(address, ["status", run, *(["--json"] if as_json else [])], runs_dir)
-    from asyncrl_cli.observe.run_status import overview, read_status
+    from asyncrl_cli.observe.run_status import StillStarting, overview, read_status
     from asyncrl_cli.observe.screen import table_of
 
     if run is None:
@@ -82,7 +82,12 @@ def status(
         if len(rows) != 1:
             return stdout().print(table_of(rows))
         run = rows[0].name
-    found = read_status(run, runs_dir)
+    try:
+        found = read_status(run, runs_dir)
+    except StillStarting as early:
+        if as_json:  # there is no status to print
+            raise
+        return print_text(f"{early.message}; {early.hint}")
     if as_json:
         return print_json(found.to_json())
     from asyncrl_cli.observe.screen import print_status

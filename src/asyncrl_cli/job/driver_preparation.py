@@ -4,6 +4,7 @@ driver; the slow parts in a thread that a Ctrl-C does not wait for."""
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, InvalidStateError
@@ -52,13 +53,14 @@ async def prepare(
     address: str | None = None,
     resumed: Path | None = None,
     show: Callable[[str], None] = lambda line: None,
+    log_path: Path = Path(os.devnull),
 ) -> tuple[Task, Path, dict[str, str]]:
     """Returns the task, the model's directory and those of `further_models`. Raises ConfigError or
     PreflightError if the engine, task, models or prompts cannot be used.
 
     With `address` the engine runs on the nodes of that cluster, which this process cannot examine. `resumed`:
     the directory of the run being resumed, whose reward is not rehearsed again. `show` gets the lines of the
-    rehearsal's table.
+    rehearsal's table, `log_path` what the reward prints there.
     """
 
     def load(check_cancelled: Callable[[], None]) -> Task:
@@ -89,7 +91,7 @@ async def prepare(
     task = await interruptible(load)
     if resumed is None:
         say("rehearsing the reward")
-        rehearsal = await rehearse(profile, task)
+        rehearsal = await rehearse(profile, task, log_path)
         for line in rehearsal.lines():
             show(line)
         rehearsal.check()

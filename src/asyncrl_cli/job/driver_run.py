@@ -197,7 +197,10 @@ class Run:
         if self.address is None:
             self.resolve_for(device_of(self.profile, local_cluster()))
         resumed = directory.path if self.checkpoint else None
-        task, model_dir, further = await prepare(self.profile, say, self.address, resumed, say.show)
+        reward_log = log_dir / "reward-0.log"
+        task, model_dir, further = await prepare(
+            self.profile, say, self.address, resumed, say.show, reward_log
+        )
         if self.checkpoint is not None:
             refuse_other_prompts(self.checkpoint, task, self.profile.run.seed)
         say("starting Ray")

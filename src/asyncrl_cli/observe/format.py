@@ -56,8 +56,11 @@ def number(value: object, digits: int = 2) -> str:
     return _written(value, f".{digits}f")
 
 
-share = partial(_written, form=".0%")
-"""`81%`."""
+def share(value: object) -> str:
+    """`81%`; `<1%` for what would be rounded to nothing."""
+    return "<1%" if is_number(value) and 0 < value < 0.005 else _written(value, ".0%")
+
+
 count = partial(_written, form=",.0f")
 """`12,345`."""
 small = partial(_written, form=".1e")

@@ -46,8 +46,7 @@ STYLES = {
     "stopped": "yellow",
 }
 LEGEND = (
-    "idle: trainer, rollouter; stale: versions per token; age: time since its last report; "
-    "next: asyncrl NEXT RUN"
+    "idle: trainer, rollouter; stale: versions per token; age: of the last report\nnext: asyncrl NEXT RUN"
 )
 
 
@@ -266,7 +265,7 @@ def watching(console: Console) -> Iterator[Callable[[RunStatus | str], None]]:
 
 def table_of(rows: Sequence[RunRow]) -> Group:
     """The newest runs for a terminal, and below them the errors of those that did not end well."""
-    table = Table(box=None, pad_edge=False)
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
     table.add_column("run", overflow="fold", min_width=8)
     table.add_column("state", no_wrap=True)
     table.add_column("profile", overflow="fold", min_width=8)

@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from decimal import ROUND_CEILING, Decimal
 from typing import Any
 
-from asyncrl_cli.base.errors import ConfigError, combine
+from asyncrl_cli.base.errors import ConfigError, combine, counted
 from asyncrl_cli.base.named_code import ENGINES, engine_kind
-from asyncrl_cli.base.paths import check_name
+from asyncrl_cli.base.paths import check_name, expand
 from asyncrl_cli.profile.arithmetic import (
     Schedule,
     asked_workers,
@@ -157,11 +157,12 @@ def _warnings(profile: Profile) -> Iterator[str]:
     ignores_sampling = algorithm.loss_mode == "reinforce" or algorithm.old_logprobs != "rollout"
     if age and algorithm.rollout_is == "none" and ignores_sampling:
         yield (
-            f'algorithm.rollout_is = "none": data up to {age} versions old is trained as if the current '
-            "weights had sampled it, which biases the gradient and can end in a collapse"
+            f'algorithm.rollout_is = "none": data up to {counted(age, "version")} old is trained as if the '
+            "current weights had sampled it, which biases the gradient and can end in a collapse"
         )
-    lr = profile.trainer.lr
-    if lr > HIGHEST_LR and not profile.lora.rank and not profile.model.path.startswith("builtin:"):
+    lr, path = profile.trainer.lr, profile.model.path
+    is_missing = path.startswith((".", "/", "~")) and not expand(path).exists()  # that is an error elsewhere
+    if lr > HIGHEST_LR and not (profile.lora.rank or path.startswith("builtin:") or is_missing):
         yield (
             f"trainer.lr = {lr:g} suits the tiny builtin model, and can ruin a pretrained one within a few "
             "steps: 1e-6 is usual where all weights are trained"

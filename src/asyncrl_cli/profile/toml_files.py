@@ -154,8 +154,12 @@ def is_file_reference(reference: str) -> bool:
 def locate(reference: str, *, relative_to: Path, asked_by: str) -> Path:
     """The path of the profile NAME or FILE. Errors begin with `asked_by`, which says where the reference was
     given."""
+    path = relative_to / expand(reference)
+    if os.path.isdir(path) and reference not in (*shipped_profiles(), *shipped_templates()):
+        inside = sorted(file.name for file in path.glob("*.toml"))
+        hint = "a profile is a TOML file" + (f", such as {path / inside[0]}" if inside else "")
+        raise ConfigError(f"{asked_by}: {shortened(reference)} is a directory", hint=hint)
     if is_file_reference(reference):
-        path = relative_to / expand(reference)
         if os.path.isfile(path):
             return path.resolve()
         wrong = "is not a file" if os.path.exists(path) else "does not exist"
@@ -169,11 +173,13 @@ def locate(reference: str, *, relative_to: Path, asked_by: str) -> Path:
     if reference in shipped_templates():
         hint = f"it is a template: `asyncrl init {reference} DIR`, and then --profile DIR/profile.toml"
         raise ConfigError(f"{asked_by}: there is no profile '{reference}'", hint=hint)
-    if os.path.isfile(relative_to / expand(reference)):
+    if os.path.isfile(path):
         why = f"{asked_by}: {shortened(reference)} is not a profile: the name of a TOML file ends in .toml"
         raise ConfigError(why, hint="docs/coming-from.md says which keys of other trainers are which here")
     hint = did_you_mean(reference, known, f"known profiles: {', '.join(known)}.", "`{}`".format)
     hint = f"{hint} A file is given with its path or .toml"
+    if os.path.isfile(f"{path}.toml"):
+        hint = f"did you mean {reference}.toml?"
     raise ConfigError(f"{asked_by}: there is no profile '{shortened(reference)}'", hint=hint)
 
 

@@ -53,7 +53,7 @@ def _wrong_value(key: str, value: Value, origin: str) -> ConfigError:
     text, options = shortened(value), _options(key)
     shown = f'"{text}"' if isinstance(value, str) else text.lower() if isinstance(value, bool) else text
     kinds = {option["type"] for option in options if not _choices(option)}
-    hint = f"its meaning: {keys().get(key, 'one line of text')}"
+    hint = f"it means: {keys().get(key, 'one line of text')}"
     if len(text) >= LONGEST_ECHO:
         pass  # too long to be quoted
     elif isinstance(value, str) and kinds - {"string"} and parse_value(value) != value:

@@ -225,12 +225,15 @@ def choose(
     those with the largest figure first if they are sorted. `group`: the beginning of its key. Raises
     ConfigError if there are none."""
     steps = run.sampled_steps
+    if not steps and not (run.files.metrics.exists() and run.num_steps()):
+        hint = f"`asyncrl status {run.name}` shows how far it is"
+        raise ConfigError(f"run '{run.name}' has no samples yet: no step has ended", hint=hint)
     if not steps:
         hint = "--set logging.samples_every_steps=20 dumps every 20th, the first and the last step"
         raise ConfigError(f"run '{run.name}' has no samples", hint=hint)
     if step is not None and step not in steps:
         near = sorted(sorted(steps, key=lambda known: abs(known - step))[:8])
-        hint = f"dumped near it: {', '.join(map(str, near))}"
+        hint = f"nearest: {', '.join(map(str, near))}"
         raise ConfigError(f"step {step} of run '{run.name}' was not dumped", hint=hint)
     asked = [step] if step is not None else steps[::-1] if group else steps[-1:]
     found = (one for number in asked for one in trajectories_of(run, number) if one.group.startswith(group))

@@ -69,6 +69,7 @@ def write_report(
     found = runs_in(bench) if bench else [Recorded.find(name, runs_dir) for name in dict.fromkeys(names)]
     path = out or (bench / NAME if bench else found[0].files.path / NAME if len(found) == 1 else Path(NAME))
     check_out(path, GENERATOR, "report")
+    is_renewed = out is None and path == Path(NAME) and path.exists()
     words = bench_html(bench) if bench else ""
     runs, samples, doubts = [], "", list[str]()
     for recorded in found:
@@ -86,6 +87,8 @@ def write_report(
     title = f"bench {bench.resolve().name}" if bench else " · ".join(run.name for run in runs)
     library = plotly() if runs else ""
     replace_text(path, page_of(runs, library=library, title=title, before=words, after=samples))
+    if is_renewed:  # of other runs, perhaps
+        doubts = [*doubts, f"the report that was in {path} is replaced; --out FILE would keep it"]
     return path, [note for recorded in found for note in recorded.damage.notes] + doubts
 
 

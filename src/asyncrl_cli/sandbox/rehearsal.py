@@ -12,11 +12,13 @@ most that a form of the reference earns.
 from __future__ import annotations
 
 import asyncio
+import os
 import re
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from random import Random
 
 from asyncrl_cli.base.errors import ConfigError, timeout
@@ -153,6 +155,12 @@ class Rehearsal:
         if not self.rows or len(self.unscored) < self.num_items:
             return
         worst = self.unscored[0]
+        if len({one.reward for scored in self.rows.values() for one in scored}) == 1 and worst.reward:
+            raise ConfigError(
+                f"task.reward = {self.name} does not tell right from wrong: every text earns "
+                f"{worst.reward:g}, on {self.num_items} items",
+                hint=f"check the reward; if it is meant to be so, {WITHOUT_IT}",
+            )
         raise ConfigError(
             f"task.reward = {self.name}: no reference answer scores in any of the usual forms, on "
             f"{self.num_items} items; for example {worst.text!r:.100}: {_unscored(worst)}, where the answer "
@@ -166,9 +174,10 @@ def _unscored(one: Scored) -> str:
     return f"{one.outcome}, and no text that it judged earns less" if one.reward else one.outcome
 
 
-async def rehearse(profile: Profile, task: Task) -> Rehearsal:
+async def rehearse(profile: Profile, task: Task, log_path: Path = Path(os.devnull)) -> Rehearsal:
     """Rehearse the task's reward on `task.rehearsal_items` training items, within LIMIT_S. The caller shows
-    the result and calls its `check`. Raises ExecutorFailed if the reward cannot be started."""
+    the result and calls its `check`. Raises ExecutorFailed if the reward cannot be started. `log_path`: the
+    file for what the reward prints."""
     kind, most = task.reward.kind, profile.task.rehearsal_items
     code = task.reward.function
     name = " + ".join(f'"{part.name}"' for part in task.reward.parts) or f'"{code.name if code else kind}"'
@@ -194,7 +203,7 @@ async def rehearse(profile: Profile, task: Task) -> Rehearsal:
 
         return await _rehearsed(name, task, chosen, score, began_s)
     limit_s = min(LIMIT_S, profile.task.reward_timeout_s)
-    pool = RewardPool(task.reward, timeout_s=limit_s, workers=default_workers())
+    pool = RewardPool(task.reward, timeout_s=limit_s, workers=default_workers(), log_path=log_path)
     try:
         await pool.start()
         if not items:

@@ -115,7 +115,7 @@ def load_task(profile: Profile, run_dir: Path | None = None) -> Task:
         as_file = f'task.source = "{by_suffix}:{source:.200}"'
         known = ", ".join(map(":".join, SOURCES.items()))
         hint = as_file if by_suffix and ":" not in source else HUB_HINT
-        raise ConfigError(f'task.source = "{source}" is none of {known}', hint=hint)
+        raise ConfigError(f'task.source = "{source}" is not one of {known}', hint=hint)
     if kind in KINDS:
         task = _file_task(profile, file_of(source, "task.source"), run_dir)
     else:
