@@ -27,7 +27,8 @@ from asyncrl_cli.observe.run_lines import SampleLine
 
 Sort = Literal["staleness", "reward", "length", "span"]
 PER_TOKEN = ("token", "sampled")
-MOST_SHOWN_CHARACTERS = 60
+MOST_CHARACTERS = 60
+"""Of a field's value among the facts."""
 MODEL, CALLS = "model", "calls"
 CALL = re.compile(
     r"(?:<call>|<tool_call>|\[TOOL_CALLS\]|<\|python_tag\|>|<.tool.calls?.begin.>).*", re.DOTALL
@@ -85,10 +86,8 @@ class DumpedTrajectory:
 
     def shown_of(self, token: int) -> str:
         """The token's values of fields that are shown as colours."""
-        names = [
-            name for name, one in self.fields.items() if one["shown"] == "colour" and name in self.columns
-        ]
-        values = ((name, self.columns[name][token]) for name in names)
+        coloured = {name for name, one in self.fields.items() if one["shown"] == "colour"}
+        values = ((name, column[token]) for name, column in self.columns.items() if name in coloured)
         return ", ".join(f"{name} {value:.4g}" for name, value in values if value is not None)
 
     @property
@@ -102,11 +101,8 @@ class DumpedTrajectory:
             if values is not None:
                 measured = [value for i in self.sampled_indices if (value := values[i]) is not None]
                 value = sum(measured) / len(measured) if measured else math.nan
-            shown = f"{value:.4g}" if isinstance(value, int | float) else json.dumps(value)
-            yield (
-                name,
-                shown if len(shown) <= MOST_SHOWN_CHARACTERS else f"{shown[:MOST_SHOWN_CHARACTERS]}...",
-            )
+            words = f"{value:.4g}" if isinstance(value, int | float) else json.dumps(value)
+            yield name, words if len(words) <= MOST_CHARACTERS else f"{words[:MOST_CHARACTERS]}..."
 
     @cached_property
     def sampled_indices(self) -> list[int]:
@@ -262,9 +258,8 @@ class Scale:
         finite = sorted(value for value in values if value is not None and math.isfinite(value))
         few = len(finite) <= most
         low, high = (finite[0], finite[-1]) if finite else (0.0, 0.0)
-        self._upper = (
-            finite if few else [low + (high - low) * (n + 1) / most for n in range(most - 1)] + [high]
-        )
+        parts = [low + (high - low) * part / most for part in range(1, most)]
+        self._upper = finite if few else [*parts, high]
         self._words = [f"{upper:.4g}" if few else f"to {upper:.3g}" for upper in self._upper]
         if not few:
             self._words[0] = f"{low:.3g} {self._words[0]}"
