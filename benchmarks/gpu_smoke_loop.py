@@ -14,7 +14,7 @@ import logging
 import math
 import random
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
@@ -31,14 +31,22 @@ from asyncrl_cli.contracts.environment import Answer, End, Environment, Turn
 from asyncrl_cli.contracts.events import Observer, StepRecord
 from asyncrl_cli.contracts.item import Item
 from asyncrl_cli.contracts.ports import PartialResult, RolloutWorker, WorkerUpdate
-from asyncrl_cli.contracts.prompt_group import AttemptKey, PartRequest, Prompt, TrainBatch, TrainReport
+from asyncrl_cli.contracts.prompt_group import (
+    AttemptKey,
+    GroupResult,
+    PartRequest,
+    Prompt,
+    TrainBatch,
+    TrainReport,
+)
 from asyncrl_cli.contracts.weight_version import LoadReport, Published
-from asyncrl_cli.data.trajectories import joined
+from asyncrl_cli.data.store import LocalStore
+from asyncrl_cli.data.trajectories import GroupPayload
 from asyncrl_cli.engines.port import Completion, Sampling
 from asyncrl_cli.engines.transformers.transformers_engine import TransformersEngine
 from asyncrl_cli.envs.chat import load_chat
 from asyncrl_cli.envs.episode import Limits, Means
-from asyncrl_cli.envs.group_runner import GroupRunner, PartDesk
+from asyncrl_cli.envs.group_runner import EndedPart, GroupRunner, PartDesk
 from asyncrl_cli.envs.slots import Slots
 from asyncrl_cli.loop.pipeline import Pipeline
 from asyncrl_cli.loop.run_state import World
@@ -128,12 +136,14 @@ def _summary(lines: Sequence[Mapping[str, Any]], groups: int) -> dict[str, float
 async def _run(name: str, machine: Machine, model: RandomModel, profile: Profile) -> list[dict[str, Any]]:
     """The lines of metrics.jsonl of a run, which is stopped after `MOST_S`."""
     with trainer_on(machine, model, profile) as policy, ThreadPoolExecutor(1) as thread:
-        trainer = LocalTrainer(policy, profile, thread)
-        worker = LocalWorker(profile, machine.place(model))
+        store = LocalStore()
+        trainer = LocalTrainer(policy, profile, thread, store)
+        worker = LocalWorker(profile, machine.place(model), store)
         recorder = _Recorder(name, profile.async_training.trigger_parameter_sync_step)
         try:
             await worker.start()
-            world = World(feed=_Feed(), trainer=trainer, workers=[worker], observers=[recorder])
+            data = _Directory(store)
+            world = World(feed=_Feed(), trainer=trainer, workers=[worker], observers=[recorder], data=data)
             pipeline = Pipeline(LoopSettings.of(profile), world)
             stop = asyncio.get_running_loop().call_later(MOST_S, pipeline.request_stop)
             with suppress(Interrupted):
@@ -142,6 +152,17 @@ async def _run(name: str, machine: Machine, model: RandomModel, profile: Profile
         finally:
             await worker.close()
     return recorder.lines
+
+
+class _Directory:
+    """Implements `contracts.ports.DataStore`."""
+
+    def __init__(self, store: LocalStore) -> None:
+        self.clear, self.pinned = store.clear, store.pinned
+        self._store = store
+
+    async def keys(self) -> list[str]:
+        return self._store.keys()
 
 
 class _Recorder(Observer):
@@ -203,16 +224,15 @@ class _DrawnLengths(TransformersEngine):
 class LocalTrainer:
     """Implements `contracts.ports.Trainer`: a `PolicyTrainer`, called in the one thread of `thread`."""
 
-    def __init__(self, trainer: Any, profile: Profile, thread: ThreadPoolExecutor) -> None:
-        self._trainer, self._profile, self._thread = trainer, profile, thread
+    def __init__(self, trainer: Any, profile: Profile, thread: ThreadPoolExecutor, store: LocalStore) -> None:
+        self._trainer, self._profile, self._thread, self._store = trainer, profile, thread, store
         self._meter = CallMeter("trainer-0", "trainer", "groups", time.monotonic)
 
     async def train(self, batch: TrainBatch) -> tuple[TrainReport, ExecutorReport]:
         minibatches, seed = self._profile.async_training.require_batches, self._profile.run.seed
         groups = training_order(batch.groups, num_minibatches=minibatches, seed=seed, step=batch.step)
         (plan,) = plan_train_step(groups, self._profile, ranks=1, step=batch.step, window=batch.window)
-        payloads = joined(chain.from_iterable(groups[index].payload for index in plan.groups))
-        given = dict(zip(plan.groups, payloads, strict=True))
+        given = {index: self._payload(groups[index]) for index in plan.groups}
         began_s = time.monotonic()
         with self._meter.doing(State.BUSY):
             report = await self._call(self._trainer.train, batch.step_in_window, plan, given)
@@ -220,6 +240,12 @@ class LocalTrainer:
             busy_s=time.monotonic() - began_s, trained_tokens=report.tokens, gauges={"step": batch.step}
         )
         return report, self._meter.report()
+
+    def _payload(self, group: GroupResult) -> GroupPayload:
+        parts = self._store.get(self._store.stored(group.payload or ()))
+        uid, epoch, attempt = group.key
+        trajectories = tuple(chain.from_iterable(parts))
+        return GroupPayload(uid=uid, epoch=epoch, attempt=attempt, trajectories=trajectories)
 
     async def gather(self, version: int) -> tuple[float, ExecutorReport]:
         with self._meter.doing(State.SYNCING, "weights to be gathered"):
@@ -249,7 +275,8 @@ class LocalWorker(RolloutWorker):
 
     name = "rollout-0"
 
-    def __init__(self, profile: Profile, place: ProcessPlace) -> None:
+    def __init__(self, profile: Profile, place: ProcessPlace, store: LocalStore) -> None:
+        self._store = store
         self.slots = profile.rollout.slots
         self._changes = LongPoll()
         self._meter = RolloutMeter(self.name, self.slots, time.monotonic, self._changes.note)
@@ -258,9 +285,7 @@ class LocalWorker(RolloutWorker):
         places = Slots(self.slots, hold=True)
         means = Means(self._engine, chat, _ByChance, Limits.of(profile), places, self._meter.waiting)
         self._runner = GroupRunner(means, Sampling.of(profile.rollout, profile.rollout.temperature))
-        self._desk = PartDesk(
-            lambda request, on_sequence: self._runner.run(request, on_sequence), self._changes
-        )
+        self._desk = PartDesk(self._play, self._changes)
         self._received: tuple[Any, Any] | None = None
 
     async def start(self) -> None:
@@ -269,12 +294,18 @@ class LocalWorker(RolloutWorker):
     async def close(self) -> None:
         await self._engine.close()
 
+    async def _play(self, request: PartRequest, on_sequence: Callable[[int], None]) -> EndedPart:
+        result, payload = await self._runner.run(request, on_sequence)
+        stored = self._store.put(str(request.key), payload.trajectories)
+        self._store.hold(stored)
+        return replace(result, payload=stored.key), stored
+
     def submit(self, request: PartRequest) -> None:
         self._desk.begin([request])
 
     async def next_update(self, seen: int) -> WorkerUpdate:
         seen = await self._changes.after(seen)
-        ended = tuple(replace(result, payload=payload) for result, payload in self._desk.take(most=4))
+        ended = tuple(result for result, _ in self._desk.take(most=4))
         counters = self._engine.counters()
         report = self._meter.report(
             version=self._engine.version,

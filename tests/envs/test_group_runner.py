@@ -27,7 +27,7 @@ from asyncrl_cli.contracts.prompt_group import (
     TrajectoryFailure,
     TrajectoryMeta,
 )
-from asyncrl_cli.data.trajectories import GroupPayload, joined, joined_by_index
+from asyncrl_cli.data.trajectories import GroupPayload, joined_by_index
 from asyncrl_cli.engines.port import Sampling
 from asyncrl_cli.engines.transformers.transformers_engine import TransformersEngine
 from asyncrl_cli.envs.chat import Chat, render_prompts
@@ -149,9 +149,7 @@ async def test_a_response_of_a_seed_is_the_same_in_whatever_part_it_is(model_dir
         parts = [part(0, (0, 3)), part(1, (4, 1)), part(2, (2,))]
         ended = await asyncio.gather(*(runner.run(request, nothing) for request in parts))
     placed = [index for request in parts for index in request.indices]
-    for index, trajectory in zip(
-        placed, joined(payload for _, payload in ended)[0].trajectories, strict=True
-    ):
+    for index, trajectory in zip(placed, (t for _, part in ended for t in part.trajectories), strict=True):
         assert np.array_equal(
             next(trajectory.segments())["tokens"], next(whole.trajectories[index].segments())["tokens"]
         )

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain, groupby, zip_longest
+from itertools import chain, zip_longest
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -142,15 +142,6 @@ class GroupPayload:
     epoch: int
     attempt: int
     trajectories: tuple[Trajectory, ...]
-
-
-def joined(parts: Iterable[GroupPayload]) -> list[GroupPayload]:
-    """Join parts into whole groups, in order. The parts of a group must be adjacent and in order."""
-    whole = []
-    for (uid, epoch, attempt), own in groupby(parts, key=lambda part: (part.uid, part.epoch, part.attempt)):
-        trajectories = tuple(chain.from_iterable(part.trajectories for part in own))
-        whole.append(GroupPayload(uid=uid, epoch=epoch, attempt=attempt, trajectories=trajectories))
-    return whole
 
 
 def joined_by_index(
