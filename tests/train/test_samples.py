@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from asyncrl_cli.data.sample_fields import BUILT_IN
-from asyncrl_cli.data.trajectories import GroupPayload, joined, trajectory_of
+from asyncrl_cli.data.trajectories import GroupPayload, trajectory_of
 from asyncrl_cli.train.sample_dump import SampledGroup, choose_samples, dump_samples, is_dump_step, pieces
 
 
@@ -89,15 +88,6 @@ def test_a_dump_that_fails_leaves_no_half_file(tmp_path, samples):
 def test_every_so_many_steps_the_first_and_the_last_are_dumped_and_zero_is_never():
     assert [step for step in range(1, 13) if is_dump_step(step, 5, 12)] == [1, 5, 10, 12]
     assert not any(is_dump_step(step, 0, 19) for step in range(20))
-
-
-def test_parts_of_a_group_become_one_again_and_groups_stay_apart(payloads):
-    (group,) = payloads
-    one, two = group.trajectories
-    left, nothing, right = (replace(group, trajectories=part) for part in ((one,), (), (two,)))
-    other = replace(group, attempt=3)
-    assert joined([left, nothing, right, other]) == [group, other]
-    assert joined([]) == []
 
 
 def test_a_dump_takes_an_eighth_and_the_oldest_make_room(tmp_path, samples):
