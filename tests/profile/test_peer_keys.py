@@ -190,9 +190,14 @@ def test_the_profiles_of_the_page_are_profiles(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("key", "said"),
     [
-        ("transfer_queue.enable", "Ray's object store"),
-        ("transfer_queue.backend.SimpleStorage.num_data_storage_units", "Ray's object store"),
-        ("async_rl.transfer_queue.num_storage_units", "async_training"),
+        ("transfer_queue.enable", 'use data_plane.backend (true is "transferqueue")'),
+        ("transfer_queue.backend.SimpleStorage.num_data_storage_units", "use data_plane.storage_units"),
+        ("transfer_queue.controller.sampler", "use data_plane.backend"),
+        ("async_rl.transfer_queue.num_storage_units", "use data_plane.storage_units"),
+        ("async_rl.transfer_queue.storage_cpus_per_unit", "use data_plane.storage_cpus_per_unit"),
+        ("async_rl.transfer_queue.controller_cpus", "use data_plane.storage_cpus_per_unit"),
+        ("async_rl.transfer_queue.num_controllers", "there is always one"),
+        ("async_rl.transfer_queue.num_global_batch", "use async_training.staleness_threshold"),
         ("async_rl.max_staleness", "use async_training.max_staleness"),
         ("actor_rollout_ref.rollout.enable_async_weight_updates", "use weights.mode"),
         ("trainer.v1.sampler.max_off_policy_threshold", "use async_training.max_staleness"),

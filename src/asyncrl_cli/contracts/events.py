@@ -10,6 +10,7 @@ from typing import Any
 from asyncrl_cli.base.safe_files import Count
 from asyncrl_cli.contracts.ports import Json
 from asyncrl_cli.contracts.prompt_group import AttemptKey, GroupResult, TrainReport
+from asyncrl_cli.contracts.status import DataStatus
 from asyncrl_cli.measure.intervals import Interval, mean_interval
 from asyncrl_cli.measure.states import ExecutorReport, SlotInterval, Span
 
@@ -74,8 +75,8 @@ class StepRecord:
     report of each executor, by name. `spans`: those of *all* reports since the previous step, by executor,
     already mapped to the driver's clock; the same for `slot_intervals`, if they are recorded. `ended_s` is
     on the driver's clock. `sync`: `WeightSync.summary`. `filtered`: the reward of each group dropped for
-    equal rewards since the previous step; None if the filter is off. `restarts` and `failures` (of
-    trajectories, by kind) count from the beginning of the run.
+    equal rewards since the previous step; None if the filter is off. `restarts`, `failures` (of trajectories,
+    by kind) and `orphans` (keys of the data store) count from the beginning of the run.
     """
 
     step: int
@@ -96,6 +97,7 @@ class StepRecord:
     filtered: tuple[float, ...] | None = None
     restarts: int = 0
     failures: Mapping[str, int] = field(default_factory=dict)
+    orphans: int = 0
     slot_intervals: Mapping[str, tuple[SlotInterval, ...]] = field(default_factory=dict)
 
 
@@ -129,6 +131,7 @@ class Overview:
     eval_running: str
     checkpoint: str
     restarting: Mapping[str, str] = field(default_factory=dict)
+    data: DataStatus | None = None
 
 
 class Observer:

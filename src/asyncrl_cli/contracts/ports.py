@@ -235,6 +235,9 @@ class DataStore(Protocol):
         """All keys that hold memory and are not cleared, also those of a worker that died before it could
         report them."""
 
+    def stats(self) -> Mapping[str, int]:
+        """How many `keys` and `bytes` the driver knows of. Never waits."""
+
 
 class Feed(Protocol):
     """An endless supply of prompts, shuffled per epoch. A resumed run neither repeats nor skips a prompt."""

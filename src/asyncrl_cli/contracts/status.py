@@ -2,8 +2,8 @@
 reads.
 
 `periods` says which time the figures cover (metrics.py): `periods.utilization` holds for `utilization` and
-the executors' `state_s`, `periods.steps` for `staleness`, `partial`, `env`, `filtered_ratio` and `timing`
-(means per step). States, waits, gauges, admission, versions and the ledger are those of this moment; `reward`
+the executors' `state_s`, `periods.steps` for `staleness`, `partial`, `env`, `filtered_ratio`, `timing`
+and what is fetched (means per step). States, waits, gauges, admission, versions and the ledger are those of this moment; `reward`
 and `sync` are the last step's.
 
     {"schema_version": 2, "name": "brave-otter", "phase": "running", "pid": 4711, "host": "head", ...
@@ -127,6 +127,16 @@ class EvalStatus:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DataStatus:
+    """What the data store holds, and `orphans`: its keys so far that had no owner (loop/data_keys.py)."""
+
+    keys: Count
+    bytes: Count
+    orphans: Count
+    bytes_fetched_per_step: Figure | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Note:
     """An event that people want to read."""
 
@@ -186,6 +196,7 @@ class Status(RunFacts):
     timing: Figures
     ledger: dict[str, Count]
     tokens_discarded: Figure | None
+    data: DataStatus | None = None
     checkpoint: str
     notes: list[Note]
     warnings: list[Note] = field(default_factory=list)

@@ -85,7 +85,7 @@ class Traffic:
     def add(self, **sums: float) -> None:
         with self._lock:
             for name, amount in sums.items():
-                self.sums[f"data_{name}"] = self.sums.get(f"data_{name}", 0.0) + amount
+                self.sums[f"data_{name}"] = self.sums.get(f"data_{name}", 0) + amount
 
 
 class Store(ABC):
@@ -180,7 +180,7 @@ class Store(ABC):
             self._pins += Counter()  # without zeros
 
     def stats(self) -> dict[str, int]:
-        """How many keys and bytes are held."""
+        """How many keys and bytes the driver holds. Never waits."""
         pieces = [piece for stored in self._held.values() for piece in stored.pieces]
         return {"keys": len(self._held), "bytes": sum(piece.num_bytes for piece in pieces)}
 

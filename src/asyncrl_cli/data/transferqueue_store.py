@@ -206,9 +206,6 @@ class TransferQueueStore(Store):
         if failure is not None:
             raise failure
 
-    def stats(self) -> dict[str, int]:
-        return super().stats() | {"keys": len(self.keys())}
-
     def close(self) -> None:
         super().close()
         if "_connection" in vars(self):

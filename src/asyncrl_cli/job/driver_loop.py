@@ -92,7 +92,7 @@ class DriverData:
     """`DataStore` of contracts/ports.py on the driver's end of the store."""
 
     def __init__(self, store: Store) -> None:
-        self.clear, self.pinned = store.clear, store.pinned
+        self.clear, self.pinned, self.stats = store.clear, store.pinned, store.stats
         self._store = store
 
     async def keys(self) -> list[DataKey]:

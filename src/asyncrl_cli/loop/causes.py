@@ -46,6 +46,7 @@ def overview(run: RunState) -> Overview:
         eval_running=str(running_eval) if running_eval else "",
         checkpoint=run.progress.checkpoint,
         restarting={} if stopping or has_ended else executors.restarting | executors.away,
+        data=run.groups.data.status(),
     )
 
 

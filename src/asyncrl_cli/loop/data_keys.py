@@ -17,6 +17,7 @@ from contextlib import contextmanager
 
 from asyncrl_cli.contracts.ports import DataStore
 from asyncrl_cli.contracts.prompt_group import AttemptKey, DataKey, attempt_of
+from asyncrl_cli.contracts.status import DataStatus
 from asyncrl_cli.loop.ledger import Attempt, Ledger
 
 MOST_REMEMBERED = 4096
@@ -67,6 +68,9 @@ class DataKeys:
             return
         with self._store.pinned([*keys]):
             yield
+
+    def status(self) -> DataStatus | None:
+        return DataStatus(**self._store.stats(), orphans=self.orphans) if self._store is not None else None
 
     async def sweep(self) -> None:
         if self._store is None:

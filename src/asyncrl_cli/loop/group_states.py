@@ -69,6 +69,7 @@ class GroupsState(TypedDict):
     again: list[TryState]
     finished: list[FinishedState]
     failures: NotRequired[dict[str, Count]]
+    orphans: NotRequired[Count]
 
 
 def frozen(groups: Groups, kept: PartialResponses) -> GroupsState:
@@ -89,6 +90,7 @@ def frozen(groups: Groups, kept: PartialResponses) -> GroupsState:
             for attempt in groups.ledger.finished.values()
         ],
         "failures": dict(groups.failures),
+        "orphans": groups.data.orphans,
     }
 
 
@@ -107,6 +109,7 @@ def restore(
     groups.tokens_discarded = state["tokens_discarded"] + lost_tokens
     groups.tokens_trained = state["tokens_trained"]
     groups.failures = Counter(state.get("failures", {}))
+    groups.data.orphans = state.get("orphans", 0)
     groups.feed.restore(state["feed"])
     keys, find = iter(payloads), groups.feed.find
     finished = []

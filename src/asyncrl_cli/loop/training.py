@@ -216,6 +216,7 @@ class Training:
                 filtered=tuple(run.groups.filter.rewards) if run.groups.filter.is_on else None,
                 restarts=executors.num_restarts,
                 failures=dict(run.groups.failures),
+                orphans=run.groups.data.orphans,
             )
 
         is_last = progress.step == run.settings.schedule.train_steps

@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
 
+from rich.filesize import decimal
+
 if TYPE_CHECKING:  # `asyncrl --help` needs some of these functions, and no pydantic
     from asyncrl_cli.contracts.status import EvalPoint, Figures, Status
 
@@ -65,6 +67,11 @@ count = partial(_written, form=",.0f")
 """`12,345`."""
 small = partial(_written, form=".1e")
 """`2.1e-07`."""
+
+
+def size(num_bytes: object) -> str:
+    """`1.2 MB`, in powers of 1000."""
+    return decimal(int(num_bytes)) if is_number(num_bytes) else _written(num_bytes, "")
 
 
 def listed(figures: Figures, key: str) -> list[float]:
@@ -169,7 +176,8 @@ def summary_rows(status: Status) -> list[tuple[str, str]]:
     steps = f"{progress.step} of {progress.train_steps} steps, {count(progress.groups_trained)} groups"
     phase = "stopped on request" if status.phase == "stopped" else status.phase
     leading = [f"{label} {form(totals.get(key))}" for key, (label, form) in LEADING.items()]
-    evals = by_set(status.eval.history).items()
+    evals, data = by_set(status.eval.history).items(), status.data
+    orphans = f"{count(data.orphans)} keys of the data store had no owner" if data and data.orphans else ""
     rows = [
         ("run", f"{status.name}: {phase} ({status.profile})"),
         ("trained", f"{steps}, {count(progress.tokens_trained)} tokens in {clock(progress.time_s)}"),
@@ -177,6 +185,7 @@ def summary_rows(status: Status) -> list[tuple[str, str]]:
         ("whole run", ", ".join(leading) if totals else ""),
         ("staleness", _staleness(status)),
         ("ledger", ledger_line(status.ledger)),
+        ("orphans", orphans),
         ("checkpoint", status.checkpoint),
         ("warnings", _warnings(status)),
         ("error", status.error),

@@ -9,7 +9,7 @@ import time
 from collections import deque
 from collections.abc import Iterable, Mapping
 from copy import deepcopy
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import NotRequired, TypeVar, cast
 
@@ -150,6 +150,9 @@ class LiveStatus:
         current = self._utilization_period(steps)
         figures = steps.figures if steps else {}
         timing_s = _under("timing/", figures)
+        data, fetched = overview.data if overview else None, figures.get("data/bytes_fetched")
+        if data and steps and isinstance(fetched, int | float):
+            data = replace(data, bytes_fetched_per_step=fetched / steps.time.steps)
         slot_history = [round(share, 4) for share in state["slots"]]
         versions = overview.worker_versions if overview else {}
         return Status(
@@ -179,6 +182,7 @@ class LiveStatus:
             timing={part: seconds / steps.time.steps for part, seconds in timing_s.items()} if steps else {},
             ledger=dict(overview.ledger) if overview else _under("ledger/", self._line),
             tokens_discarded=self._line.get("waste/tokens_discarded"),
+            data=data,
             checkpoint=overview.checkpoint if overview else "",
             notes=list(self._notes),
             warnings=list(self._warnings),

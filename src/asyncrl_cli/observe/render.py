@@ -29,6 +29,7 @@ from asyncrl_cli.observe.format import (
     number,
     scored,
     share,
+    size,
     small,
     sparkline,
     summary_rows,
@@ -134,7 +135,7 @@ def _blocks(status: Status, moment: str, width: int, room: int) -> list[Text]:
     lines: list[Text] = []
     for heading, blocks in (
         (_rule(status.periods.steps, "", width), [*both, _turns(status, width), filtered]),
-        (rule(f"── {moment} ", width), [synced, ledger]),
+        (rule(f"── {moment} ", width), [synced, ledger, _data(status)]),
     ):
         above = [heading]
         for block in filter(None, blocks):
@@ -313,6 +314,16 @@ def _turns(status: Status, width: int) -> list[Text]:
     failures = {key.removeprefix("failed/"): total for key, total in env.items() if key.startswith("failed/")}
     figures = [*turns, *(f"{count(total)} failed ({kind})" for kind, total in failures.items())]
     return flow(label("turns" if turns else "failures"), joined(figures, "  "), width, "") if figures else []
+
+
+def _data(status: Status) -> list[Text]:
+    """What the data store holds; nothing if it is empty and was never without an owner for a key."""
+    data = status.data
+    if data is None or not (data.keys or data.orphans):
+        return []
+    line = label("data").append(f"{count(data.keys)} keys, {size(data.bytes)}")
+    line.append(f"  fetched per step {size(data.bytes_fetched_per_step)}", "dim")
+    return [line.append(f"  orphans {count(data.orphans)}", "yellow") if data.orphans else line]
 
 
 def _notes(status: Status, room: int) -> list[Text]:

@@ -51,12 +51,14 @@ def step_values(
     for summary in record.evals:  # of a set, the last eval that ended since the previous line counts
         values |= eval_values(summary)
     values |= {f"timing/{part}_s": Sum(seconds) for part, seconds in record.timing_s.items()}
-    values |= utilization(stretches(before, record.reports))
+    measured = stretches(before, record.reports)
+    values |= utilization(measured) | data_values(measured)
     values["overlap_ratio"] = overlap(record.spans, roles)
     values |= staleness_values(record, window_steps)
     values |= {f"sync/{name}": Last(figure) for name, figure in record.sync.items()}
     values["rollouter/restarts"] = Last(record.restarts)
     values |= episode_values(trajectories)
+    values["data/orphans"] = Last(record.orphans)
     values |= {f"env/failed/{kind}": Last(number) for kind, number in record.failures.items()}
     values["waste/tokens_discarded"] = Last(record.tokens_discarded)
     values |= filter_values(record.groups, record.filtered)
@@ -202,7 +204,7 @@ def stretches(
         # One that was restarted counts from its start, too: its integrals began at 0 again.
         if earlier is not None and _elapsed_s(report) >= _elapsed_s(earlier):
             state_s = {state: s - earlier.state_s.get(state, 0.0) for state, s in report.state_s.items()}
-            sums = {key: amount - earlier.sums.get(key, 0.0) for key, amount in report.sums.items()}
+            sums = {key: amount - earlier.sums.get(key, 0) for key, amount in report.sums.items()}
             report = replace(report, state_s=state_s, sums=sums)
         if _elapsed_s(report) > 0:
             found.append(report)
@@ -267,6 +269,15 @@ def utilization(measured: Sequence[ExecutorReport]) -> dict[str, Value]:
         if queue := _reported("waiting_groups", [scorer]):
             values[f"{scorer.name}/waiting_groups"] = Last(queue[0])
     return values
+
+
+def data_values(measured: Sequence[ExecutorReport]) -> dict[str, Value]:
+    """What went through the data store. Without anything that no process has reported."""
+    names = ("bytes_put", "bytes_fetched", "bytes_copied", "fetch_s")
+    sums = {name: sum(found) for name in names if (found := _reported(f"data_{name}", measured))}
+    copied = sums.pop("bytes_copied", None)
+    values: dict[str, Value] = {f"data/{name}": Sum(amount) for name, amount in sums.items()}
+    return values if copied is None else values | {"data/copies": Ratio(copied, sums["bytes_fetched"])}
 
 
 def _reported(name: str, measured: Sequence[ExecutorReport]) -> list[float]:

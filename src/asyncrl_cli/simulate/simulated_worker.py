@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
 from asyncrl_cli.base.errors import ExecutorLost
@@ -46,6 +46,9 @@ class SimulatedStore:
 
     async def keys(self) -> Collection[DataKey]:
         return [*self.held]
+
+    def stats(self) -> Mapping[str, int]:
+        return {"keys": len(self.held), "bytes": 0}
 
 
 class SimulatedWorker:
