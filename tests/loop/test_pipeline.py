@@ -14,6 +14,7 @@ import pytest
 from asyncrl_cli.base.errors import AsyncrlError, ExecutorFailed, Interrupted, RefusedError, StallError
 from asyncrl_cli.measure.meters import RolloutMeter
 from asyncrl_cli.simulate.simulated_trainer import SimulatedTrainer
+from asyncrl_cli.simulate.simulated_worker import SimulatedStore
 from tests.loop.proof.faults import Fault, FaultKind, Faults
 from tests.loop.proof.memory import resume_from
 from tests.loop.worlds import MODES, run_world, settings
@@ -146,6 +147,21 @@ def test_a_resumed_run_keeps_finished_groups_with_their_payloads():
     resumed = run_world(chosen, resume_from=resume_from(frozen, state))
     payloads = {group.payload for batch in resumed.trainer.batches for group in batch.groups}
     assert set(frozen.payloads[: len(state["groups"]["finished"])]) <= payloads
+
+
+def test_keys_without_an_owner_are_counted_over_a_resume():
+    chosen, store = settings("stale-samples"), SimulatedStore()
+    for key in ("p7@0.9/0", "p8@0.9/0"):  # of attempts that there never were
+        store.put(key)
+    first = run_world(chosen, data=store)
+    (found,) = first.recorder.named("orphans")
+    for ended in first.recorder.steps:
+        assert ended.orphans == (2 if ended.ended_s > found.time_s else 0)
+    overviews = [(tick.time_s > found.time_s, tick.data) for tick in first.recorder.ticks]
+    assert {(is_after, one.keys, one.orphans) for is_after, one in overviews} == {(False, 2, 0), (True, 0, 2)}
+    snapshot, state = first.checkpoints.snapshots[-2]
+    resumed = run_world(chosen, data=SimulatedStore(), resume_from=resume_from(snapshot, state))
+    assert {ended.orphans for ended in resumed.recorder.steps} == {2}
 
 
 def test_the_versions_of_a_resumed_run_go_on():

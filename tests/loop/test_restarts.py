@@ -337,6 +337,7 @@ def test_metrics_of_a_run_with_a_restart_have_no_negative_differences_and_count_
         assert line.get("rollouter/tokens_per_s", 0) >= 0
         shares = ("rollouter/slot_utilization", "rollouter/idle_ratio", "overlap_ratio")
         assert all(0 <= line.get(share, 0) <= 1 for share in shares)
+        assert [key for key in line if key.startswith("data/")] == ["data/orphans"]  # nothing has bytes here
     while_down = [
         line for line in steps if line["time_s"] - line["timing/step_s"] > 4.0 and line["time_s"] < 30.0
     ]

@@ -10,7 +10,7 @@ from fractions import Fraction
 from typing import Any
 
 from asyncrl_cli.contracts.events import Event, Overview, StepRecord
-from asyncrl_cli.contracts.ports import Feed
+from asyncrl_cli.contracts.ports import DataStore, Feed
 from asyncrl_cli.contracts.prompt_group import TrajectoryMeta
 from asyncrl_cli.loop.pipeline import Pipeline
 from asyncrl_cli.loop.run_state import ResumeFrom, World
@@ -124,6 +124,7 @@ def run_world(
     faults: Faults | None = None,
     evals: int | dict[str, int] = 0,
     feed: Feed | None = None,
+    data: DataStore | None = None,
     resume_from: ResumeFrom | None = None,
     stop_at_s: float | None = None,
     group_score_s: float | None = None,
@@ -168,6 +169,7 @@ def run_world(
             },
             observers=[recorder],
             checkpoints=checkpoints,
+            data=data,
             resume_from=resume_from,
         )
         pipeline = Pipeline(chosen, world)

@@ -9,7 +9,7 @@ import pytest
 
 from asyncrl_cli.contracts.events import EvalSummary, Overview, StepRecord
 from asyncrl_cli.contracts.prompt_group import AttemptKey, GroupResult, TrainReport, TrajectoryMeta
-from asyncrl_cli.contracts.status import RunFacts, Status
+from asyncrl_cli.contracts.status import DataStatus, RunFacts, Status
 from asyncrl_cli.measure.states import ExecutorReport, Span, State
 from asyncrl_cli.measure.values import Max, Ratio
 from tests.statuses import FACTS, status_of
@@ -92,10 +92,11 @@ def full_record(step: int) -> StepRecord:
         {State.BUSY: 0.6 * grown, State.STARVED: 0.3 * grown, State.SYNCING: 0.1 * grown},
         state=State.STARVED,
         waiting_for="16 takeable groups: 12 finished, 9 running",
-        sums={"trained_tokens": 1500 * grown},
+        sums={"trained_tokens": 1500 * grown, "data_bytes_fetched": 500_000 * step, "data_bytes_copied": 0},
     )
     sums = {"running_sequence_s": 52 * grown, "idle_s": 0.03 * grown, "sampled_tokens": 1600 * grown}
-    sums["eval_s"] = 0.0
+    sums |= {"eval_s": 0.0, "data_bytes_put": 2_000_000 * step, "data_fetch_s": 0.01 * step}
+    sums |= {"data_bytes_fetched": 1_500_000 * step, "data_bytes_copied": 300_000 * step}
     rollouts = [
         report(
             f"rollout-{i}",
@@ -171,6 +172,7 @@ def full_overview(made: StepRecord) -> Overview:
         worker_versions={"rollout-0": made.version, "rollout-1": made.version - 1},
         eval_running="",
         checkpoint="step-000100",
+        data=DataStatus(keys=24, bytes=1_500_000_000, orphans=0),
     )
 
 

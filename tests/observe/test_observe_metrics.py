@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 
 from asyncrl_cli.contracts.events import EvalSummary
+from asyncrl_cli.data.store import Traffic
+from asyncrl_cli.loop.executors import ReportBook
 from asyncrl_cli.measure.states import Span, State
 from asyncrl_cli.observe.metrics import StepMetrics
 
@@ -116,6 +118,36 @@ def test_a_restarted_executor_counts_from_its_new_start(make):
     assert line["trainer/idle_ratio"] == pytest.approx(1 / 4)
 
 
+def test_bytes_of_the_data_store_are_added_up_over_processes_and_their_restarts(make):
+    """Against plain counters. Each process counts from 0; rollout-1 is replaced after step 3."""
+    rng, book, watched = random.Random(5), ReportBook(), metrics()
+    processes = {"rollout-0": Traffic(), "rollout-1": Traffic(), "ref": Traffic(), "trainer": Traffic()}
+    for step in range(1, 7):
+        put, fetched, copied, fetch_s = 0, 0, 0, 0.0
+        for name, traffic in processes.items():
+            for _ in range(rng.randrange(3)):
+                if name != "trainer":
+                    put += (amount := rng.randrange(10**6))
+                    traffic.add(bytes_put=amount)
+                amount, seconds = rng.randrange(10**6), rng.random()
+                part = amount // rng.randrange(1, 4)
+                fetched, copied, fetch_s = fetched + amount, copied + part, fetch_s + seconds
+                traffic.add(bytes_fetched=amount, bytes_copied=part, fetch_s=seconds)
+            role = {"ref": "scorer"}.get(name, name.partition("-")[0])
+            began_s = 3.0 if step > 3 and name == "rollout-1" else 0.0
+            told = make["report"](name, role, {State.BUSY: step - began_s}, sums=dict(traffic.sums))
+            book.add(told, float(step), name)
+        line = watched.update(make["record"](step, step, [], book.latest.values(), orphans=step // 4))
+        found = [line.get(f"data/{name}", 0) for name in ("bytes_put", "bytes_fetched", "orphans")]
+        assert found == [put, fetched, step // 4]
+        assert line.get("data/fetch_s", 0) == pytest.approx(fetch_s)
+        assert line.get("data/copies") == (pytest.approx(copied / fetched) if fetched else None)
+        if step == 3:
+            processes["rollout-1"] = Traffic()
+            book.lost("rollout-1", float(step))
+            book.returned("rollout-1", float(step))
+
+
 def test_overlap_is_shared_busy_time_over_the_smaller_busy_time(make):
     report, record = make["report"], make["record"]
     times = {
@@ -209,7 +241,8 @@ def test_every_key_is_there_when_everything_was_measured(make):
         fully_async/partial/max_partial_span sync/gather_s sync/send_s sync/load_s sync/pause_s
         sync/logprob_abs_diff correction/ratio_mean correction/ratio_max correction/clipped_ratio
         correction/masked_ratio ledger/admitted_total ledger/running ledger/finished ledger/training
-        ledger/trained ledger/dropped ledger/requeued"""
+        ledger/trained ledger/dropped ledger/requeued data/bytes_put data/bytes_fetched data/fetch_s
+        data/copies data/orphans"""
     assert set(expected.split()) <= line.keys()
     assert line["ledger/admitted_total"] == 16 * 50 + 24
 

@@ -18,6 +18,7 @@ from asyncrl_cli.observe.render import render
 from asyncrl_cli.observe.run_status import RunStatus
 from asyncrl_cli.observe.screen import Plain, Screen, can_show, make_ui, print_status
 from asyncrl_cli.observe.sinks import to_json
+from asyncrl_cli.observe.terminal import LABEL
 
 
 @pytest.fixture(scope="module")
@@ -122,6 +123,24 @@ def test_turns_tools_and_failures_have_a_line_where_there_are_any(status):
     waits = replace(status.executors[1], state="waiting for tools", waiting_for=for_what)
     text = render(replace(status, executors=[waits]), width=120, height=40).plain
     assert f"waiting for tools  waits for {for_what}" in text
+
+
+@pytest.mark.parametrize(
+    ("keys", "orphans", "shown"),
+    [
+        (0, 0, []),
+        (1280, 0, ["1,280 keys, 1.5 GB  fetched per step 3.5 MB"]),
+        (0, 3, ["0 keys, 1.5 GB  fetched per step 3.5 MB  orphans 3"]),
+    ],
+)
+def test_the_data_store_has_a_line_while_it_holds_or_has_lost_something(status, keys, orphans, shown):
+    """Two workers fetch 1.5 MB each in a step, and the trainer 0.5 MB."""
+    changed = replace(status, data=replace(status.data, keys=keys, orphans=orphans))
+    lines = render(changed, width=100, height=40).plain.splitlines()
+    assert [line[LABEL:] for line in lines if line.startswith("data ")] == shown
+    row = "3 keys of the data store had no owner" if orphans else None
+    assert dict(summary_rows(changed)).get("orphans") == row
+    assert "\ndata " not in render(replace(status, data=None), width=100, height=40).plain
 
 
 def test_dynamic_sampling_has_a_line(status):

@@ -77,6 +77,24 @@ def test_a_run_ends_with_clean_accounts_and_data_only_on_stdout(partial):
     assert last["eval/version"] == last["version"] == STEPS
 
 
+def test_the_bytes_of_every_trained_token_are_put_and_fetched_and_no_key_is_left(partial):
+    steps = lines(partial.run / "metrics.jsonl")
+    tokens = sum(
+        len(one["tokens"]) for path in (partial.run / "samples").glob("*.jsonl") for one in lines(path)
+    )
+    num_bytes = tokens * (4 + 4 + 4 + 1)  # token, logprob, version, mask
+    assert tokens > 0
+    # more is put than trained; trained groups are fetched to be trained, and again for the samples
+    assert num_bytes <= sum(step["data/bytes_put"] for step in steps) < 3 * num_bytes
+    assert 2 * num_bytes <= sum(step["data/bytes_fetched"] for step in steps) < 6 * num_bytes
+    assert all(
+        0 < step["data/fetch_s"] < step["timing/step_s"] and 0 <= step["data/copies"] <= 1 for step in steps
+    )
+    status = json.loads((partial.run / "status.json").read_text())
+    assert status["data"].items() >= {"keys": 0, "bytes": 0, "orphans": 0}.items()
+    assert status["data"]["bytes_fetched_per_step"] * STEPS == status["totals"]["data/bytes_fetched"]
+
+
 def test_rollouts_cross_weight_syncs_within_the_bound(partial):
     run = partial.run
     steps = lines(run / "metrics.jsonl")

@@ -2,9 +2,9 @@
 reads.
 
 `periods` says which time the figures cover (metrics.py): `periods.utilization` holds for `utilization` and
-the executors' `state_s`, `periods.steps` for `staleness`, `partial`, `env`, `filtered_ratio`, `timing`
-and what is fetched (means per step). States, waits, gauges, admission, versions and the ledger are those of this moment; `reward`
-and `sync` are the last step's.
+the executors' `state_s`, `periods.steps` for `staleness`, `partial`, `env`, `filtered_ratio`, and means per
+step (`timing`, `data.bytes_fetched_per_step`). States, waits, gauges, admission, versions, the rest of `data`
+and the ledger are those of this moment; `reward` and `sync` are the last step's.
 
     {"schema_version": 2, "name": "brave-otter", "phase": "running", "pid": 4711, "host": "head", ...
      "progress": {"step": 118, "train_steps": 300, ...}, "executors": [{"name": "trainer", ...}, ...], ...}
