@@ -84,12 +84,12 @@ def test_the_bytes_of_every_trained_token_are_put_and_fetched_and_no_key_is_left
     )
     num_bytes = tokens * (4 + 4 + 4 + 1)  # token, logprob, version, mask
     assert tokens > 0
-    # more is put than trained; trained groups are fetched to be trained, and again for the samples
-    assert num_bytes <= sum(step["data/bytes_put"] for step in steps) < 3 * num_bytes
-    assert 2 * num_bytes <= sum(step["data/bytes_fetched"] for step in steps) < 6 * num_bytes
-    assert all(
-        0 < step["data/fetch_s"] < step["timing/step_s"] and 0 <= step["data/copies"] <= 1 for step in steps
-    )
+    # Some are put and not trained. Each is fetched to be trained and for the samples; the last ones' dump
+    # ends after the last line.
+    put, fetched = (sum(step.get(f"data/bytes_{what}", 0) for step in steps) for what in ("put", "fetched"))
+    assert num_bytes <= put < 3 * num_bytes
+    assert 1.5 * num_bytes < fetched < 6 * num_bytes
+    assert all(step["data/fetch_s"] > 0 and 0 <= step["data/copies"] <= 1 for step in steps)
     status = json.loads((partial.run / "status.json").read_text())
     assert status["data"].items() >= {"keys": 0, "bytes": 0, "orphans": 0}.items()
     assert status["data"]["bytes_fetched_per_step"] * STEPS == status["totals"]["data/bytes_fetched"]
