@@ -9,7 +9,8 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Annotated, Any, NoReturn
 
 import typer
@@ -32,12 +33,23 @@ from asyncrl_cli.cli.console import (
 
 
 class _Commands(TyperGroup):
+    """As Typer's, but a Ctrl-C is an error that is shown: Typer would exit with 130 and say nothing."""
+
+    def make_context(self, *arguments: Any, **options: Any) -> Any:
+        with _shown_interrupts():
+            return super().make_context(*arguments, **options)
+
     def invoke(self, ctx: Any) -> Any:
-        """As Typer's, but a Ctrl-C is a message, too: Typer would exit with 130 and say nothing."""
-        try:
+        with _shown_interrupts():
             return super().invoke(ctx)
-        except KeyboardInterrupt:
-            raise Interrupted("interrupted") from None
+
+
+@contextmanager
+def _shown_interrupts() -> Iterator[None]:
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise Interrupted("interrupted") from None
 
 
 app = typer.Typer(

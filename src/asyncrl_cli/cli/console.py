@@ -139,6 +139,8 @@ def warn(*texts: str) -> None:
 def print_error(error: AsyncrlError, *, as_json: bool = False) -> None:
     """Print the error and its hint on stderr. An interruption is not labelled as an error. With `as_json`
     also on stdout, unless a document has been printed there (a failed run's summary, a refused plan)."""
+    with suppress(OSError):  # what stdout has so far comes first where both go to the same file
+        sys.stdout.flush()
     if isinstance(error, Interrupted):
         say(error.message)
     else:
