@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -13,6 +14,7 @@ from asyncrl_cli.contracts.prompt_group import PartialResponse
 from asyncrl_cli.loop import admission
 from asyncrl_cli.loop.admission import Admission
 from asyncrl_cli.loop.changes import Change, Changes
+from asyncrl_cli.loop.data_keys import DataKeys
 from asyncrl_cli.loop.evals import Evaluator, RunningEval
 from asyncrl_cli.loop.executors import ExecutorHistory, ReportBook, Restarts
 from asyncrl_cli.loop.fleet import Fleet, Travel, WorkerSlots
@@ -33,7 +35,7 @@ from tests.loop.proof.scenarios import Outcome, main, run
 from tests.marks import one_in
 
 NUM_SEEDS, CHUNK_SEEDS = 200, 2
-MUTANT_SEEDS = (1563, 2344, 9799, 115, 75, 46, 20, 4, 8, *range(400))
+MUTANT_SEEDS = (1563, 2344, 9799, 115, 75, 46, 20, 4, 8, 93, *range(400))
 """The first ones are known to notice what is rare. In the first, a worker dies in the last eval while no
 other one works on it; in the next two, while the only others with room hold older weights. When a change of
 the loop makes other runs of them, the rest still notices, but takes longer."""
@@ -71,7 +73,8 @@ def test_every_mode_fault_stop_and_resume_really_happens_in_some_seed():
     events = ["resumed", "checkpointed", "eval", "warning", "dropped", "requeued", "replaced", "away"]
     ends = [f"ended by {error}" for error in ("Interrupted", "ExecutorFailed", "AsyncrlError")]
     stale = [f"staleness {versions}" for versions in (0, 1, 2, 3)]  # bounds are not only kept, but reached
-    assert {*events, *ends, *stale, "kept responses", "judging cut off"} <= set(counts)
+    rare = ["kept responses", "judging cut off", "keys that died with a worker"]
+    assert {*events, *ends, *stale, *rare} <= set(counts)
     assert set(faults) == {kind.value for kind in FaultKind}
     trained = [outcome.scenario for outcome in ran if outcome.counts["trained"]]
     settings = [scenario.settings for scenario in trained]
@@ -328,6 +331,61 @@ def part_of_the_workers_version(attempt, num_responses, worker, version, origina
     part = original(attempt, num_responses, worker, version, **how)
     part.version = version
     return part
+
+
+# And with the data of groups.
+
+
+@mistake("data stays after its train step", DataKeys, "release", "data")
+def release_all_but_trained(keys, attempt, end, original=DataKeys.release):
+    if end != Stage.TRAINED:
+        original(keys, attempt, end)
+
+
+@mistake("data of a group that is given up stays", DataKeys, "release", "data")
+def release_only_trained(keys, attempt, end, original=DataKeys.release):
+    if end == Stage.TRAINED:
+        original(keys, attempt, end)
+
+
+@mistake("a late result of a group that was given up stays", Groups, "parts_ended", "data")
+def parts_ended_without_late_keys(groups, results, original=Groups.parts_ended):
+    running = groups.ledger.running
+    return original(
+        groups, [one if one.key.attempt in running else replace(one, payload=None) for one in results]
+    )
+
+
+@mistake("partial responses stay after a checkpoint", DataKeys, "lent", "data")
+def lend_no_partial_responses(keys, lent, original=DataKeys.lent):
+    return original(keys, [key for key in lent if not key.endswith("-partial")])
+
+
+@mistake("partial tokens stay when their group ends", Groups, "parts_ended", "data")
+def parts_ended_without_partial_tokens(groups, results, original=Groups.parts_ended):
+    for result in results:
+        if result.key.attempt in groups.ledger.running:
+            groups.ledger.running[result.key.attempt].partial_tokens = None
+    return original(groups, results)
+
+
+@mistake("data is cleared when its group is taken", Groups, "take", "data")
+def take_and_clear(groups, num_groups, original=Groups.take):
+    taken = original(groups, num_groups)
+    groups.data.clear([key for group in taken for key in group.payload])
+    return taken
+
+
+@mistake("data is cleared while somebody needs it", DataKeys, "pinned", "data")
+def pin_nothing(keys, pinned):
+    return nullcontext()
+
+
+async def sweep_nothing(keys):
+    """As if there were no sweep."""
+
+
+mistake("a sweep clears nothing", DataKeys, "sweep", "data")(sweep_nothing)
 
 
 def nothing(*_, **__):

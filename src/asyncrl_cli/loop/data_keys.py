@@ -6,7 +6,7 @@ without one is an orphan. It was left by a call that this run forgot to make, or
 it could report what it had put. Orphans are cleared and counted (`data/orphans`).
 
 A worker puts a part before it reports it, so a key may have no owner for a moment, if its group was given up
-meanwhile. It is an orphan only if two sweeps in a row see it.
+meanwhile. It is an orphan only if two sweeps in a row see it that are not too close together.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from asyncrl_cli.loop.ledger import Attempt, Ledger
 
 MOST_REMEMBERED = 4096
 """Ended attempts whose last event an orphan's warning can name."""
+APART_S = 0.4
+"""How far apart two sweeps are at least that see an orphan: the window's last and the run's may be close."""
 SETTLE_S = 0.5
 """How long a worker's report may take that is under way as the run ends."""
 
@@ -34,9 +36,10 @@ class DataKeys:
         self._ledger = ledger
         self._event = event
         self._lent: set[DataKey] = set()
-        self._unowned: set[DataKey] = set()
-        """As the last sweep saw it."""
-        self._ends: dict[AttemptKey, str] = {}
+        self._unowned: dict[DataKey, float] = {}
+        """What the last sweep saw: since when."""
+        self._ends: dict[AttemptKey, tuple[str, list[DataKey]]] = {}
+        """How attempts have ended, and the keys that should have been cleared then."""
 
     def clear(self, keys: Iterable[DataKey | None]) -> None:
         if self._store is not None:
@@ -44,10 +47,11 @@ class DataKeys:
 
     def release(self, attempt: Attempt, end: str) -> None:
         """The attempt has ended, with this event."""
-        self._ends[attempt.key] = end
+        keys = attempt.data_keys()
+        self._ends[attempt.key] = end, keys
         if len(self._ends) > MOST_REMEMBERED:
             del self._ends[next(iter(self._ends))]
-        self.clear(attempt.data_keys())
+        self.clear(keys)
 
     @contextmanager
     def lent(self, keys: Iterable[DataKey]) -> Iterator[None]:
@@ -72,19 +76,22 @@ class DataKeys:
     def status(self) -> DataStatus | None:
         return DataStatus(**self._store.stats(), orphans=self.orphans) if self._store is not None else None
 
+    async def unowned(self) -> set[DataKey]:
+        """The keys of the store that have no owner now."""
+        found = await self._store.keys() if self._store is not None else ()
+        return {key for key in found if not self._is_owned(key)}
+
     async def sweep(self) -> None:
-        if self._store is None:
-            return
-        unowned = {key for key in await self._store.keys() if not self._is_owned(key)}
-        orphans = sorted(unowned & self._unowned)
-        self._unowned = unowned.difference(orphans)
+        now_s = asyncio.get_running_loop().time()
+        since_s = {key: self._unowned.get(key, now_s) for key in await self.unowned()}
+        orphans = sorted(key for key, seen_s in since_s.items() if now_s - seen_s >= APART_S)
+        self._unowned = {key: seen_s for key, seen_s in since_s.items() if key not in orphans}
         if orphans:
             self.orphans += len(orphans)
             self.clear(orphans)
             key, num_keys = orphans[0], len(orphans)
-            left = (
-                self._ends.get(attempt_of(key), "a part that no worker reported") if "@" in key else "an eval"
-            )
+            end, known = self._ends.get(attempt_of(key), ("", [])) if "@" in key else ("an eval", [key])
+            left = end if key in known else "a worker that did not report it"
             self._event("orphans", keys=num_keys, first=key, left_by=left)
             what = f"{num_keys} keys of the data store" if num_keys > 1 else f"{key} of the data store"
             message = f"{what} had no owner and was cleared; the first was left by: {left}"

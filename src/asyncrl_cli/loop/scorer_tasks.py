@@ -26,6 +26,7 @@ step needs, because the trainer may be waiting for those. There is one call at a
 from __future__ import annotations
 
 import asyncio
+from contextlib import AbstractContextManager
 from dataclasses import replace
 
 from asyncrl_cli.base.errors import ExecutorLost
@@ -64,11 +65,12 @@ class ScorerTasks(ExecutorTasks):
         if self.scorer.name != REWARD:
             self._run.groups.columns_lost(self.scorer.name)
 
-    async def learn(self, batch: TrainBatch) -> TrainReport:
+    async def learn(self, batch: TrainBatch, needed: AbstractContextManager[object]) -> TrainReport:
         """Let a separate critic learn beside the policy. Only then does it score the groups of the next
-        step."""
+        step. `needed` keeps the batch's data until then."""
         run, name = self._run, self.scorer.name
-        with run.changes.waiting(f"{name} (learning)", f"what it learns in step {batch.step}"):
+        what = f"what it learns in step {batch.step}"
+        with needed, run.changes.waiting(f"{name} (learning)", what):
             learned, report = await self.scorer.learn(batch)
         run.groups.is_learning = False
         self._reported(report)

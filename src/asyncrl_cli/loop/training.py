@@ -4,6 +4,7 @@ record every step."""
 from __future__ import annotations
 
 import asyncio
+from contextlib import ExitStack
 from dataclasses import replace
 
 from asyncrl_cli.base.errors import AsyncrlError
@@ -137,7 +138,9 @@ class Training:
         )
         if self._critic is not None:
             name = f"the critic in step {batch.step}"
-            self._learning = self._tasks.create_task(self._critic.learn(batch), name=name)
+            needed = ExitStack()  # it may learn for longer than the trainer trains, which clears the data
+            needed.enter_context(run.groups.data.pinned([key for one in groups for key in one.payload or ()]))
+            self._learning = self._tasks.create_task(self._critic.learn(batch, needed), name=name)
         with executors.calling_trainer(State.BUSY):
             report, executor_report = await executors.trainer.train(batch)
         progress.step += 1

@@ -99,9 +99,12 @@ class SimulatedWorker:
 
     def submit(self, request: PartRequest) -> None:
         assert request.key not in self._parts, f"{request.key} is already running"
+        process_parts = self._parts
 
         def end(part: Responses) -> None:
-            del self._parts[request.key]
+            del process_parts[request.key]
+            if process_parts is not self._parts:  # its process was restarted
+                return
             self._ended.append(part.part_result(request))
             self._store.put(str(request.key))
             self._poll.note(is_urgent=not self._parts)
@@ -210,7 +213,8 @@ class SimulatedWorker:
         return False
 
     async def restart(self) -> None:
-        for responses in [*self._parts.values(), *self._evals]:
+        running, self._parts = [*self._parts.values(), *self._evals], {}
+        for responses in running:
             responses.abort()
         self._machine.remove(self.engine)
         self._begin()

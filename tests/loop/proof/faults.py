@@ -172,13 +172,18 @@ class Mortal:
         self._counts = Counter[FaultKind]()
         self._death = ""
         self._is_hung = False
+        self.process = object()
         self._asked: dict[asyncio.Future[Any], asyncio.Task[Any]] = {}
         for fault in faults.at(self.name):
             asyncio.get_running_loop().call_at(fault.at_s, self._meet_in_time, fault)
 
+    @property
+    def is_alive(self) -> bool:
+        return not (self._death or self._is_hung)
+
     async def _reborn(self, start: Coroutine[Any, Any, None]) -> None:
         self._die("it was ended, and another takes its place")
-        self._death, self._is_hung = "", False
+        self._death, self._is_hung, self.process = "", False, object()
         await self._ask(start, "its start", CALL_KEY)
 
     async def _ask(self, work: Coroutine[Any, Any, T], what: str = "", key: str = "") -> T:
@@ -249,10 +254,14 @@ class FaultyWorker(Mortal, KeepingWorker):
         *,
         faults: Faults,
         call_timeout_s: float = 600.0,
+        is_judged: bool = False,
         **shared: Any,
     ) -> None:
+        """`is_judged`: a reward model needs the data of evals."""
         super().__init__(name, slots, replace(times, load_s=self._with_slow_load(times)), seed, **shared)
         self._broken: set[PartKey] = set()
+        self._is_judged = is_judged
+        self._num_evals = 0
         self._repeats: list[asyncio.TimerHandle] = []
         self._face(faults, call_timeout_s, times.weights_timeout_s)
 
@@ -292,7 +301,22 @@ class FaultyWorker(Mortal, KeepingWorker):
         for fault in self._faults.pending:
             if (fault.kind, fault.executor, fault.nth) == dies:
                 asyncio.get_running_loop().call_later(fault.seconds, self._meet_in_time, fault)
-        return await self._ask(super().evaluate(request))
+        return await self._ask(self._evaluate(request))
+
+    async def _evaluate(self, request: EvalRequest) -> EvalResult:
+        result = await super().evaluate(request)
+        if not self._is_judged:
+            return result
+        self._num_evals += 1
+        key = f"eval-{request.version}/{self.name}-{self._num_evals}"
+        self._store.put(key)
+        return replace(result, payload=key)
+
+    def _die(self, message: str) -> None:
+        """In half of its deaths it has just put a part, which nobody hears of."""
+        if not self._death and self._parts and zlib.crc32(f"{self.name} {message}".encode()) % 2:
+            self._store.put(str(next(iter(self._parts))))
+        super()._die(message)
 
     async def abort_evals(self) -> None:
         await self._ask(super().abort_evals(), "the abort of its evals", CALL_KEY)

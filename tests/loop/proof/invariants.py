@@ -20,6 +20,8 @@ that it also hears every call to an executor. From both it keeps books of its ow
     resume       what a checkpoint has of running responses is neither forgotten nor made again
     restarts     as many as allowed, of workers that are down; only their responses are lost, which are placed
                  again before any new group, and nothing starts before a load
+    data         every key of a live group is held, nobody reads what was cleared, and nothing is orphaned but
+                 by a worker's death between a put and its report
     ends         at the right number of groups, with nothing left over, within the limits of a stop
 """
 
@@ -34,6 +36,7 @@ from asyncrl_cli.base.errors import Interrupted
 from asyncrl_cli.contracts.events import Event, Overview, StepRecord
 from asyncrl_cli.profile.arithmetic import LoopSettings
 from tests.loop.proof.books import Books, WorkerBook
+from tests.loop.proof.data_watch import DataWatch
 from tests.loop.proof.ledger_watch import LedgerWatch
 from tests.loop.proof.loop_watch import LoopWatch
 from tests.loop.proof.step_watch import StepWatch
@@ -84,6 +87,7 @@ class Invariants:
         self._now = asyncio.get_running_loop().time
         self.times = Timesheets(workers, self._now(), self.check)
         self.steps = StepWatch(settings, self.books, self.ledger, self.times, self.counts, self.check)
+        self.data = DataWatch(self)
         self._checkpointed_step = -1
         self._loop: LoopWatch | None = None
 
@@ -95,6 +99,8 @@ class Invariants:
         counted = (ledger.discarded_tokens, ledger.trained_tokens)
         self.check_same("waste", "tokens discarded and trained at the start", tokens, counted)
         self._loop.everything()
+        self.data.watch(groups)
+        self.data.check_live()
 
     def event(self, event: Event) -> None:
         self.counts[event.name] += 1
@@ -299,7 +305,11 @@ class Invariants:
         self.check_same("snapshot", "resumed from step", event.fields["from_step"], self.steps.number)
 
     def _on_warning(self, event: Event) -> None:
-        self.steps.warned_in.add(self.books.version)
+        if "of the data store" not in event.fields["message"]:
+            self.steps.warned_in.add(self.books.version)
+
+    def _on_orphans(self, event: Event) -> None:
+        self.data.swept(event)
 
     def _on_eval(self, event: Event) -> None:
         assert event.version is not None
@@ -310,6 +320,7 @@ class Invariants:
     def _compare_everything(self) -> None:
         if self._loop is not None:
             self._loop.everything()
+            self.data.check_live()
 
     def _break(self, invariant: str, message: str) -> NoReturn:
         error = InvariantError(invariant, f"seed {self.seed}, {self._now():.3f} s, {invariant}: {message}")

@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain
 from typing import Any
 
 from asyncrl_cli.base.errors import (
@@ -25,9 +26,10 @@ from asyncrl_cli.base.errors import (
     RefusedError,
     StallError,
 )
+from asyncrl_cli.loop.data_keys import SETTLE_S
 from asyncrl_cli.loop.pipeline import Pipeline
 from asyncrl_cli.loop.run_state import ResumeFrom, World
-from asyncrl_cli.profile.arithmetic import CRITIC
+from asyncrl_cli.profile.arithmetic import CRITIC, REWARD
 from asyncrl_cli.simulate.responses import WorkerTimes
 from asyncrl_cli.simulate.sequences import ToolWait
 from asyncrl_cli.simulate.simulated_trainer import ScorerTimes, TrainerTimes
@@ -35,6 +37,7 @@ from asyncrl_cli.simulate.workload import Decoding
 from asyncrl_cli.simulate.world import NumberedFeed, run_virtual
 from tests.loop.keywords import changed
 from tests.loop.proof.causes import Watching
+from tests.loop.proof.data_watch import WorkersEnd
 from tests.loop.proof.drawing import LENGTHS, MAX_TOKENS, TOOL_TIMEOUT_S, Scenario, draw, worker_names
 from tests.loop.proof.faults import (
     FATAL,
@@ -145,7 +148,7 @@ def _leg(
 async def _run_leg(
     scenario: Scenario, invariants: Invariants, faults: Faults, leg: int, resume_from: ResumeFrom | None
 ) -> tuple[list[Any], AsyncrlError | None]:
-    checkpoints, pending = MemoryCheckpoints(write_s=scenario.write_s), list(faults.pending)
+    checkpoints, pending = MemoryCheckpoints(scenario.write_s, invariants.data), list(faults.pending)
     try:
         world = _world(scenario, invariants, faults, checkpoints, leg, resume_from)
         pipeline = Pipeline(scenario.settings, world)
@@ -177,10 +180,11 @@ def _stop(pipeline: Pipeline, invariants: Invariants) -> None:
 
 
 def _stop_limit_s(scenario: Scenario, happened: Sequence[Fault]) -> float:
-    """A stop waits for the train step, a gather, publishes and checkpoints under way; not for any rollout."""
+    """A stop waits for the train step, a gather, publishes and checkpoints under way, and
+    for the last sweep of the data; not for any rollout."""
     if any(fault.kind is FaultKind.WORKER_HANGS for fault in happened):
         return scenario.settings.profile.run.stop_grace_s + 2
-    stall_s = scenario.gather_s + 2 * scenario.publish_s + 2 * scenario.write_s
+    stall_s = scenario.gather_s + 2 * scenario.publish_s + 2 * scenario.write_s + SETTLE_S
     return max(scenario.train_s, scenario.learn_s) + stall_s + 0.1
 
 
@@ -253,12 +257,15 @@ def _world(
     leg: int,
     resume_from: ResumeFrom | None,
 ) -> World:
-    times, on_the_way = _worker_times(scenario), Counter[int]()
-    seed, limit_s = scenario.seed + 2**32 * leg, _load_limit_s(scenario)
-    workers = [
-        FaultyWorker(name, scenario.slots, times, seed, faults=faults, call_timeout_s=_CALL_TIMEOUT_S)
-        for name in worker_names(scenario.workers_of(leg))
-    ]
+    times, on_the_way, data = _worker_times(scenario), Counter[int](), invariants.data
+    seed, limit_s, workers = scenario.seed + 2**32 * leg, _load_limit_s(scenario), []
+    met = {"faults": faults, "call_timeout_s": _CALL_TIMEOUT_S, "is_judged": REWARD in scenario.scorers}
+    for name in worker_names(scenario.workers_of(leg)):
+        end = WorkersEnd(data)
+        end.worker = FaultyWorker(name, scenario.slots, times, seed, store=end, **met)
+        workers.append(end.worker)
+    for key in chain.from_iterable(resume_from.payloads if resume_from else ()):
+        data.put(key)
     trainer = KeepingTrainer(_trainer_times(scenario), faults)
     return World(
         feed=WatchedFeed(NumberedFeed(), invariants),
@@ -271,6 +278,7 @@ def _world(
         eval_sets={"": [{"uid": f"e{i}", "prompt": str(i)} for i in range(scenario.num_eval_prompts)]},
         observers=[invariants],
         checkpoints=checkpoints,
+        data=data,
         resume_from=resume_from,
     )
 

@@ -22,6 +22,7 @@ from asyncrl_cli.contracts.ports import (
 )
 from asyncrl_cli.contracts.prompt_group import (
     AttemptKey,
+    DataKey,
     GroupResult,
     PartRequest,
     Prompt,
@@ -63,6 +64,8 @@ class WatchedWorker:
         check(not self._paused, "colocate", f"{request.key} starts while {self.name} is paused")
         check(not self._book.down, "restarts", f"{request.key} starts on {self.name}, which is down")
         self._invariants.ledger.submitted(self.name, request)
+        if request.partial:
+            self._invariants.data.read([request.partial_tokens], f"{request.key}, which goes on,")
         self._worker.submit(request)
 
     async def partial_responses(self) -> PartialResult:
@@ -72,6 +75,7 @@ class WatchedWorker:
             self._book.so_far = PartialResult(rest_tokens=self._book.running_tokens)
             raise
         self._book.so_far = found
+        self._invariants.data.reported(found.keys)
         self._invariants.counts["kept responses"] += sum(map(len, found.responses.values()))
         return found
 
@@ -92,6 +96,7 @@ class WatchedWorker:
             holds = now <= before or may_rise
             self._invariants.check(holds, "slots", f"{key} takes {now} slots after {before}")
             unfinished[key] = 0 if is_over else now
+        self._invariants.data.reported(result.payload for result in update.ended)
         for result in update.ended:
             self._invariants.counts["turns"] += sum(meta.num_turns for meta in result.trajectories)
             self._invariants.counts.update(f"failed: {failure.kind}" for failure in result.failures)
@@ -141,6 +146,7 @@ class WatchedWorker:
             result = await self._worker.evaluate(request)
         finally:
             self._book.eval_sequences -= num_tries
+        self._invariants.data.reported([result.payload])
         num_answers = len(result.outcomes)
         check(num_answers == num_tries, "evals", f"{num_answers} answers to {num_tries} tries")
         return result
@@ -226,9 +232,10 @@ class WatchedScorer:
         is_small = len(tokens) == 1 or sum(tokens) <= self.call_tokens
         is_small &= 0 < len(tokens) <= self._invariants.settings.schedule.step_groups
         check(is_small, "scores", f"{self.name} is given groups of {tokens} tokens")
-        self._is_scoring = True
+        self._is_scoring, data, keys = True, self._invariants.data, keys_of(groups)
         try:
-            columns, report = await self._scorer.score(groups, items)
+            with data.pinned(keys), data.reading(keys, self.name):  # as the scorers on Ray do
+                columns, report = await self._scorer.score(groups, items)
         finally:
             self._is_scoring = False
         if self.name == "reward":
@@ -244,8 +251,10 @@ class WatchedScorer:
         num_played = sum(not isinstance(outcome, TrajectoryFailure) for outcome in result.outcomes)
         has_all = len(items) == num_played > 0
         self._invariants.check(has_all, "scores", f"{self.name} judges {len(items)} of {num_played}")
+        assert result.payload is not None
         try:
-            return await self._scorer.judge(result, items)
+            with self._invariants.data.judging(result.payload):
+                return await self._scorer.judge(result, items)
         except asyncio.CancelledError:
             self._invariants.counts["judging cut off"] += 1
             raise
@@ -262,7 +271,8 @@ class WatchedScorer:
         learns = f"{self.name} learns from step {batch.step} of {num_taken} groups"
         self._invariants.check(is_due, "scores", learns)
         self._is_learning = True
-        made, report = await self._scorer.learn(batch)
+        with self._invariants.data.reading(keys_of(batch.groups), f"what {self.name} learns"):
+            made, report = await self._scorer.learn(batch)
         self._is_learning = False
         return made, report
 
@@ -277,6 +287,10 @@ class WatchedScorer:
         await self._scorer.restart()
 
 
+def keys_of(groups: Sequence[GroupResult]) -> list[DataKey]:
+    return [key for group in groups for key in group.payload or ()]
+
+
 class WatchedTrainer:
     """Implements `contracts.ports.Trainer` around another one."""
 
@@ -287,7 +301,8 @@ class WatchedTrainer:
 
     async def train(self, batch: TrainBatch) -> tuple[TrainReport, ExecutorReport]:
         self._invariants.steps.batch_given(batch)
-        with self._alone(f"train step {batch.step}"):
+        what = f"train step {batch.step}"
+        with self._alone(what), self._invariants.data.reading(keys_of(batch.groups), what):
             made, report = await self._trainer.train(batch)
         self._invariants.times.check_report(report)
         return made, report
