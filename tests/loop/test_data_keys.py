@@ -88,13 +88,13 @@ def test_what_a_live_attempt_has_is_owned_also_before_it_is_reported():
     async def case(store: SimulatedStore, keys: DataKeys, ledger: Ledger, events: Events) -> None:
         attempt, part = running(ledger)
         attempt.partial_tokens = "p0@0.0/restored-1"
-        for key in (str(part.key), attempt.partial_tokens, "p0@0.0/1"):
+        for key in (str(part.key), f"{part.key}-partial", attempt.partial_tokens, "p0@0.0/1"):
             store.put(key)
         assert await keys.unowned() == {"p0@0.0/1"}
         ended(part)
-        assert await keys.unowned() == {"p0@0.0/1"}
+        assert await keys.unowned() == {"p0@0.0/0-partial", "p0@0.0/1"}
         attempt.lose(0)
-        assert await keys.unowned() == {"p0@0.0/0", "p0@0.0/1"}
+        assert await keys.unowned() == {"p0@0.0/0", "p0@0.0/0-partial", "p0@0.0/1"}
 
     on_keys(case)
 

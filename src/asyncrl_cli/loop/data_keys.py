@@ -116,4 +116,7 @@ class DataKeys:
         )
         if owner is None:
             return False
-        return key in owner.data_keys() or any(str(part.key) == key for part in owner.running_parts())
+        # Every checkpoint puts what a running part has under the same name: two sweeps may both see that name
+        # before the worker has reported it.
+        running = key.removesuffix("-partial")
+        return key in owner.data_keys() or any(str(part.key) == running for part in owner.running_parts())

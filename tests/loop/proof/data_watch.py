@@ -154,7 +154,8 @@ class DataWatch:
         ledger = self._groups.ledger
         live = [*ledger.running.values(), *ledger.finished.values(), *ledger.training.values()]
         owned = {*chain.from_iterable(attempt.data_keys() for attempt in live), *+self._judged}
-        owned |= {str(part.key) for attempt in live for part in attempt.running_parts()}
+        running = [str(part.key) for attempt in live for part in attempt.running_parts()]
+        owned.update(running, (f"{key}-partial" for key in running))
         left = [
             key
             for key, entry in self._held.items()
