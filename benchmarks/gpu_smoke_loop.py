@@ -164,6 +164,9 @@ class _Directory:
     async def keys(self) -> list[str]:
         return self._store.keys()
 
+    def stats(self) -> dict[str, int]:
+        return self._store.stats()
+
 
 class _Recorder(Observer):
     """Keeps the lines, and shows them in the log as they come."""

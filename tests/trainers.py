@@ -3,7 +3,8 @@ CPU."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -122,3 +123,14 @@ def weights_of(trainer: Any) -> dict[str, Any]:
 def save(trainer: Any, directory: Path, step: int = 0, *, with_published: bool = False) -> None:
     trainer.snapshot(step)
     trainer.write(step, directory, with_published=with_published)
+
+
+def with_columns(groups: Mapping[int, GroupPayload], **columns: Any) -> dict[int, GroupPayload]:
+    """The groups with further fields of their sampled tokens: by name and group, an array per trajectory."""
+    found = dict(groups)
+    for name, column in columns.items():
+        for group, arrays in column.items():
+            pairs = zip(found[group].trajectories, arrays, strict=True)
+            own = tuple(replace(one, per_sampled={**one.per_sampled, name: array}) for one, array in pairs)
+            found[group] = replace(found[group], trajectories=own)
+    return found

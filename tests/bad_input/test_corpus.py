@@ -279,7 +279,7 @@ def profiles() -> Iterator[Case]:
         "extends a long number": (b"extends = 0x" + b"f" * 50_000, "extends = a very long number"),
         "extends a long name": (b'extends = "' + b"x" * 5_000 + b'"\n', "no profile"),
         "extends a long file": (b'extends = "' + b"x" * 5_000 + b'.toml"\n', "does not exist"),
-        "extends a directory": (b'extends = "./"\n', "is not a file"),
+        "extends a directory": (b'extends = "./"\n', "is a directory"),
         "extends a user's file": (b'extends = "~nobody-here/x.toml"\n', "does not exist"),
         "extends null": (b'extends = "a\\u0000b.toml"\n', "does not exist"),
         "a section is a value": (b"run = " + b"9" * 300, "run is a section"),

@@ -17,7 +17,7 @@ from asyncrl_cli.data.trajectories import GroupPayload, trajectory_of
 from asyncrl_cli.train.batch import PROX
 from asyncrl_cli.train.policy_model import frozen_model
 from tests.train.train_samples import make_segment, make_step, plain_logprobs
-from tests.trainers import planned, trainer_parts, weights_of
+from tests.trainers import planned, trainer_parts, weights_of, with_columns
 
 STEPS_IN_WINDOW = 2
 MOST = {"by step": 0.0, "by window": 5e-6}
@@ -64,10 +64,9 @@ def test_columns_from_processes_of_their_own_make_the_same_weights(
             elif scored and in_window == 0:
                 columns = scorer.score([*payloads, *steps[number + 1][1]], [])
             (plan,) = planned(metas, **{name: on for name, on in keys.items() if name.startswith("use")})
-            given = {task: dict(enumerate(columns[-4:] if in_window else columns[:4]))} if scored else None
-            report = trainer.train(
-                step_in_window=in_window, plan=plan, payloads=dict(enumerate(payloads)), columns=given
-            )
+            given = {task: dict(enumerate(columns[-4:] if in_window else columns[:4]))} if scored else {}
+            groups = with_columns(dict(enumerate(payloads)), **given)
+            report = trainer.train(step_in_window=in_window, plan=plan, payloads=groups, columns=(*given,))
             assert task == "prox" or (task in report.column_s) is (scored is None)
         weights[scored] = weights_of(trainer)
         assert any(not torch.equal(one, first[name]) for name, one in weights[scored].items()), (
@@ -144,13 +143,14 @@ def test_a_column_that_is_handed_in_trains_the_same_and_is_not_computed_again(
         trainer = make_trainer(
             trainer_parts(tiny_model_dir, old_logprobs="recompute", lr=1e-3, max_tokens_per_microbatch=300)
         )
-        columns = None
+        columns = {}
         if is_handed_in:
             columns = {PROX: trainer.model.column(groups)}
             monkeypatch.setattr(
                 trainer.model, "numbers_N", lambda microbatch: pytest.fail("it was computed again")
             )
-        report = trainer.train(step_in_window=0, plan=plan, payloads=groups, columns=columns)
+        given = with_columns(groups, **columns)
+        report = trainer.train(step_in_window=0, plan=plan, payloads=given, columns=(*columns,))
         assert ("train/old_logprob_tokens" in report.metrics) is not is_handed_in
         weights.append(weights_of(trainer))
     for name, computed in weights[0].items():

@@ -13,7 +13,7 @@ from asyncrl_cli.measure.values import shown
 from asyncrl_cli.train.critic import CriticApart
 from tests.train import reference_losses as reference
 from tests.train.train_samples import make_step
-from tests.trainers import rank_batch, save, trainer_parts, weights_of
+from tests.trainers import rank_batch, save, trainer_parts, weights_of, with_columns
 
 GAE = {"adv_estimator": "gae", "gamma": 0.99, "lam": 0.9}
 APART = (("train",), ("critic",), ("rollout",))
@@ -113,7 +113,7 @@ def columns_of(critic, plan, payloads):
     for step in plan.optimizer_steps:
         groups = sorted({planned.group for planned in step.trajectories})
         column |= dict(zip(groups, critic.score([payloads[group] for group in groups], []), strict=True))
-    return {"critic": column}
+    return with_columns(payloads, critic=column)
 
 
 @pytest.mark.slow
@@ -130,10 +130,10 @@ def test_values_of_the_batches_that_are_trained_make_the_same_bits_apart(tiny_mo
     trainer = make_trainer(apart)
     critic, found = critic_of(apart, trainer), []
     for batch in batches:
-        columns = columns_of(critic, **batch)
-        trained = trainer.train(step_in_window=0, **batch, columns=columns)
+        given = {"plan": batch["plan"], "payloads": columns_of(critic, **batch), "columns": ("critic",)}
+        trained = trainer.train(step_in_window=0, **given)
         assert "critic" not in trained.column_s
-        found.append(shown(trained.metrics) | shown(critic.learn(**batch, columns=columns).metrics))
+        found.append(shown(trained.metrics) | shown(critic.learn(**given).metrics))
     assert found == expected
     assert same(weights, trainer.model.locals())
     assert same(of_critic, state_of(critic))

@@ -11,7 +11,7 @@ from asyncrl_cli.base.errors import RefusedError
 from asyncrl_cli.train.batch import REF
 from tests.train.reference_losses import kl
 from tests.train.train_samples import equal_rewards, make_step, plain_logprobs
-from tests.trainers import planned, rank_batch, save, trainer_parts, weights_of
+from tests.trainers import planned, rank_batch, save, trainer_parts, weights_of, with_columns
 
 
 def gradients_of(trainer):
@@ -76,7 +76,8 @@ def test_the_reference_is_the_initial_model_and_scores_each_token_once(
     monkeypatch.setattr(trainer.reference, "numbers_N", own)
     column = trainer.reference.column(groups)
     monkeypatch.setattr(trainer.reference, "numbers_N", lambda part: pytest.fail("it was computed again"))
-    handed_in = trainer.train(step_in_window=0, plan=plan, payloads=groups, columns={REF: column})
+    given = with_columns(groups, **{REF: column})
+    handed_in = trainer.train(step_in_window=0, plan=plan, payloads=given, columns=(REF,))
     penalty = reports[0].metrics["reward/kl_penalty"].value
     assert handed_in.metrics["reward/kl_penalty"].value == pytest.approx(penalty, rel=1e-4)
     mu = np.concatenate(

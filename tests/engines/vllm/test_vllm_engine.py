@@ -238,7 +238,7 @@ async def test_what_a_cut_has_kept_goes_on_after_a_resume_and_stays_as_it_was(
         start = int(np.argmax(segment["mask"]))
         end = start + len(before["tokens"])
         for name in ("tokens", "logprobs", "versions"):
-            np.testing.assert_array_equal(getattr(segment, name)[start:end], getattr(before, name))
+            np.testing.assert_array_equal(segment[name][start:end], before[name])
         assert set(segment["versions"][end:].tolist()) == (set() if kept[index].is_whole else {versions[2]})
         for version in versions:
             expected = [
