@@ -126,3 +126,19 @@ def test_the_token_goes_only_to_a_server_that_asks_for_one(monkeypatch):
     JobServer("http://head:8265")
     assert asked == [False, *[True] * (len(asked) - 1)]
     assert len(asked) > 1
+
+
+def test_a_token_of_another_session_gives_way_to_the_users(monkeypatch):
+    """Ray's client has one by itself if the process was connected to a session with a token."""
+    monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "0123456789abcdef")
+    asked: list[str] = []
+
+    async def receive(client: job_client.BoundedClient, *request: object) -> tuple[int, bytes]:
+        headers = vars(client)["_headers"]
+        asked.append(headers.setdefault("authorization", "Bearer of another session"))
+        return (200, VERSION) if asked[-1] == "Bearer 0123456789abcdef" else (401, b"Unauthorized")
+
+    monkeypatch.setattr(job_client.BoundedClient, "_receive", receive)
+    JobServer("http://head:8265")
+    assert asked[:2] == ["Bearer of another session", "Bearer 0123456789abcdef"]

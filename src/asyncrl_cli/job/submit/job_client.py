@@ -41,9 +41,12 @@ class BoundedClient(JobSubmissionClient):  # type: ignore[misc]
     ) -> requests.Response:
         body = {**more, "data": data, "json": json_data}
         answer = self._ask(method, endpoint, body)
-        if answer.status_code == UNAUTHORIZED and AUTHORIZATION not in self._headers:
-            self._headers[AUTHORIZATION] = f"Bearer {user_token(self._address)}"
-            answer = self._ask(method, endpoint, body)
+        if answer.status_code == UNAUTHORIZED:
+            # Ray's client may have sent the token of a session that this process was connected to before.
+            token = f"Bearer {user_token(self._address)}"
+            if self._headers.get(AUTHORIZATION) != token:
+                self._headers[AUTHORIZATION] = token
+                answer = self._ask(method, endpoint, body)
         if problem := format_authentication_http_error(answer.status_code, answer.text):
             raise AuthenticationError(problem)
         return answer
