@@ -25,7 +25,7 @@ from ray.exceptions import ObjectLostError
 
 from asyncrl_cli.base.errors import ExecutorFailed, ExecutorLost, PreflightError
 from asyncrl_cli.data import ray_store, transferqueue_client, transferqueue_store
-from asyncrl_cli.data.ray_store import RayStore
+from asyncrl_cli.data.ray_store import SPLIT_BYTES, RayStore
 from asyncrl_cli.data.sample_fields import FIELDS, Field, Schema
 from asyncrl_cli.data.store import LocalStore, Store, Stored
 from asyncrl_cli.data.trajectories import Trajectory, segment_of, trajectory_of
@@ -212,6 +212,14 @@ def test_what_one_process_puts_another_gets_and_the_driver_clears(
     assert ray.get(reader.tokens.remote(stored)) == [tokens_of(5), tokens_of(3)]
     store.clear(["a@0.5/0"])
     assert sorted(store.keys()) == ["a@0.3/0", "a@0.4/0"]
+
+
+def test_a_large_column_on_ray_is_one_object() -> None:
+    """A scorer's call has room for one for each part."""
+    store, count = RayStore(PLUGGED), SPLIT_BYTES // 2
+    added = store.add(Stored("a@0.0/0", 1, ()), "ref", [np.zeros(count, np.float32)])
+    assert [piece.names for piece in added.pieces] == [("sampled/ref",)]
+    assert len(ray_store.shipped([added], 1)[1]) == 1
 
 
 @pytest.mark.slow

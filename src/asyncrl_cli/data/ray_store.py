@@ -37,7 +37,7 @@ class RayStore(Store):
         large = [name for name in columns if bytes_of({name: columns[name]}) >= SPLIT_BYTES]
         alone = sorted(large, key=lambda name: -columns[name].nbytes)[: MOST_PIECES - 1]
         shares = [*([name] for name in alone), [name for name in columns if name not in alone]]
-        pieces = ({name: columns[name] for name in share} for share in shares)
+        pieces = ({name: columns[name] for name in share} for share in shares if share)
         return tuple(Piece((*piece,), bytes_of(piece), piece) for piece in pieces)
 
     def hold(self, stored: Stored) -> None:

@@ -154,8 +154,9 @@ class Store(ABC):
         return [self._held[key] if key in self._held else self._cleared[key] for key in keys]
 
     def keys(self, tag: str = "") -> list[str]:
-        """The keys that begin with `tag`. Not those that were cleared and are still pinned."""
-        return [key for key in self._held if key.startswith(tag)]
+        """The keys that begin with `tag`. Not those that were cleared and are still pinned. May be called in
+        any thread: the copy is made in one step."""
+        return [key for key in [*self._held] if key.startswith(tag)]
 
     def clear(self, keys: Iterable[str]) -> None:
         """Forget keys; their memory is freed soon, or once nothing pins them. Unknown ones are ignored."""

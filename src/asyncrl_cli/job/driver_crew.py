@@ -22,7 +22,7 @@ from asyncrl_cli.contracts.item import Item
 from asyncrl_cli.contracts.prompt_group import AttemptKey, DataKey
 from asyncrl_cli.data.backends import address_of, started_store
 from asyncrl_cli.data.ray_store import RayStore
-from asyncrl_cli.data.store import Store, Stored
+from asyncrl_cli.data.store import Store
 from asyncrl_cli.job.driver_preflight import Wanted, examined, refuse
 from asyncrl_cli.job.driver_ranks import RayRanks, RayScorer, RayTrainer
 from asyncrl_cli.job.driver_rollout import RayRolloutWorker
@@ -197,15 +197,16 @@ async def _restored(
     say(f"restoring {checkpoint.directory.name}")
     await trainer.restore(checkpoint.directory)
 
-    def put() -> list[Stored]:
-        payloads = read_payloads(checkpoint.directory, store.schema)
-        keys = [f"{AttemptKey(p.uid, p.epoch, p.attempt)}/restored-{i}" for i, p in enumerate(payloads)]
-        return [store.put(key, p.trajectories) for key, p in zip(keys, payloads, strict=True)]
+    def held() -> list[tuple[DataKey]]:
+        keys = []
+        for i, payload in enumerate(read_payloads(checkpoint.directory, store.schema)):
+            attempt = AttemptKey(payload.uid, payload.epoch, payload.attempt)
+            stored = store.put(f"{attempt}/restored-{i}", payload.trajectories)
+            store.hold(stored)
+            keys.append((stored.key,))
+        return keys
 
-    stored = await asyncio.to_thread(put)
-    for one in stored:
-        store.hold(one)
-    return [(one.key,) for one in stored]
+    return await asyncio.to_thread(held)
 
 
 async def _stop(executors: Sequence[RayRanks | RayRolloutWorker]) -> None:
