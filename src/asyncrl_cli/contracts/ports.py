@@ -138,7 +138,7 @@ class RolloutWorker(Protocol):
         meanwhile."""
 
     async def abort_evals(self) -> None:
-        """Stop the running `evaluate` calls. They soon return what they have."""
+        """Stop the running `evaluate` calls. They soon return, but the eval has no result."""
 
     async def pause(self) -> None:
         """Colocate, before a window's first train step: give the resources to the trainer (nothing is
@@ -167,8 +167,8 @@ class Scorer(Protocol):
     token of finished groups (`reward`: for every trajectory). `load`, `judge` and `learn` are each called on
     one kind of scorer only.
 
-    Such a separate critic is never restarted: what it has learned is saved in the trainer's checkpoints only,
-    and is lost with its process.
+    A critic with processes of its own is never restarted: what it has learned is saved in the trainer's
+    checkpoints only, and is lost with its process.
 
     `name` names both executor and column: `ref`, `prox`, `critic`, `reward`. `call_tokens`: how many tokens
     of prompts and responses fill one call.
@@ -207,7 +207,7 @@ class Trainer(Protocol):
 
     async def train(self, batch: TrainBatch) -> tuple[TrainReport, ExecutorReport]:
         """Plan the step from the metadata (advantages, if they need no values per token; which rank trains
-        what), and make `require_batches` optimizer steps on its groups."""
+        what), and make `async_training.require_batches` optimizer steps on its groups."""
 
     async def gather(self, version: int) -> tuple[float, ExecutorReport]:
         """Copy the full parameters into host buckets as `version` and score the probes; stalls training.

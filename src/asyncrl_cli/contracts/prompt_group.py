@@ -15,8 +15,8 @@ Worked example, with n = 3 and two workers that have room:
     TrainBatch(step=41, window=10, step_in_window=0, groups=(...), columns=("ref",))
     TrainReport(train_s=3.2, tokens=81920, metrics={"loss/policy": Ratio(12.5, 81920), ...})
 
-Train steps count from 1. If K = 4 of them make a window, this is the first one of window 10, between the
-publishes of versions 10 and 11.
+Train steps count from 1. If K = 4 of them make a window, this is the first one of window 10, which begins
+when version 10 is gathered and ends when version 11 is.
 
 The arrays (`data.trajectories`) are in a store (data/store.py) under these keys: the loop passes keys on,
 clears them, and never sees the data.
@@ -44,7 +44,7 @@ VersionTokens = Annotated[tuple[tuple[Count, Count], ...], Len(1)]
 
 
 class AttemptKey(NamedTuple):
-    """Names one try at one prompt of one epoch. A prompt that is requeued has several."""
+    """Names one attempt at one prompt of one epoch. A prompt that is requeued has several."""
 
     uid: str
     epoch: Count
@@ -190,7 +190,8 @@ class _Result:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartResult(_Result):
-    """What a worker returns for a part. `payload`: the key of its trajectories' data; None without any."""
+    """What a worker returns for a part. `payload`: the key of its data, even if all responses failed;
+    None if a checkpoint left it out."""
 
     key: PartKey
     payload: DataKey | None = None
@@ -217,7 +218,7 @@ class GroupResult(_Result):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainBatch:
     """The R groups of one train step, in finish order. `window` is the number of the window that trains them.
-    `columns`: the scorers whose fields all of them have in the store."""
+    `columns`: the scorers whose columns the store has for every group (the trainer computes the others)."""
 
     step: int
     window: int

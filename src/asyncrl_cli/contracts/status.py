@@ -53,7 +53,7 @@ def _with_list(key: str) -> AfterValidator:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """`time_s`: of the run, over all its attempts. `fraction`: of the train steps. `step_s`: recent seconds
+    """`time_s`: of the run, resumes included. `fraction`: of the train steps. `step_s`: recent seconds
     per step; `eta_s`: estimated seconds to the end."""
 
     step: Count
@@ -147,7 +147,7 @@ class Note:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFacts:
-    """Facts that do not change during an attempt. `step_groups` is R, `window_groups` is W = K * R
+    """Facts that do not change between two resumes. `step_groups` is R, `window_groups` is W = K * R
     (docs/admission.md)."""
 
     name: str

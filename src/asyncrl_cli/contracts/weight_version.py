@@ -34,7 +34,8 @@ class LoadReport:
     """One worker's load. `pause_s`: how long no sequence ran; `send_s`: the part of it in which weights were
     fetched (0 with a second buffer, which is filled beforehand); `logprob_abs_diff` and its median: trainer
     against worker on the probe sequences, if scored; `verdict` and `loaded_share`: where the worker's
-    logprobs lie between the previous version's and this one's, if both are known (weights/versions.py)."""
+    logprobs lie between the previous version's and this one's, if both are known (weights/versions.py). A
+    doubt is only a warning: the worker stays."""
 
     version: int
     send_s: float

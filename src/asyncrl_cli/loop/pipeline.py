@@ -1,44 +1,55 @@
 """The asynchronous RL loop: the map.
 
     feed --prompt--> ADMIT --requests-> workers (generate, reward) --results-> (scorers) -> BATCH -R-> trainer
-      ^                ^                  ^     |                                             |           |
-      |                |                  |     +-- slots of sequences that ended             |        gather
-      |                +-- slots, window, deadlines (admission.py) <---- takes ---------------+           |
-      +-- requeued     |                  +-- load <-- prefetch <-- newest version <-- publish <----------+
+                       ^                  ^     |                                             |           |
+         requeued -----+                  |     +-- slots of sequences that ended             |        gather
+                       +-- slots, window, deadlines (admission.py) <---- takes ---------------+           |
+                       |                  +-- load <-- prefetch <-- newest version <-- publish <----------+
                        +--------------------- version rises: after the gather, before the publish
 
     task               consumes             waits for                          unblocked by
     -----------------  -------------------  ---------------------------------  -------------------------------
-    admit              prompts              admission open                     follow (slots, a drop), sync (a
-                                                                               load, or the end of its eval,
-                                                                               which frees slots), training (a
-                                                                               new version)
+    admit              prompts              admission open                     follow (slots, a drop), scorer
+                                                                               (a drop), sync (a load, or the
+                                                                               end of its eval, which frees
+                                                                               slots), training (a version)
     follow (a worker)  results, progress    the worker's next change           the worker, within one second.
-                                                                               One that has work but makes no
-                                                                               token for
+                                                                               One whose engine has work but
+                                                                               makes no token (nor loads) for
                                                                                rollout.call_timeout_s is lost
     restart (executor) a dead worker/scorer a fresh one                        its start, bounded
                                             colocate: the trainer's hand-back  training (a window's end)
     sync (a worker)    the newest version   a version newer than its own       publish; then its prefetch,
                                                                                load and eval, each bounded
-                       -                    or an eval that a lost worker left restart (of the lost worker)
-    scorer             finished groups      a group that it has not scored     follow; then its call,
-                                                                               rollout.call_timeout_s
+                       -                    or an eval of its version whose    restart (of the lost worker)
+                                            worker was lost
+    scorer             finished groups      a group to score (prox: one that   follow; then its call,
+                                            this window takes; critic: that    rollout.call_timeout_s
+                                            the next train step takes)
                        -                    prox: the window's version         publish; then its load,
                                                                                weights.timeout_s
                        -                    critic: to have learned from the   its learn call,
-                                            last train step                    trainer.step_timeout_s
-    training           R finished groups    R takeable groups; in colocate, at follow; colocate: also the
-                                            a window's start: W, and no eval   eval's end
+                                            newest train step                  trainer.step_timeout_s
+    training           R finished groups    R takeable groups                  follow
+                       -                    colocate, before a window's first  follow, sync (a load, an eval's
+                                            step: all of the window's groups,  end)
+                                            no eval, and every worker on the
+                                            newest version
                        -                    their columns                      scorer
                        -                    colocate: then every worker to     the workers,
                                             hand over                          rollout.call_timeout_s; a stop
                        -                    after each step: a separate critic the critic,
-                                                                               trainer.step_timeout_s
-                       -                    before a gather: no two versions   sync (a load)
-                                            on their way to workers
-                       -                    weights.mode = "sync": all workers sync (every worker's load)
-                                            to hold the newest version
+                                            to have learned from it            trainer.step_timeout_s
+                       -                    before a gather: the publish       publish; sync (a load)
+                                            before it, and workers must not
+                                            have begun two versions
+                       -                    after it, colocate: every worker   the workers,
+                                            to take the resources back         rollout.call_timeout_s; a stop
+                       -                    weights.mode = "sync" (not         sync (every worker's load)
+                                            "async"): all workers to hold the
+                                            newest version
+                       -                    at the end: the same, and the last sync (a load, the eval's end)
+                                            version's eval
                        -                    the previous checkpoint written    checkpoint
     publish            gathered buckets     the trainer's publish              the trainer, weights.timeout_s
     checkpoint         the loop's snapshot  the writer                         disk, checkpoint.timeout_s
@@ -46,49 +57,59 @@
                                                                                report is bounded
 
 Words. A train step takes R groups. K train steps, so W = K * R groups, are a window, numbered like the
-version that it begins with (the last window may be shorter). It ends with a publish. A group's deadline is
-the last window in which it may be trained: the oldest version of the workers that its responses start on,
-plus `max_staleness`. A group is takeable when it is finished, has all its columns, and every other untaken
-group can still be taken in time without it: inequality (*) of admission.py. (*) applies under
-`on_stale = "wait"` only, where no group is ever late; else late groups are trained (`"accept"`) or ended.
+version that it begins with (the last window may be shorter). It ends with a gather: the version rises, which
+begins the next window, and the weights are published then. At most W + floor(`staleness_threshold` * W)
+groups may be running, finished or taken in a window: its budget. A group's deadline is the last window in
+which it may be trained: the oldest version of the workers that its responses start on, plus `max_staleness`.
+(It rises if the responses on the oldest version are lost and start again on newer ones.) A group is takeable
+when it is finished, has all its columns, and, if it is taken now, every other untaken group can still be
+taken in time: inequality (*) of admission.py. (*) applies under `on_stale = "wait"` only, where no group is
+ever late; else late groups are trained (`"accept"`) or ended.
 
 The journey of a prompt group, by file. When admission is open, groups.py takes a `Prompt` from the feed, and
-an `Attempt` at it begins (ledger.py has its stages). admission.py finds slots for its n responses and sets
-its deadline; rollouts.py submits a `PartRequest` to each worker that gets some. There an environment and the
-model take turns, and a reward judges. A `PartResult` comes back with the metadata. The arrays go from process
-to process without the driver: data/ declares their fields, and has the stores that can hold them. Joined, the
-parts are a `GroupResult`, and the group is finished. Or it is dropped, and another prompt gets its place: if
-too few of its responses have a reward, or (`algorithm.filter_groups`) if all rewards are equal, which is
-known once a reward model, if there is one, has scored them. scorer_tasks.py has the attempt's missing columns
-computed. training.py takes R takeable groups as a `TrainBatch`: in finish order, passing over those that are
-not takeable yet. The trainer plans the step from the metadata (advantages, which rank trains what), makes its
-optimizer steps and answers with a `TrainReport`. At the window's end it gathers its weights, and the version
-rises: that opens the next window, and under `on_stale = "drop"` or `"requeue"` it ends the attempts that are
-past their deadline (a requeued prompt starts again as another attempt). Then publishing.py has the trainer
-hand its buckets out: a `Published`, which each worker prefetches and loads (rollouts.py), and answers with a
-`LoadReport`. A worker always turns to the newest version, and may skip others.
+an `Attempt` at it begins (ledger.py has its stages). admission.py finds room for its n responses at once
+(free slots or, if these are too few, places in queues) and sets its deadline; rollouts.py submits a
+`PartRequest` to each worker that gets some. There an environment and the model take turns, and a reward
+judges. A `PartResult` comes back with the metadata. The arrays go from process to process without the driver:
+data/ declares their fields, and has the stores that can hold them. Joined, the parts are a `GroupResult`, and
+the group is finished. Or it is dropped, and another prompt gets its place: if too few of its responses have a
+reward, or (`algorithm.filter_groups`) if all rewards are equal, which is known once a reward model, if there
+is one, has scored them. scorer_tasks.py has the attempt's missing columns computed. training.py takes R
+takeable groups as a `TrainBatch`: in finish order, passing over those that are not takeable yet. The trainer
+plans the step from the metadata (advantages, which rank trains what), makes its optimizer steps and answers
+with a `TrainReport`. At the window's end it gathers its weights, and the version rises: that opens the next
+window, and under `on_stale = "drop"` or `"requeue"` it ends the attempts that are past their deadline (a
+requeued prompt starts again as another attempt, before the feed's next one; after `max_requeues` of these it
+is dropped, or fails the run). Then publishing.py has the trainer hand its buckets out: a `Published`, which
+each worker prefetches and loads (rollouts.py), and answers with a `LoadReport`. A worker always turns to the
+newest version, and may skip others.
 
-Evals (evals.py): a worker that has loaded a version whose eval is due works on it beside its groups, and does
-not load again before no tries are left. If all workers of an eval are lost, another one with that version
-goes on with it, or a newer version is scored instead. Evals take slots, but no place in the window.
+Evals (evals.py): a worker that has loaded a version whose eval is due works on it beside its groups, and
+loads again only when no tries are left. An eval that runs longer than `eval.timeout_s` has no result. If all
+workers of an eval are lost, another one with that version goes on with it, or a newer version is scored
+instead. Evals take slots, but no place in the window.
 
-A worker's death: the parts that it has returned remain, unless its node is gone with their arrays. Its other
-responses start again, in new parts, before any new group. They need slots on workers with weights new enough
-for their group's deadline; every load adds such slots. Its new process first loads the newest version.
+A worker's death: the parts that it has returned remain, unless its node is gone with their arrays: then
+finished groups with such parts are requeued. Its other responses start again, in new parts, before any new
+group. They need slots on workers with weights new enough for their group's deadline; every load adds such
+slots. Its new process first loads the newest version.
 
 Checkpoints (checkpointer.py): between two train steps the trainer copies its state, workers report what
 running responses have so far, and the loop's state is frozen: the feed's position, finished groups, and what
-running ones have; no columns. A resumed run first publishes its version again. It places what ran as if all
-workers had died, except that responses of a single turn may continue from their tokens.
+running ones have; no columns. The last one is written while the workers load and score the last version. A
+resumed run first publishes its version again, and a worker starts nothing before it has loaded it. It places
+what ran as if all workers had died, except that responses of a single turn may continue from their tokens, if
+the engine can.
 
 Why there is no deadlock: training waits for groups and loads. Groups run on workers whatever training does.
 Admission is closed by slots (freed by groups, and by evals, which eval.timeout_s bounds), by the window
 (reopened when the version rises, which needs only groups that are already admitted: `takeable_in_time` keeps
-room for every one of them), by deadlines (a worker that lags would start the group too old; reopened by its
-load, which waits for a publish and, if loads drain, for running responses), or in colocate by loads. A failed
-worker or scorer is restarted (executor_tasks.py) while it has restarts left. After that its failure stops the
-run in good order, unless the run can continue without it (`rollout.min_workers`). A failed trainer or
-separate critic fails the run at once.
+room for every one of them), by deadlines (a worker that lags would start the group too old or, unless
+`on_stale = "accept"`, is about to load; reopened by its load, which waits for a publish and, if loads drain,
+for running responses), or in colocate by loads. A failed worker or scorer is restarted (executor_tasks.py)
+while it has restarts left. After that its failure stops the run as a user would (the train step ends, a
+checkpoint is written), unless the run can continue without it (`rollout.min_workers`). A failed trainer or
+separate critic fails the run at once, without a checkpoint.
 """
 
 from __future__ import annotations
