@@ -16,7 +16,7 @@ import pytest
 from asyncrl_cli.base.errors import ConfigError
 from asyncrl_cli.checkpoint.payloads import read_payloads, write_payloads
 from asyncrl_cli.cli.app import run as asyncrl
-from asyncrl_cli.contracts.environment import Answer, End, Environment, Turn
+from asyncrl_cli.contracts.environment import Answer, End, Environment, Reward, Turn
 from asyncrl_cli.contracts.prompt_group import AttemptKey, PartKey, PartRequest
 from asyncrl_cli.data.sample_fields import FIELDS, Field, Schema, schema_of
 from asyncrl_cli.data.trajectories import joined_by_index
@@ -48,6 +48,10 @@ WRONG = {
         "FIELDS = [Field(name='x', per='token', by='trainer')]",
         "the trainer writes one number per sampled token",
     ),
+    "is of a reward for tokens": (
+        "FIELDS = [Field(name='x', per='token', by='reward')]",
+        "the reward writes values of the trajectory",
+    ),
 }
 
 
@@ -74,6 +78,25 @@ def test_declarations_that_cannot_be_used_are_refused_with_key_and_reason(profil
     assert refused.value.message.startswith('task.fields = "my_fields:FIELDS" cannot be used: ')
     assert why in refused.value.message
     assert refused.value.hint
+
+
+@pytest.mark.parametrize(
+    ("scorer", "source"),
+    [
+        ("x", "FIELDS = []"),
+        ("x", "FIELDS = [Field(name='x', per='sampled', by='trainer')]"),
+        ("ref", "FIELDS = []"),
+    ],
+)
+def test_a_scorer_without_a_field_of_its_name_is_refused(profile, scorer, source, monkeypatch):
+    (profile.parent / "my_fields.py").write_text(f"{DECLARE}{source}\n")
+    monkeypatch.delitem(sys.modules, "my_fields", raising=False)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    importlib.invalidate_caches()
+    profile.write_text(f'{profile.read_text()}scorers = {{{scorer} = "my_fields:X"}}\n')
+    with pytest.raises(ConfigError, match=f'task.scorers names "{scorer}", which no field is') as refused:
+        schema_of(load(str(profile), environ={}).profile)
+    assert 'by="scorer"' in refused.value.hint
 
 
 @pytest.mark.slow
@@ -112,6 +135,7 @@ SCHEMA = Schema(
         Field(name="experts", per="sampled", by="engine", dtype="uint8", shape=(2,)),
         Field(name="marks", per="token", by="environment", dtype="int8"),
         Field(name="level", per="trajectory", by="environment"),
+        Field(name="parsed", per="trajectory", by="reward"),
     ]
 )
 KEY = AttemptKey("a", 0, 0)
@@ -177,10 +201,10 @@ class Counting:
 
 class Marking(Environment):
     """Marks the answer's tokens, twice if there are two turns, and the trajectory. `given`: what it writes
-    instead."""
+    instead. `reward`: what it ends with."""
 
-    def __init__(self, turns: int = 1, given: Mapping[str, Any] | None = None) -> None:
-        self.left, self.given = turns, given
+    def __init__(self, turns: int = 1, given: Mapping[str, Any] | None = None, reward: float = 1.0) -> None:
+        self.left, self.given, self.reward = turns, given, reward
 
     async def start(self, item: Any) -> Turn:
         return Turn(messages=({"role": "user", "content": item["prompt"]},), is_last=self.left == 1)
@@ -190,15 +214,18 @@ class Marking(Environment):
         marks = {"marks": [token % 9 for token in answer.tokens]}
         if self.left:
             return Turn(messages=({"role": "user", "content": "?"},), is_last=self.left == 1, fields=marks)
-        return End(reward=1.0, fields={**marks, "level": "hard"} if self.given is None else self.given)
+        fields = {**marks, "level": "hard"} if self.given is None else self.given
+        return End(reward=self.reward, fields=fields)
 
 
-def runner_of(engine: Counting, turns: int = 1, given: Mapping[str, Any] | None = None) -> GroupRunner:
+def runner_of(
+    engine: Counting, turns: int = 1, given: Mapping[str, Any] | None = None, reward: float = 1.0
+) -> GroupRunner:
     limits = Limits(8, 40, max_turns=2)
     means = Means(
         engine,  # type: ignore[arg-type]
         Chat(Letters()),  # type: ignore[arg-type]
-        lambda: Marking(turns, given),
+        lambda: Marking(turns, given, reward),
         limits,
         Slots(8, hold=True),
         schema=SCHEMA,
@@ -280,3 +307,23 @@ def test_an_environments_fields_that_are_not_as_declared_fail_the_trajectory(fie
     assert payload.trajectories == ()
     told = [(one.kind, one.text.startswith("environment of ") and why in one.text) for one in result.failures]
     assert told == [("environment", True)] * 2
+
+
+def test_a_rewards_fields_and_parts_are_the_trajectorys_beside_the_environments():
+    reward = Reward(0.5, {"brief": 2.0}, {"parsed": "4"})
+    runner = runner_of(Counting(), reward=reward)
+    result, payload = asyncio.run(runner.run(request(), lambda finished: None))
+    for meta, trajectory in zip(result.trajectories, payload.trajectories, strict=True):
+        assert trajectory.values["parsed"] == "4"
+        assert trajectory.values["level"] == "hard"
+        assert trajectory.values["facts"] == {"reward/brief": 2.0}
+        assert (meta.reward, type(trajectory.values["reward"])) == (0.5, float)
+
+
+def test_a_rewards_field_that_is_not_declared_so_fails_the_trajectory():
+    runner = runner_of(Counting(), reward=Reward(0.5, fields={"level": "4"}))
+    result, payload = asyncio.run(runner.run(request(), lambda finished: None))
+    assert payload.trajectories == ()
+    assert [one.kind for one in result.failures] == ["reward"] * 2
+    why = "field 'level' is not declared as written by the reward"
+    assert all(one.text.startswith("reward of a@0.0/") and why in one.text for one in result.failures)

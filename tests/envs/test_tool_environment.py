@@ -243,8 +243,8 @@ def test_a_reward_function_in_the_signature_of_trl_is_added_and_may_log_figures(
     tool_class = ToolClass(code=FAULTY.code, rewards=(WORTH,))
     ((_, end),) = playing(after(said("", ("echo", {"text": "a"})), said("bye")), tool_class=tool_class)
     assert end.reward == 1.0 + 3.0  # the messages after the prompt: a call, its result, an answer
-    parts = {"reward/get_reward": 1.0, "reward/faulty.worth_of_answers": 3.0}
-    assert end.facts == {"said": 1.0, "failed_calls": 0} | parts
+    assert end.reward.parts == {"get_reward": 1.0, "faulty:worth_of_answers": 3.0}
+    assert end.facts == {"said": 1.0, "failed_calls": 0}
 
 
 def test_reward_functions_of_a_class_have_weights() -> None:

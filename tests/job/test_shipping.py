@@ -91,8 +91,10 @@ def test_the_declarations_of_fields_go_along(here, directory):
 
 def test_declarations_of_a_set_go_along(here):
     (here / "my_fields.py").touch()
-    cargo = cargo_of(load("base", ["task.fields=my_fields:FIELDS"]), here)
-    assert (list(map(str, cargo.files)), cargo.notes) == (["my_fields.py"], ())
+    (here / "my_scorers.py").touch()
+    sets = ["task.fields=my_fields:FIELDS", 'task.scorers={x = "my_scorers:X"}']
+    cargo = cargo_of(load("base", sets), here)
+    assert (list(map(str, cargo.files)), cargo.notes) == (["my_fields.py", "my_scorers.py"], ())
     assert "import_path" not in tomllib.loads(cargo.profile_toml)["task"]
 
 

@@ -146,7 +146,7 @@ def refusal(
         ("lora.target_modules=['']", "each entry a string of at least 1 character", "adapter"),
         ("model.path=''", "expected a string", "directory"),
         ("placement.ratios=[1.5]", "expected an array, each entry an integer of at least 1", "share"),
-        ("placement.tasks=['train']", 'each entry an array, each entry one of "train"', "share"),
+        ("placement.tasks=['train']", "each entry an array, each entry a string", "share"),
         ("placement.ratio=0:1", 'expected a string like "1:1"', "trainer:rollout"),
         (
             "weights.keep_versions=some",

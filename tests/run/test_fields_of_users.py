@@ -1,9 +1,10 @@
-"""Two fields of a user's own in a real run that is killed and resumed.
+"""Fields of a user's own, one of each writer but the engine, in a real run that is killed and resumed.
 
 `entropy` is the trainer's: its declaration in the module beside the profile, and one line in a loss. `kinds`,
 an integer for every token, is the environment's: its declaration, and one line in an environment. So each
-touches two files of the user's and none of asyncrl's. (`kinds_seen` is for the test: what the loss was
-given.)
+touches two files of the user's and none of asyncrl's. `letters` is the reward's, `doubled` a scorer's; both
+are written by the module that declares them. (`kinds_seen` and `doubled_seen` are for the test: what the loss
+was given.)
 """
 
 from __future__ import annotations
@@ -47,7 +48,28 @@ FIELDS = """
         Field(name="kinds", per="token", by="environment", dtype="int16", fill=-1, in_samples=True,
               in_losses=True),
         Field(name="kinds_seen", per="sampled", by="trainer", dtype="int16", in_samples=True),
+        Field(name="letters", per="trajectory", by="reward", in_samples=True, shown="number"),
+        Field(name="doubled", per="sampled", by="scorer", dtype="int32", in_samples=True, in_losses=True),
+        Field(name="doubled_seen", per="sampled", by="trainer", dtype="int32", in_samples=True),
     ]
+
+
+    def score(item, response):
+        return {"reward": float(response.strip() == str(item["answer"])), "letters": len(response)}
+
+
+    class Doubled:
+        def __init__(self, profile, place):
+            self.threads = place.threads
+
+        def score(self, groups, items):
+            return [
+                [
+                    [2 * token + len(item["uid"]) for token in one.per_token["tokens"][one.per_token["mask"]]]
+                    for one in group.trajectories
+                ]
+                for group, item in zip(groups, items)
+            ]
 """
 PACKAGE = """
     from dataclasses import replace
@@ -59,6 +81,7 @@ PACKAGE = """
     def gauged(batch, algorithm):
         batch.keep("entropy", batch.entropy_N)
         batch.keep("kinds_seen", batch.columns["kinds"])
+        batch.keep("doubled_seen", batch.columns["doubled"])
         return vanilla(batch, algorithm)
 
 
@@ -72,6 +95,9 @@ PROFILE = """
     extends = "partial-rollout"
     [task]
     fields = "my_fields:FIELDS"
+    scorers = {doubled = "my_fields:Doubled"}
+    reward = "my_fields:score"
+    rehearsal_items = 0
     environment = "kinds"
     [algorithm]
     loss_mode = "gauged"
@@ -161,6 +187,16 @@ def test_an_environments_field_arrives_in_the_loss_after_a_kill_element_for_elem
     assert {"{}@{}.{}".format(*key) for key in begun} & trained
     assert (resumed.arrays["kinds"] >= 0).any(), "whole groups have it"
     assert (resumed.arrays["kinds"][resumed.arrays["mask"]] == -1).any(), "begun responses have it not yet"
+
+
+def test_a_rewards_field_and_a_scorers_are_in_the_samples_and_the_scorers_arrives_in_the_loss(resumed):
+    for step in range(1, STEPS + 1):
+        for line in resumed.dumped(step):
+            assert line["fields"]["letters"]["values"] == len(line["sampled_text"].replace("<eos>", ""))
+            pairs = zip(line["tokens"], line["mask"], strict=True)
+            expected = [2 * token + len(line["uid"]) if is_sampled else None for token, is_sampled in pairs]
+            assert line["fields"]["doubled"]["values"] == expected
+            assert line["fields"]["doubled_seen"]["values"] == expected
 
 
 def test_what_the_loss_keeps_is_the_entropy_of_the_weights_at_the_steps_start(resumed, capsys):

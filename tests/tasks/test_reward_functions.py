@@ -158,6 +158,28 @@ def test_several_rewards_are_summed_with_their_weights_and_each_is_a_figure(tmp_
     assert own_figures(reward) == parts | {"reward/acc": 0.5}
 
 
+FIELDS = """
+def mine(item, response):
+    if response == "set": return {"reward": 1.0, "parsed": {1}}
+    if response == "none": return {"parsed": "4"}
+    return {"reward": 0.5, "parsed": response[-1], "size": len(response)}
+"""
+
+
+def test_a_reward_may_come_with_values_of_fields_also_as_one_of_several(tmp_path):
+    expected = {"parsed": "4", "size": 3}
+    alone = scored(spec_of(tmp_path, FIELDS, "mine:mine"), "= 4")
+    assert (alone, alone.fields, own_figures(alone)) == (0.5, expected, {})
+    several = scored(spec_of(tmp_path, FIELDS, {"exact-match": 1.0, "mine:mine": 2.0}), "= 4")
+    assert (several, several.fields) == (1.0, expected)
+
+
+def test_a_mapping_without_a_reward_or_with_what_json_cannot_hold_fails_with_the_reason(tmp_path):
+    spec = spec_of(tmp_path, FIELDS, "mine:mine")
+    assert "set is not JSON serializable" in scored(spec, "set")
+    assert "the reward returned dict, not a number: {'parsed': '4'}" in scored(spec, "none")
+
+
 def test_a_list_of_rewards_has_weights_of_one(tmp_path):
     spec = spec_of(tmp_path, SEVERAL, ("mine:right", "mine:brief"))
     assert scored(spec, "4") == 2.0

@@ -62,8 +62,9 @@ class Turn:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class End:
-    """`reward` includes `turn_rewards`, which are kept for people to read. `facts`: figures of this
-    trajectory for the metrics. `fields`: as in `Turn`; for fields of a trajectory, its value."""
+    """`reward` includes `turn_rewards`, which are kept for people to read. If it is a `Reward`, its parts are
+    facts, too, and its fields those of the trajectory. `facts`: figures of this trajectory for the metrics.
+    `fields`: as in `Turn`; for fields of a trajectory, its value."""
 
     reward: float
     turn_rewards: tuple[float, ...] = ()
@@ -147,8 +148,7 @@ class OneTurn(Environment):
         return Turn(messages=messages_of(item["prompt"]), is_last=True)
 
     async def step(self, answer: Answer) -> End:
-        reward = await self._rewards.score(self._item, answer.text)
-        return End(reward=float(reward), facts=figures_of(reward))
+        return End(reward=await self._rewards.score(self._item, answer.text))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -203,13 +203,16 @@ class RewardPart:
 
 class Reward(float):
     """A reward with its parts: the several rewards of which it is the sum, unweighted, and other figures, by
-    name."""
+    name; and `fields`: values of the trajectory's declared fields."""
 
     parts: Mapping[str, float]
+    fields: Mapping[str, Any]
 
-    def __new__(cls, value: float, parts: Mapping[str, float] | None = None) -> Reward:
+    def __new__(
+        cls, value: float, parts: Mapping[str, float] | None = None, fields: Mapping[str, Any] | None = None
+    ) -> Reward:
         made = super().__new__(cls, value)
-        made.parts = parts or {}
+        made.parts, made.fields = parts or {}, fields or {}
         return made
 
 

@@ -10,7 +10,8 @@ the group `asyncrl.fields`, both a sequence of fields), and its producer:
     engine        `Completion.fields`: a value for every token of the completion
     environment   `Turn.fields` and `End.fields`: a value for every token of the answer that it was given; in
                   `End` also a value of the trajectory
-    scorer        a column, called as the scorer is
+    reward        {"reward": 1.0, "<field>": value}: a value of the trajectory
+    scorer        a class that `task.scorers` names, with `score(groups, items)`
     trainer       `LossBatch.keep(name, values_N)`, called by a loss
 
 A field that nobody writes takes no room. Readers of an absent value see `fill`.
@@ -35,8 +36,8 @@ from asyncrl_cli.profile.schema import Profile
 Per = Literal["token", "sampled", "segment", "trajectory", "group"]
 Writer = Literal["engine", "environment", "reward", "scorer", "trainer"]
 GROUP = "asyncrl.fields"
-RESERVED = ("penalties", "advantages", "returns", "trainer_logprobs")
-"""Columns of a train step, and of dumps, that are no fields."""
+RESERVED = ("penalties", "advantages", "returns", "trainer_logprobs", "train", "trainer", "rollout", "feed")
+"""Columns of a train step and of dumps that are no fields; and names of executors, as a scorer's is."""
 HINT = 'it names a sequence of asyncrl_cli.data.sample_fields.Field, for example "my_fields:FIELDS"'
 NOT_SAMPLED = -1
 """Version of a token that no policy sampled (prompt, tool output)."""
@@ -84,6 +85,8 @@ class Field:
             raise ValueError(f"field {self.name}: losses take one number per token")
         if self.by in ("trainer", "scorer") and (self.per != "sampled" or self.shape):
             raise ValueError(f"field {self.name}: the {self.by} writes one number per sampled token")
+        if self.by == "reward" and self.is_array:
+            raise ValueError(f"field {self.name}: the reward writes values of the trajectory")
 
     @property
     def is_array(self) -> bool:
@@ -206,4 +209,10 @@ def schema_of(profile: Profile) -> Schema:
         except Exception as error:  # a user's module may raise anything
             why = describe(error) if not isinstance(error, ValueError) else first_line(error)
             raise ConfigError(f"{where} cannot be used: {why}", hint=HINT) from error
-    return Schema(fields)
+    schema = Schema(fields)
+    for name in profile.task.scorers:
+        if name in BUILT_IN or name not in schema or schema[name].by != "scorer":
+            why = f'task.scorers names "{name}", which no field is that a scorer of yours writes'
+            hint = f'task.fields = "module:FIELDS" with Field(name="{name}", per="sampled", by="scorer")'
+            raise ConfigError(why, hint=hint)
+    return schema

@@ -18,7 +18,7 @@ import math
 import random
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, Literal, NamedTuple, TypeVar, cast
 
 from asyncrl_cli.base.errors import ExecutorFailed, first_line, timeout
 from asyncrl_cli.contracts.environment import (
@@ -27,8 +27,10 @@ from asyncrl_cli.contracts.environment import (
     End,
     Environment,
     EpisodeFailed,
+    Reward,
     SelfPlayed,
     Turn,
+    figures_of,
 )
 from asyncrl_cli.contracts.item import Item
 from asyncrl_cli.contracts.prompt_group import TrajectoryFailure, TrajectoryMeta
@@ -127,10 +129,13 @@ class Episode:
                 if not abs(end.reward) <= MAX_REWARD:
                     what = f"it is {end.reward:g}, not a number up to {MAX_REWARD:g}"
                     raise EpisodeFailed("reward", f"reward of {self.id}: {what}")
-                self._write(end.fields)
+                self._write("environment", end.fields)
+                if isinstance(end.reward, Reward):
+                    self._write("reward", end.reward.fields)
                 # Facts that are no figures (NaN, say) were not measured.
-                facts = {name: fact for name, fact in end.facts.items() if abs(fact) <= MAX_REWARD}
-                self.end = replace(end, facts=facts)
+                facts = {**figures_of(end.reward), **end.facts}
+                facts = {name: fact for name, fact in facts.items() if abs(fact) <= MAX_REWARD}
+                self.end = replace(end, reward=float(end.reward), facts=facts)
             finally:
                 self._free()
                 try:
@@ -191,15 +196,15 @@ class Episode:
                     self.waits_for("")
             if isinstance(following, End):
                 return following
-            self._write(following.fields)
+            self._write("environment", following.fields)
             turn = following
 
-    def _write(self, fields: Mapping[str, Any]) -> None:
-        """Take the environment's values of declared fields, for the last answer or the trajectory."""
+    def _write(self, by: Literal["environment", "reward"], fields: Mapping[str, Any]) -> None:
+        """Take values of declared fields, for the last answer or the trajectory."""
         try:
-            self.conversation.write("environment", fields)
+            self.conversation.write(by, fields)
         except (ValueError, LookupError) as error:  # LookupError: there is no answer
-            raise EpisodeFailed("environment", f"environment of {self.id}: {first_line(error)}") from None
+            raise EpisodeFailed(by, f"{by} of {self.id}: {first_line(error)}") from None
 
     def _prompt(self, turn: Turn) -> list[int] | None:
         """The prompt's ids; None if no further answer is possible: then `finish_reason` says why.

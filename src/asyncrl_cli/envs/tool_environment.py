@@ -31,9 +31,9 @@ from asyncrl_cli.contracts.environment import (
     Environment,
     EpisodeFailed,
     Message,
+    Reward,
     Rewards,
     Turn,
-    figures_of,
 )
 from asyncrl_cli.contracts.item import Item, messages_of
 from asyncrl_cli.sandbox.parent_processes import Process, ProcessEnded, Processes
@@ -118,8 +118,11 @@ class ToolEnvironment(Environment):
         self._process.ask("reward", self._completion)
         answer = await self._answer("reward", "reward", "the reward")
         extra = 0.0 if self.rewards is None else await self.rewards.score(self._item, self._text)
-        facts = {"failed_calls": self._num_failed_calls, **answer["facts"], **figures_of(extra)}
-        return End(reward=answer["reward"] + extra, facts=facts)
+        total, parts, fields = answer["reward"] + extra, answer["parts"], answer["fields"]
+        if isinstance(extra, Reward):
+            parts, fields = {**parts, **extra.parts}, {**fields, **extra.fields}
+        facts = {"failed_calls": self._num_failed_calls, **answer["facts"]}
+        return End(reward=Reward(total, parts, fields), facts=facts)
 
     async def _answer(self, late: str, dead: str, doing: str) -> Mapping[str, Any]:
         """The next answer of the process. Raises EpisodeFailed, of the kind `late` or `dead`, if there is

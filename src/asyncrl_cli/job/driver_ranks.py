@@ -173,9 +173,10 @@ class RayScorer(RayRanks):
         shares = split_by_tokens(lengths, len(self.actors))
         num_tokens = sum(group.response_tokens for group in groups)
         is_reward, heads, refs = self.name == REWARD, list[ObjectRef](), list[Sequence[ObjectRef]]()
+        reads_items = is_reward or self.name in self._profile.task.scorers
         with self._store.pinned([key for group in groups for key in group.payload or ()]):
             for actor, share in zip(self.actors, shares, strict=True):
-                prompts = [items[index] for index in share] if is_reward else []
+                prompts = [items[index] for index in share] if reads_items else []
                 keys = [self._keys(groups[index]) for index in share]
                 most = 0 if is_reward else sum(map(len, keys))
                 made = actor.score.options(num_returns=1 + most).remote(num_tokens, prompts, keys, most)

@@ -1,5 +1,5 @@
-"""The actor of one process of the trainer or of a scorer (`ref`, `prox`, `critic`, the reward model). Runs in
-that process; the driver's side is driver_ranks.py.
+"""The actor of one process of the trainer or of a scorer (`ref`, `prox`, `critic`, the reward model, a class
+of the user's). Runs in that process; the driver's side is driver_ranks.py.
 
     group main     joint computation, in one thread: start, train, gather, snapshot, restore, load, score.
                    All processes get the same calls in the same order (except `judge`: one process alone
@@ -23,7 +23,7 @@ import os
 import socket
 import tempfile
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property, partial
@@ -36,6 +36,7 @@ import ray
 from ray import ObjectRef
 
 from asyncrl_cli.base.errors import ExecutorFailed
+from asyncrl_cli.base.named_code import UserCode
 from asyncrl_cli.base.safe_files import MIB
 from asyncrl_cli.base.storage import as_storage_errors
 from asyncrl_cli.contracts.item import Item
@@ -127,6 +128,7 @@ class RankHost:
         self._run_dir = run_dir
         self._probe_items = probe_items
         self._store = store_at(profile, address)
+        self._end_ranks: Callable[[], None] = lambda: None
         kind = ("trainer", "groups") if role == TRAINER else ("scorer", "finished groups")
         self._meter = CallMeter(role, *kind, time.monotonic)
 
@@ -158,7 +160,8 @@ class RankHost:
         node's address."""
         modules = {TRAINER: "policy_trainer", REWARD: "reward_model"}
         with no_collection_while_starting():
-            import_module(f"asyncrl_cli.train.{modules.get(self._role, 'critic')}")
+            if self._role not in self._profile.task.scorers:  # whose modules are the user's
+                import_module(f"asyncrl_cli.train.{modules.get(self._role, 'critic')}")
         return str(ray.util.get_node_ip_address())
 
     @ray.method(concurrency_group="main")
@@ -204,13 +207,16 @@ class RankHost:
 
     def _make_scorer(self, init_method: str) -> None:
         role, profile, place = self._role, self._profile, self._place
+        if role in profile.task.scorers:  # its processes do not work together, nor do a reward model's
+            code = UserCode(name=profile.task.scorers[role], import_path=profile.task.import_path or "")
+            self._scorer: PolicyModel | CriticApart | RewardModel = code.load()(profile, place)
+            return
         self._whole = merging(profile, place) if role == PROX else iter
-        if role == REWARD:  # the processes of a reward model do not work together
+        if role == REWARD:
             from asyncrl_cli.train.reward_model import RewardModel
 
             decode = partial(self.tokenizer.decode, skip_special_tokens=True)
-            self._scorer: PolicyModel | CriticApart | RewardModel = RewardModel(profile, place, decode)
-            self._end_ranks = lambda: None
+            self._scorer = RewardModel(profile, place, decode)
             return
         from asyncrl_cli.train.critic import CriticApart
         from asyncrl_cli.train.policy_model import frozen_model
@@ -412,20 +418,29 @@ class RankHost:
         `most` further Ray objects; or its report and the rewards. `num_tokens`: sampled tokens that all
         processes together score in this call."""
         with self._meter.doing(State.BUSY):
-            payloads = self._payloads(groups, SCORED_FIELDS)
+            is_users = self._role in self._profile.task.scorers
+            payloads = self._payloads(groups, None if is_users else SCORED_FIELDS)
             columns = self._scorer.score(payloads, items)
             self._meter.add(scored_tokens=num_tokens)
-            added = []
-            for keys, column in zip(groups, columns, strict=True) if self._role != REWARD else ():
-                left = iter(column)
-                for key in keys:
-                    arrays = [*islice(left, key.num_trajectories)]
-                    added.append(self._store.add(key._replace(pieces=()), self._role, arrays))
+            added = [] if self._role == REWARD else [*self._added(groups, payloads, columns)]
         report = self._report()
         if self._role == REWARD:
             return report, columns
         heads, objects = shipped(added, most)
         return ((report, heads), *objects) if most else (report, heads)  # Ray: as many as the call asked for
+
+    def _added(
+        self, groups: Sequence[Keys], payloads: Sequence[GroupPayload], columns: Sequence[Sequence[object]]
+    ) -> Iterator[Stored]:
+        """Add a column to the store: of each group an array for each trajectory. Raises ValueError if it is
+        not as declared."""
+        declared = self._store.schema[self._role]
+        for keys, payload, column in zip(groups, payloads, columns, strict=True):
+            pairs = zip(column, payload.trajectories, strict=True)
+            left = iter([declared.array_of(values, one.num_sampled) for values, one in pairs])
+            for key in keys:
+                arrays = [*islice(left, key.num_trajectories)]
+                yield self._store.add(key._replace(pieces=()), self._role, arrays)
 
     @ray.method(concurrency_group="main")
     def judge(self, items: Sequence[Item], key: Stored) -> list[float]:

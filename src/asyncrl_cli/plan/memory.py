@@ -327,6 +327,8 @@ def _scorers(job: MemoryEstimate) -> Iterator[MemoryItem]:
     profile, dtype = job.profile, job.profile.model.dtype
     paths = {REF: profile.ref.path, REWARD: profile.reward_model.path}
     for task, processes in job.plan.scorers.items():
+        if task in profile.task.scorers:  # nobody knows what it needs
+            continue
         if task == CRITIC:
             yield from _trained(job, CRITIC, processes, _critic_shape(job))
             continue

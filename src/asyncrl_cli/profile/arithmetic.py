@@ -194,10 +194,12 @@ def asked_workers(profile: Profile) -> int | None:
 
 
 def tasks_apart(profile: Profile) -> tuple[str, ...]:
-    """The scorers with their own processes. The reward model always has its own."""
+    """The scorers with their own processes. The reward model and scorers of the user's always have their
+    own."""
     alone = [sharing[0] for sharing in profile.placement.tasks or () if len(sharing) == 1]
     implied = [REWARD] if profile.reward_model.path is not None else []
-    return tuple(dict.fromkeys(task for task in (*alone, *implied) if task in SCORERS))
+    chosen = (task for task in (*alone, *implied) if task in SCORERS)
+    return tuple(dict.fromkeys([*chosen, *profile.task.scorers]))
 
 
 def is_apart(profile: Profile, task: str) -> bool:

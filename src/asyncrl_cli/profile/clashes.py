@@ -9,8 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 
 from asyncrl_cli.base.errors import ConfigError
+from asyncrl_cli.profile import arithmetic
 from asyncrl_cli.profile.keys import values_of
 from asyncrl_cli.profile.schema import DIRECT_TRANSPORTS, VERIFIERS, Profile
 from asyncrl_cli.profile.toml_files import Value, Values, shortened, toml_value
@@ -114,8 +116,10 @@ SLOTS, MIN_WORKERS, OVERLONG = "rollout.slots", "rollout.min_workers", "algorith
 CONTEXT, PROMPT = "env.max_context_tokens", "rollout.max_prompt_tokens"
 RESPONSE = "rollout.max_response_tokens"
 TOOL_TIMEOUT, EPISODE_TIMEOUT = "env.tool_timeout_s", "env.episode_timeout_s"
+SCORERS = "task.scorers"
 TASKS, RATIOS, GPUS_PER_WORKER = "placement.tasks", "placement.ratios", "placement.gpus_per_rollout_worker"
 EACH = 'a list of its own for each: placement.tasks = [["train"], ["ref"], ["reward"], ["rollout"]]'
+BUILT_IN_TASKS = (arithmetic.TRAIN, *arithmetic.SCORERS, arithmetic.ROLLOUT)
 # fmt: off
 CLASHES = (
     Clash({PARTIAL: True, ETA: 0},
@@ -298,6 +302,17 @@ CLASHES = (
     Clash({COLOCATE: True, REWARD_MODEL: given},
         "trainer and rollout workers take turns on all resources, but the reward model needs its own",
         "--set placement.colocate=false"),
+    Clash({COLOCATE: True, SCORERS: given},
+        "trainer and rollout workers take turns on all resources, but a scorer of yours needs its own",
+        "--set placement.colocate=false"),
+    Clash({TASKS: given, SCORERS: _any},
+        "it names a task that does not exist",
+        lambda values: f"there are {', '.join((*BUILT_IN_TASKS, *values[SCORERS]))}",
+        lambda values: bool({*chain(*values[TASKS])} - {*BUILT_IN_TASKS, *values[SCORERS]})),
+    Clash({TASKS: given, SCORERS: given},
+        "a scorer of yours is never in the trainer",
+        lambda values: f'["{next(iter(values[SCORERS]))}"], a list of its own for each scorer',
+        lambda values: any(len(one) > 1 and {*one} & {*values[SCORERS]} for one in values[TASKS])),
     Clash({TASKS: given, COLOCATE: True},
         "there everything shares all resources",
         "leave one of the two out"),

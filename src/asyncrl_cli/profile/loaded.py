@@ -42,7 +42,8 @@ DEFAULT = "default"
 "default for cuda"."""
 MODELS = ("model.path", "ref.path", "critic.path", "reward_model.path")
 """Each is a directory, or a name on the hub."""
-IMPORT_PATH, CODE_KEYS = "task.import_path", ("task.reward", "task.environment", "task.agent", "task.fields")
+IMPORT_PATH = "task.import_path"
+CODE_KEYS = ("task.reward", "task.environment", "task.agent", "task.fields", "task.scorers")
 ALIAS, ALIASED = "async_training.use_rollout_log_probs", "algorithm.old_logprobs"
 
 CLEARS = {
@@ -146,7 +147,11 @@ def _place_code(values: Table, origins: dict[str, str], directories: Mapping[str
         return
     modules, beside = [], dict[tuple[str, str], Path]()
     for key in CODE_KEYS:
-        given = values.get(key)  # task.reward may be a list or a table of names
+        given = values.get(
+            key
+        )  # task.reward may be a list or a table of names, task.scorers has them as values
+        if key == "task.scorers" and isinstance(given, Mapping):
+            given = [*given.values()]
         for name in given if isinstance(given, (list, tuple, Mapping)) else [given]:
             module, colon, _ = str(name).partition(":")
             if not colon:

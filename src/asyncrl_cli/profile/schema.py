@@ -146,13 +146,18 @@ class TaskSection(Section):
     off by 1), `exact-match`, `math-verify`, `module:function`, or `none`. `auto`: the class's `get_reward`,
     `none` with a reward model, `dataset` for reasoning-gym, `exact-match` for files and `worked`. A function
     takes (item, response), or has the parameters of TRL's rewards (`prompts`, `completions`, columns) or of
-    verl's `compute_score`; with an environment that is your own class, TRL's. Several rewards are a list,
-    `["math-verify", "my_rewards:brief"]`, or a table with weights, `{math-verify = 1.0, "my_rewards:brief" =
-    0.2}`: their weighted sum is the reward, and each has its mean in the metrics."""
+    verl's `compute_score`; with an environment that is your own class, TRL's. It returns a number, or
+    `{"reward": number, "<field>": value}` with declared fields of the trajectory (docs/data.md). Several
+    rewards are a list, `["math-verify", "my_rewards:brief"]`, or a table with weights, `{math-verify = 1.0,
+    "my_rewards:brief" = 0.2}`: their weighted sum is the reward, and each has its mean in the metrics."""
     fields: str | None = None
     """`module:FIELDS`: fields of your own that travel with every trajectory (docs/data.md), a sequence of
     `asyncrl_cli.data.sample_fields.Field`. Packages add theirs through the entry point group
     `asyncrl.fields`."""
+    scorers: dict[str, str] = Field(default_factory=dict)
+    """Fields that classes of your own compute for groups that have finished, while others are trained:
+    `{surprise = "my_scorers:Surprise"}` (docs/data.md). Each has processes of its own, as a reward model
+    has."""
     answer_format: Literal["final", "anywhere"] = "final"
     """Where `math-verify` looks for a response's answer. `final`: in the last `<answer>` or `\\boxed{}`,
     after `####` on the last line, or after "answer is" or "answer:" at the end, and it must be worked out:
@@ -169,10 +174,10 @@ class TaskSection(Section):
     """Processes per rollout worker that compute rewards. Default: half of the machine's cores, at most 4.
     With an async reward function, each process awaits up to 128 rewards at once."""
     import_path: PathText | None = None
-    """Directory of the modules of `reward`, `environment`, `agent` and `fields`. Modules that are not there
-    are imported from the working directory or from installed packages. Default: the directory of the profile
-    file that names the module; for a module named by `--set` or the environment, the working directory.
-    Modules in two different directories are refused."""
+    """Directory of the modules of `reward`, `environment`, `agent`, `fields` and `scorers`. Modules that are
+    not there are imported from the working directory or from installed packages. Default: the directory of
+    the profile file that names the module; for a module named by `--set` or the environment, the working
+    directory. Modules in two different directories are refused."""
     max_failed_ratio: Ratio = 0.1
     """The run fails if a larger share of trajectories fails (the reward raised or hung, or the prompt was too
     long)."""
@@ -243,9 +248,9 @@ class TrainerSection(Section):
     their nodes."""
 
 
-Task = Literal["train", "prox", "ref", "critic", "reward", "rollout"]
-"""What a process can do: training, the old-logprob pass, the reference's logprobs, the critic's values, the
-reward model's scores, generation."""
+Task = Annotated[str, Field(min_length=1)]
+"""What a process can do: `train`; `prox`, the old-logprob pass; `ref`, the reference's logprobs; `critic`,
+its values; `reward`, the reward model's scores; `rollout`; or what a scorer of `task.scorers` does."""
 
 
 class LoraSection(Section):
@@ -288,7 +293,8 @@ class PlacementSection(Section):
     """Which tasks share resources, e.g. [["train", "prox"], ["ref"], ["critic"], ["rollout"]]. Tasks that are
     not listed run in the trainer. `ref` (the reference's logprobs), `prox` (the old-logprob pass), `critic`
     (values, and the critic's training) and `reward` (the reward model, never in the trainer) may have a list
-    of their own: separate processes, which score finished groups while others are trained."""
+    of their own: separate processes, which score finished groups while others are trained. So do scorers of
+    your own (`task.scorers`), by name, which are never in the trainer."""
     ratios: Annotated[tuple[Processes, ...], ARRAY, BeforeValidator(whole_ratios)] | None = None
     """The share of `gpus` of each list of `tasks`, e.g. [2, 1, 1], or as fractions [0.5, 0.25, 0.25];
     replaces `ratio`. On CPUs its number of processes, default 1."""

@@ -1,7 +1,7 @@
 """A reward process: scores responses, and marks in shared memory which reward is running.
 
     pool -> process    pickles: (id, item, response); (id, None, "") if nobody waits for it any more
-    process -> pool    lines of JSON: {"id", "reward", "parts"}, or {"id", "failed": why, "kind"}
+    process -> pool    lines of JSON: {"id", "reward", "parts", "fields"}, or {"id", "failed": why, "kind"}
 
 Ordinary rewards run one at a time; async ones run concurrently, each with its own timeout while it awaits.
 The pool kills the process if the mark shows the same reward for longer than a limit. Agents are async rewards
@@ -133,7 +133,7 @@ class RewardServer:
         parts = reward.parts
         if self.spec.adapter != "worked" and isinstance(answer, str) and isinstance(response, str):
             parts = {**parts, NAMES_ANSWER: float(names_answer(response, answer))}
-        return {"reward": reward, "parts": parts}
+        return {"reward": reward, "parts": parts, "fields": reward.fields}
 
 
 @types.coroutine

@@ -238,7 +238,7 @@ class RewardProcess:
                     if "failed" in answer:
                         wanted.end(RewardFailed(answer["failed"], answer["kind"]))
                     else:
-                        wanted.end(Reward(answer["reward"], answer["parts"]))
+                        wanted.end(Reward(answer["reward"], answer["parts"], answer["fields"]))
                     del self._asked[wanted.number]
                     self._num_results += 1
                     self._last_news_s = clock()

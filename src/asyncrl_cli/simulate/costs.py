@@ -256,7 +256,7 @@ class Costs:
             REWARD: training.reward_s_per_token,
             CRITIC: training.critic_s_per_token,
         }
-        each_s = training.s_per_token / 3 if (known := costs[task]) is None else known
+        each_s = training.s_per_token / 3 if (known := costs.get(task)) is None else known
         return _tokens(groups)[1] * each_s * self._share(training.old_logprob_scaling_exponent, devices)
 
     def _scored(self, batch: TrainBatch) -> Sequence[GroupResult]:

@@ -1,7 +1,8 @@
 """Rewards: the functions that compute them, built from a RewardSpec in the process that runs them.
 
-Each takes (item, response) and returns a number; it may be a coroutine function. If it cannot judge, it
-raises instead of returning 0. A response without an answer, or with an unreadable one, is simply wrong: 0.
+Each takes (item, response) and returns a number, or {"reward": number, "<declared field>": value}; it may be
+a coroutine function. If it cannot judge, it raises instead of returning 0. A response without an answer, or
+with an unreadable one, is simply wrong: 0.
 The names of its parameters tell how a user's function is called:
 
     ours    score(item, response) -> float
@@ -14,6 +15,7 @@ What TRL's `log_metric` is given, and the other numbers of verl's dict, become m
 from __future__ import annotations
 
 import inspect
+import json
 import numbers
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -136,15 +138,20 @@ def _adapted(
 
 
 def checked_reward(value: object) -> Reward:
-    """The reward with its parts. Raises TypeError or ValueError unless it is a finite number of at most
-    MAX_REWARD: None or NaN is a failure, not 0."""
+    """The reward with its parts and fields. Raises TypeError or ValueError unless it is a finite number of at
+    most MAX_REWARD (None or NaN is a failure, not 0), and its fields are values that JSON can hold."""
+    fields = dict[str, Any]()
+    if isinstance(value, Mapping) and "reward" in value:
+        fields = {str(name): field for name, field in value.items() if name != "reward"}
+        json.dumps(fields, allow_nan=False)
+        value = value["reward"]
     if not isinstance(value, numbers.Real):
         raise TypeError(f"the reward returned {type(value).__name__}, not a number: {value!r:.80}")
     reward = float(value)
     if not abs(reward) <= MAX_REWARD:
         limits = f"from {-MAX_REWARD:g} to {MAX_REWARD:g}"
         raise ValueError(f"the reward returned {reward:g}; a reward is a number {limits}")
-    return value if isinstance(value, Reward) else Reward(reward)
+    return value if isinstance(value, Reward) else Reward(reward, fields=fields)
 
 
 def _weighted_sum(spec: RewardSpec) -> RewardFunction:
@@ -157,7 +164,9 @@ def _weighted_sum(spec: RewardSpec) -> RewardFunction:
         if not given:
             raise ValueError("none of the rewards applies to the item")
         figures = {name: figure for reward in given.values() for name, figure in reward.parts.items()}
-        return Reward(sum(functions[name][0] * reward for name, reward in given.items()), figures | given)
+        fields = {name: value for reward in given.values() for name, value in reward.fields.items()}
+        total = sum(functions[name][0] * reward for name, reward in given.items())
+        return Reward(total, figures | given, fields)
 
     def score(item: Item, response: str) -> Reward:
         return summed({name: function(item, response) for name, (_, function) in functions.items()})

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 from asyncrl_cli.base.child_process import pickles, write_line
 from asyncrl_cli.base.named_code import UserCode, describe_with_traceback
-from asyncrl_cli.contracts.environment import Message, Reward, RewardPart, ToolSchema, figures_of
+from asyncrl_cli.contracts.environment import Message, RewardPart, ToolSchema
 from asyncrl_cli.tasks.reward_functions import check_trl, checked_reward
 
 if TYPE_CHECKING:
@@ -153,8 +153,9 @@ class Player:
             self._rewards[name][0] * reward if name in self._rewards else reward
             for name, reward in rewards.items()
         )
-        parts = figures_of(Reward(total, rewards)) if len(given) > 1 else {}
-        return [{"reward": checked_reward(total), "facts": {**facts, **parts}}]
+        parts = rewards if len(given) > 1 else {}
+        fields = {name: value for reward in rewards.values() for name, value in reward.fields.items()}
+        return [{"reward": checked_reward(total), "facts": facts, "parts": parts, "fields": fields}]
 
     def finish(self) -> Sequence[Line]:
         """Drop the environment. `clean`: nothing that it started still runs, so the process can serve another

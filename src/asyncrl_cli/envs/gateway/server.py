@@ -331,4 +331,4 @@ class AgentEnvironment(SelfPlayed):
                 await self.gateway.close_session(session)
         if not episode.conversation.num_sampled:
             raise EpisodeFailed("agent", f"agent of {episode.id}: it ended without an answer from the model")
-        return End(reward=float(reward))
+        return End(reward=reward)
