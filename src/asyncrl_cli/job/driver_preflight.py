@@ -27,6 +27,7 @@ from asyncrl_cli.job import node_probe
 from asyncrl_cli.job.ray.calls import Limit, answer
 from asyncrl_cli.job.ray.placement import ray_cluster
 from asyncrl_cli.job.ray.session import connected
+from asyncrl_cli.models.gguf_file import SUFFIX as GGUF
 from asyncrl_cli.models.model_directory import BUILTIN, is_on_hub
 from asyncrl_cli.plan.cluster import node_lines
 from asyncrl_cli.plan.machine import GIB, LEAST_SHARED_MEMORY_BYTES, Finding
@@ -91,7 +92,7 @@ class Wanted:
             packages=tuple(dict.fromkeys((*ALIKE, profile.rollout.engine))),
             models=models,
             downloads={key: name for key, name in names.items() if is_on_hub(name)},
-            builtin={key for key, name in names.items() if name.startswith(BUILTIN)},
+            builtin={key for key, name in names.items() if name.startswith(BUILTIN) or name.endswith(GGUF)},
             trust_remote_code=profile.model.trust_remote_code,
         )
 

@@ -2,6 +2,7 @@
 
     builtin:tiny, builtin:untaught   built once, then cached (builtin/tiny_models.py)
     a directory                      checked (model_files.py)
+    a .gguf file                     converted once, then cached (gguf_file.py)
     a name on the hub                a snapshot of it, checked
     model.chat_template              a directory in the cache, with that template and links to the files
 
@@ -31,6 +32,7 @@ from asyncrl_cli.base.safe_files import MIB, load_json, read_text, reason
 from asyncrl_cli.base.storage import appearing_directory
 from asyncrl_cli.builtin.tiny import MAX_POSITIONS, TAUGHT, UNTAUGHT, Course
 from asyncrl_cli.builtin.tiny_models import Progress, built_tiny, built_untaught
+from asyncrl_cli.models.gguf_file import SUFFIX, check_gguf, converted, converted_directory, gguf_file
 from asyncrl_cli.models.model_files import check_model_directory, check_positions, refused
 from asyncrl_cli.profile.schema import Profile
 
@@ -76,7 +78,7 @@ def resolve_model(profile: Profile, task: Course, *, progress: Progress = lambda
         return built_untaught(profile, cache_directory(profile))
     if profile.model.path == TAUGHT:
         return built_tiny(profile, task, cache_directory(profile), progress=progress)
-    return _fetched(profile)
+    return _fetched(profile, progress)
 
 
 def model_here(profile: Profile) -> Path | None:
@@ -89,20 +91,30 @@ def model_here(profile: Profile) -> Path | None:
             raise ConfigError(f'model.path: there is no "{path}"', hint=hint)
         check_positions(profile, MAX_POSITIONS)
         return None
+    if (file := gguf_file(path)) is not None:
+        directory = converted_directory(file, cache_directory(profile))
+        if directory.is_dir():
+            return _templated(profile, directory)
+        check_gguf(file)
+        return None
     local = expand(path)
     if os.path.isdir(local):
         check_model_directory(local)
         return _templated(profile, local.resolve())
     if os.path.exists(local):
-        raise refused(f"{path} is a file", "name the directory that holds config.json")
+        raise refused(f"{path} is a file", "name the directory that holds config.json, or a .gguf file")
     if looks_like_a_path(path):
         raise refused(f"directory {path} does not exist", missing_hint(local))
     return None
 
 
-def _fetched(profile: Profile) -> Path:
-    trusts = profile.model.trust_remote_code
-    directory = from_hub(profile.model.path, HUB_PATTERNS, trust_remote_code=trusts)
+def _fetched(profile: Profile, progress: Progress = lambda *_: None) -> Path:
+    """A model that is not in a directory yet: converted, or downloaded."""
+    if (file := gguf_file(profile.model.path)) is not None:
+        directory = converted(file, cache_directory(profile), progress)
+    else:
+        trusts = profile.model.trust_remote_code
+        directory = from_hub(profile.model.path, HUB_PATTERNS, trust_remote_code=trusts)
     check_model_directory(directory)
     return _templated(profile, directory)
 
@@ -115,7 +127,10 @@ def tokenizer_here(profile: Profile) -> Path | None:
 
 
 def fetched_tokenizer(profile: Profile) -> Path:
-    """The same for a model on the hub, of which only the tokenizer is downloaded. Raises PreflightError."""
+    """The same for a model on the hub, of which only the tokenizer is downloaded, and for a GGUF file, which
+    is converted as a whole. Raises PreflightError."""
+    if gguf_file(profile.model.path) is not None:
+        return _fetched(profile)
     trusts = profile.model.trust_remote_code
     return _templated(profile, from_hub(profile.model.path, TOKENIZER_PATTERNS, trust_remote_code=trusts))
 
@@ -165,8 +180,9 @@ def looks_like_a_path(path: str) -> bool:
 
 
 def is_on_hub(path: str) -> bool:
-    """Whether a model's path is a hub name: neither a built-in model nor a local path."""
-    return not (path.startswith(BUILTIN) or looks_like_a_path(path) or os.path.exists(path))
+    """Whether a model's path is a hub name: neither a built-in model nor a local path or GGUF file."""
+    is_local = path.startswith(BUILTIN) or path.endswith(SUFFIX) or looks_like_a_path(path)
+    return not (is_local or os.path.exists(path))
 
 
 def from_hub(name: str, patterns: Sequence[str], *, trust_remote_code: bool) -> Path:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -23,12 +23,13 @@ from asyncrl_cli.base.errors import PreflightError, RefusedError
 from asyncrl_cli.base.paths import expand
 from asyncrl_cli.base.safe_files import UnsafeFile, load_json, open_regular
 from asyncrl_cli.builtin.tiny import TAUGHT, TINY, UNTAUGHT
+from asyncrl_cli.models.gguf_file import gguf_file, header_of
 from asyncrl_cli.profile.fields import MOST
 
 FAMILY = frozenset({"llama", "mistral", "qwen2", "qwen3"})
 """Model types whose parameters can be computed from the configuration. For others they are counted in the
 weight files."""
-LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
+LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks|blk)\.(\d+)\.")
 """Matches a tensor's name up to the number of its layer."""
 BYTES_OF = {"float32": 4, "bfloat16": 2}
 """Bytes per value, by `model.dtype`."""
@@ -80,6 +81,12 @@ def shape_of(path: str) -> ModelShape:
     directory = expand(path)
     if directory.is_dir():
         return shape_of_directory(directory)
+    try:
+        if (file := gguf_file(path)) is not None:
+            header = header_of(file)
+            return _counted(header.config, header.shapes, "its header")
+    except PreflightError as error:
+        raise ShapeUnknown(error.message) from None
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 
@@ -102,7 +109,16 @@ def shape_of_directory(directory: Path) -> ModelShape:
         config |= text_config
     if str(config.get("model_type")) in FAMILY:
         return shape_of_config(config)
-    return _counted(config, directory)
+    kind = str(config.get("model_type"))
+    try:
+        files = [tensor_shapes(path) for path in sorted(directory.glob("*.safetensors"))]
+    except PreflightError as error:
+        raise ShapeUnknown(error.message) from None
+    shapes = {name: shape for file in files for name, shape in file.items()}
+    if not shapes:
+        why = "without safetensors files, so its parameters cannot be counted"
+        raise ShapeUnknown(f"{directory}: a {kind} model {why}")
+    return _counted(config, shapes, "its files")
 
 
 def shape_of_config(config: Mapping[str, Any], remarks: tuple[str, ...] = ()) -> ModelShape:
@@ -154,17 +170,11 @@ def _sizes(config: Mapping[str, Any]) -> dict[str, int]:
     return sizes
 
 
-def _counted(config: Mapping[str, Any], directory: Path) -> ModelShape:
-    """Sizes of any other model: parameters are counted in the headers of its safetensors files."""
+def _counted(config: Mapping[str, Any], shapes: Mapping[str, Sequence[int]], where: str) -> ModelShape:
+    """Sizes of any other model: parameters are counted by the shapes of its tensors, which are read
+    `where`."""
     kind = str(config.get("model_type"))
-    try:
-        files = [tensor_shapes(path) for path in sorted(directory.glob("*.safetensors"))]
-    except PreflightError as error:
-        raise ShapeUnknown(error.message) from None
-    counts = {name: prod(shape) for shapes in files for name, shape in shapes.items()}
-    if not counts:
-        why = "without safetensors files, so its parameters cannot be counted"
-        raise ShapeUnknown(f"{directory}: a {kind} model {why}")
+    counts = {name: prod(shape) for name, shape in shapes.items()}
     layers: Counter[str] = Counter()
     for name, count in counts.items():
         if found := LAYER.search(name):
@@ -177,7 +187,7 @@ def _counted(config: Mapping[str, Any], directory: Path) -> ModelShape:
         parameters=sum(counts.values()),
         layer_parameters=max(layers.values(), default=0),
         root_parameters=sum(counts.values()) - sum(layers.values()),
-        remarks=(f"{kind}: parameters counted in its files; activations estimated as for a llama",),
+        remarks=(f"{kind}: parameters counted in {where}; activations estimated as for a llama",),
     )
 
 

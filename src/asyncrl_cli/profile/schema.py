@@ -83,9 +83,10 @@ class ModelSection(Section):
     """The model that is trained."""
 
     path: PathText = "builtin:tiny"
-    """A local Hugging Face directory, a hub name, or `builtin:tiny`: a small Qwen3 warm-started on the task's
-    demonstrations. `builtin:untaught` is a small model that answers any task with noise, for rehearsals
-    without a network."""
+    """A local Hugging Face directory, a hub name, a `.gguf` file (or `package:NAME/FILE.gguf`, a file of an
+    installed Python package), which is converted once into the model cache, or `builtin:tiny`: a small Qwen3
+    warm-started on the task's demonstrations. `builtin:untaught` is a small model that answers any task with
+    noise, for rehearsals without a network."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype of the rollout engine and of the trainer's forward pass; master weights stay float32. Default:
     float32 on CPUs, bfloat16 on GPUs, as `asyncrl plan` says. Most CPUs have no bfloat16 instructions and are
@@ -100,7 +101,7 @@ class ModelSection(Section):
     warm_start_label_noise: Ratio = 0.48
     """builtin:tiny: share of demonstrations with a mistake, which determines the initial reward."""
     cache_dir: PathText | None = None
-    """Directory for models that asyncrl builds. Default: the user's cache directory."""
+    """Directory for models that asyncrl builds or converts. Default: the user's cache directory."""
 
 
 class TaskSection(Section):
