@@ -23,7 +23,7 @@ import pytest
 import ray
 from ray.exceptions import ObjectLostError
 
-from asyncrl_cli.base.errors import ExecutorFailed, ExecutorLost, PreflightError
+from asyncrl_cli.base.errors import ExecutorFailed, ExecutorLost, PreflightError, SessionLost
 from asyncrl_cli.data import ray_store, transferqueue_client, transferqueue_store
 from asyncrl_cli.data.ray_store import SPLIT_BYTES, RayStore
 from asyncrl_cli.data.sample_fields import FIELDS, Field, Schema
@@ -84,7 +84,7 @@ def transfer_queue(ray_session: None) -> Iterator[TransferQueueStore]:
     """A driver's store; tests take a partition of their own each."""
     pytest.importorskip("transfer_queue")
     with contextlib.closing(transferqueue_store.start("all", NO_CPUS, PLUGGED)) as store:
-        pids = [pid_of(actor) for actor in store.actors]
+        pids = [pid_of(actor) for actor in store.address.actors.values()]
         yield store
     assert all(ended(pid) for pid in pids)
 
@@ -432,7 +432,7 @@ def test_calls_that_nobody_answers_end_at_their_limit(
 ) -> None:
     stored = put(tq, "a@0.0/0", 3)
     tq.limit_s = 1.0
-    controller, *units = [pid_of(actor) for actor in transfer_queue.actors]
+    controller, *units = [pid_of(actor) for actor in transfer_queue.address.actors.values()]
     with frozen(units[0]), frozen(units[1]):
         began_s = time.monotonic()
         with pytest.raises(
@@ -463,6 +463,27 @@ def test_calls_that_nobody_answers_end_at_their_limit(
     assert tq.keys() == []
 
 
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:Unclosed context:ResourceWarning")
+def test_a_storage_unit_that_is_killed_is_named_by_every_process_long_before_the_limit(
+    ray_session: None,
+) -> None:
+    pytest.importorskip("transfer_queue")
+    plane = DataPlaneSection(backend="transferqueue", storage_units=2)
+    with (
+        contextlib.closing(transferqueue_store.start("killed", plane, PLUGGED)) as driver,
+        contextlib.closing(TransferQueueStore(driver.address, PLUGGED)) as worker,
+    ):
+        stored = [put(worker, f"a@0.{number}/0", 3) for number in range(4)]  # in both units
+        os.kill(pid_of(driver.address.actors["storage unit 2 of 2"]), signal.SIGKILL)
+        began_s, dead = time.monotonic(), "storage unit 2 of 2 of TransferQueue has died"
+        with pytest.raises(SessionLost, match=dead):
+            worker.get(stored)
+        with pytest.raises(SessionLost, match=dead):
+            driver.keys()
+        assert time.monotonic() - began_s < 30 < worker.limit_s
+
+
 DRIVER = """
 import os, ray, sys
 from asyncrl_cli.data import transferqueue_store
@@ -472,7 +493,7 @@ ray.init(address="{address}", log_to_driver=False, logging_level="error")
 plane = DataPlaneSection(storage_units=1, storage_cpus_per_unit=0)
 store = transferqueue_store.start("{run}", plane)
 store.put("a@0.0/0", [Trajectory()])
-pids = [actor.__ray_call__.remote(lambda self: os.getpid()) for actor in store.actors]
+pids = [actor.__ray_call__.remote(lambda self: os.getpid()) for actor in store.address.actors.values()]
 print("pids", *ray.get(pids), flush=True)
 sys.stdin.readline()
 print("keys", *store.keys(), flush=True)

@@ -7,7 +7,8 @@ AsyncrlError             exit 1   the run failed
 ├── ExecutorFailed       exit 1   a trainer or a rollout worker failed; carries its own error
 │   └── ExecutorLost     exit 1   ... because its process or engine is gone, or did not answer in time
 │       └── NoRoom       exit 1   ... and the cluster has no room for another process
-├── SessionLost          exit 1   a daemon of the local Ray session, or the cluster's head, has died
+├── SessionLost          exit 1   a daemon of the local Ray session, the cluster's head, or a process of the
+│                                 data store has died
 ├── StallError           exit 1   nothing made progress; names who waits for whom
 ├── StorageError         exit 1   a file of the run cannot be written or read: full disk, permissions
 ├── DamagedWeights       exit 1   received weights are not the published ones (weights/buckets.py)

@@ -1,6 +1,6 @@
 """TransferQueue's processes, and a process's connection to them.
 
-    driver        started(...) ─> Address, actors: a controller here, storage units on all nodes
+    driver        started(...) ─> Address: a controller here, storage units on all nodes
     any process   Connection(address, limit_s)
 
 We use the package's client and actors, not its `init` and `kv_*` functions. These find their controller by
@@ -15,17 +15,17 @@ import atexit
 import os
 import threading
 import time
-from collections.abc import Coroutine, Mapping
+from collections.abc import Coroutine, Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import psutil
 import ray
-from ray.exceptions import RayError
+from ray.exceptions import ActorDiedError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from asyncrl_cli.base.errors import PreflightError, first_line
+from asyncrl_cli.base.errors import PreflightError, SessionLost, first_line
 from asyncrl_cli.data.transferqueue_package import INSTALL, VERSION, installed_version
 from asyncrl_cli.profile.rollout_sections import DataPlaneSection
 
@@ -36,15 +36,18 @@ START_LIMIT_S = 180.0
 ROOM_LIMIT_S = 5.0
 """For CPUs to become free: Ray notices late that a process has ended."""
 CLOSE_LIMIT_S = 5.0
+PING_LIMIT_S = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Address:
-    """What another process needs to connect; it pickles. The last two are `ZMQServerInfo` of the package."""
+    """What another process needs to connect; it pickles. `controller` and `units` are `ZMQServerInfo` of the
+    package, `actors` Ray's handles by the processes' names."""
 
     run: str
     controller: Any
     units: Mapping[str, Any]
+    actors: Mapping[str, Any]
 
 
 def prepare() -> None:
@@ -58,7 +61,7 @@ def prepare() -> None:
     os.environ.setdefault("TQ_NUM_THREADS", str(min(8, psutil.cpu_count(logical=False) or 1)))
 
 
-def started(run: str, plane: DataPlaneSection) -> tuple[Address, list[Any]]:
+def started(run: str, plane: DataPlaneSection) -> Address:
     """Start the actors. Raises PreflightError if the cluster has no room for them or they do not start."""
     prepare()
     cpus, count = plane.storage_cpus_per_unit, plane.storage_units
@@ -88,10 +91,24 @@ def started(run: str, plane: DataPlaneSection) -> tuple[Address, list[Any]]:
             raise PreflightError(f"{what} {why}", hint=FEWER) from error
         raise
     units = {server.id: server for server in servers[1:]}
-    return Address(run=run, controller=servers[0], units=units), actors
+    names = ["the controller", *(f"storage unit {number} of {count}" for number in range(1, count + 1))]
+    actors_by_name = dict(zip(names, actors, strict=True))
+    return Address(run=run, controller=servers[0], units=units, actors=actors_by_name)
 
 
-def end(actors: list[Any]) -> None:
+def check_alive(address: Address) -> None:
+    """Raises SessionLost if one of the processes has died. Takes a second if one does not answer."""
+    pings = {name: actor.get_zmq_server_info.remote() for name, actor in address.actors.items()}
+    answered, _ = ray.wait([*pings.values()], num_returns=len(pings), timeout=PING_LIMIT_S)
+    for name, ping in pings.items():
+        try:
+            if ping in answered:
+                ray.get(ping)
+        except ActorDiedError:
+            raise SessionLost(f"{name} of TransferQueue has died, and with it the groups' data") from None
+
+
+def end(actors: Iterable[Any]) -> None:
     for actor in actors if ray.is_initialized() else ():
         ray.kill(actor)
 

@@ -14,7 +14,9 @@ from __future__ import annotations
 import asyncio
 import pickle
 import threading
+import time
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from concurrent.futures import wait
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -26,18 +28,20 @@ from asyncrl_cli.data import transferqueue_client
 from asyncrl_cli.data.sample_fields import BUILT_IN, Schema
 from asyncrl_cli.data.store import Piece, Store, Stored, bytes_of, is_wanted
 from asyncrl_cli.data.trajectories import HEADS
-from asyncrl_cli.data.transferqueue_client import Address, Connection
+from asyncrl_cli.data.transferqueue_client import Address, Connection, check_alive
 from asyncrl_cli.profile.rollout_sections import DataPlaneSection
 
 T = TypeVar("T")
+LOOK_EVERY_S = 2.0
+"""How often a call that waits looks whether the processes live."""
 STAMP = "key of "
 """Before the name of a call's first column: the field with the key."""
 
 
 def start(run: str, plane: DataPlaneSection, schema: Schema = BUILT_IN) -> TransferQueueStore:
     """In the driver: start the processes, which `close` ends. Raises PreflightError if that fails."""
-    address, actors = transferqueue_client.started(run, plane)
-    store = TransferQueueStore(address, schema, plane.timeout_s, actors)
+    address = transferqueue_client.started(run, plane)
+    store = TransferQueueStore(address, schema, plane.timeout_s, is_drivers=True)
     try:
         store.keys()
     except BaseException:
@@ -51,11 +55,17 @@ class TransferQueueStore(Store):
     lends_memory = False
 
     def __init__(
-        self, address: Address, schema: Schema = BUILT_IN, limit_s: float = 60.0, actors: Iterable[Any] = ()
+        self,
+        address: Address,
+        schema: Schema = BUILT_IN,
+        limit_s: float = 60.0,
+        *,
+        is_drivers: bool = False,
     ) -> None:
+        """`is_drivers`: `close` ends the processes."""
         super().__init__(schema, limit_s)
         self.address = address
-        self.actors = [*actors]
+        self._is_drivers = is_drivers
         self._connecting, self._clearing = threading.Lock(), asyncio.Lock()
         self._doomed = list[str]()
         """To be cleared. Only for the thread of the connection, as is `_clearing`."""
@@ -140,12 +150,17 @@ class TransferQueueStore(Store):
         try:
             with self._connecting:
                 connection = self._connection
-            answer = connection.submit(work())
+            answer, until_s = connection.submit(work()), time.monotonic() + self.limit_s
             try:
-                return answer.result(self.limit_s)
+                while not wait([answer], min(LOOK_EVERY_S, self.limit_s)).done:
+                    check_alive(self.address)
+                    if time.monotonic() > until_s:
+                        raise TimeoutError
+                return answer.result()
             finally:
                 answer.cancel()
         except TimeoutError:
+            check_alive(self.address)
             raise self.late(what, num_keys) from None
         except AsyncrlError:
             raise
@@ -159,8 +174,9 @@ class TransferQueueStore(Store):
 
     def keys(self, tag: str = "") -> list[str]:
         """The keys that the controller knows, also those of a worker that died before it could tell. Raises
-        the failure of an earlier `clear`."""
+        the failure of an earlier `clear`, and SessionLost if a process has died."""
         self._raise_failure()
+        check_alive(self.address)
         listed = self._call("the list", len(self._held), self._listed)
         self._raise_failure()
         return [key for key in listed if key.startswith(tag) and key not in self._cleared]
@@ -211,7 +227,8 @@ class TransferQueueStore(Store):
         if "_connection" in vars(self):
             self._connection.close()
             del self._connection
-        transferqueue_client.end(self.actors)
+        if self._is_drivers:
+            transferqueue_client.end(self.address.actors.values())
         self._raise_failure()
 
 
