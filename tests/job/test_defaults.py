@@ -133,6 +133,49 @@ def test_given_limits_stay_and_a_resume_with_other_ranks_derives_the_others_anew
     assert limits_of(resumed)[1] - 600 == pytest.approx((limits_of(first)[1] - 600) / 2, abs=20)
 
 
+def of_model(parameters: int, *sets: str, device: str = "cpu") -> Loaded:
+    """A profile that names a pretrained model, with its defaults: a model of about `parameters`."""
+    sizes = {"num_attention_heads": 4, "hidden_size": 4, "intermediate_size": 1, "num_hidden_layers": 1}
+    shape = shape_of_config({"model_type": "llama", **sizes, "vocab_size": parameters // 8})
+    loaded = for_device(load("partial-rollout", ["model.path=some/model", *sets]), device)
+    return for_job(loaded, compile_job(loaded.profile, nodes((16, 8 if device == "cuda" else 0))), shape)
+
+
+def test_a_profile_that_only_names_a_pretrained_model_gets_its_learning_rate_and_sizes():
+    tiny = load("partial-rollout").profile
+    assert (tiny.trainer.lr, tiny.trainer.ppo_mini_batch_size, tiny.eval.prompts) == (5e-4, 16, 512)
+    of_size = {10**6: 5e-4, 135 * 10**6: 2e-5, 5 * 10**8: 5e-6, 15 * 10**8: 2e-6, 7 * 10**9: 1e-6}
+    assert {size: of_model(size).profile.trainer.lr for size in of_size} == of_size
+    assert of_model(135 * 10**6, "lora.rank=8").profile.trainer.lr == 2e-4
+    resolved = of_model(135 * 10**6)
+    profile = resolved.profile
+    sizes = (
+        profile.trainer.ppo_mini_batch_size,
+        profile.trainer.max_tokens_per_microbatch,
+        profile.eval.prompts,
+    )
+    assert sizes == (4, 2048, 64)
+    assert resolved.origins["trainer.lr"].endswith(" parameters, without LoRA")
+    assert resolved.origins["eval.prompts"] == "default for a pretrained model on CPUs"
+    assert of_model(10**9, device="cuda").profile.trainer.ppo_mini_batch_size == 16
+    given = of_model(10**9, "trainer.lr=3e-6", "trainer.ppo_mini_batch_size=7").profile.trainer
+    assert (given.lr, given.ppo_mini_batch_size) == (3e-6, 7)
+    # of a model on the hub nothing is known before it is there
+    unknown = for_device(load("base", ["model.path=some/model"]), "cpu")
+    assert (unknown.profile.trainer.lr, unknown.origins["trainer.lr"]) == (
+        1e-6,
+        "default for a pretrained model of unknown size",
+    )
+
+
+def test_a_learning_rate_out_of_proportion_to_the_model_causes_a_warning():
+    assert of_model(135 * 10**6, "trainer.lr=2e-4").warnings == ()
+    (warning,) = of_model(135 * 10**6, "trainer.lr=5e-4").warnings
+    assert warning.startswith("trainer.lr = 0.0005 can ruin a pretrained model of 135,000,0")
+    assert warning.endswith("without the key it would be 2e-05")
+    assert of_model(135 * 10**6, "trainer.lr=5e-4", "lora.rank=8").warnings == ()
+
+
 class Hanging:
     """An actor that never answers."""
 

@@ -231,19 +231,12 @@ def test_what_is_shipped_warns_of_nothing_and_profiles_say_their_purpose() -> No
         ("task.train_prompts=8", "R = 16"),
         ("trainer.warmup_steps=200", "110 optimizer steps"),
         ("run.stall_timeout_s=600.0", "rollout.call_timeout_s = 600"),
-        ("model.path=Qwen/Qwen3-0.6B", "trainer.lr = 0.0005 suits the tiny builtin model"),
         ("async_training.staleness_threshold=0.06", "no group is generated ahead"),
     ],
 )
 def test_what_is_allowed_but_odd_is_a_warning(text: str, part: str) -> None:
     (warning,) = load("base", [text], environ={}).warnings
     assert part in warning
-
-
-@pytest.mark.parametrize("sets", [["trainer.lr=1e-6"], ["lora.rank=8"], ["model.path=/not/here"]])
-def test_a_small_learning_rate_or_adapters_need_no_warning_about_a_pretrained_model(sets: list[str]) -> None:
-    """Nor does one that is not there."""
-    assert load("base", ["model.path=Qwen/Qwen3-0.6B", *sets], environ={}).warnings == ()
 
 
 @pytest.mark.parametrize(

@@ -64,11 +64,11 @@ def print_plan(
         there = _Cluster.at(address)
     else:
         there = _Cluster.planned(loaded.profile, gpus, nodes, node_memory_gib)
-    loaded = for_device(loaded, device_of(loaded.profile, there.all))
+    loaded = for_device(loaded, device_of(loaded.profile, there.all), is_here=address is None)
     profile = loaded.profile
     schedule, job = Schedule.of(profile), compile_job(profile, there.all)
     shows_nodes = address is not None or nodes > 1
-    warnings = [*loaded.warnings, *job.warnings]
+    warnings = [*job.warnings]
     if (missing := engine_refusal(profile, job.device)) is not None and is_here:
         warnings.append(_refused_here(missing))
     if job.device == "cpu":
@@ -110,7 +110,7 @@ def print_plan(
     if isinstance(rehearsal, AsyncrlError):
         verdict = verdict or (rehearsal if is_here else None)
         rehearsal = Rehearsal(name=f'"{profile.task.reward}"', reason=rehearsal.message)
-    warn(*warnings, *rehearsal.warnings())
+    warn(*loaded.warnings, *warnings, *rehearsal.warnings())
     # the defaults that follow from device and model, with their origins
     origins, values = loaded.origins.items(), values_of(loaded.profile)
     derived = {key: (values[key], why) for key, why in origins if why != DEFAULT and is_default(why)}
@@ -131,7 +131,7 @@ def print_plan(
             there.print(job)
         _print_memory(memory, job, needs, is_here=is_here)
         for key, (value, why) in derived.items():
-            print_prose(f"{key} = {f'{value:,.0f} s' if isinstance(value, float) else value} ({why})")
+            print_prose(f"{key} = {f'{value:,.0f} s' if key.endswith('_s') else value} ({why})")
         print_text("\n" + "\n".join(rehearsal.lines()))
     if refusal is not None and isinstance(memory, MemoryEstimate):
         raise with_hint(refusal, memory, there.all)

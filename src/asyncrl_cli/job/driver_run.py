@@ -148,6 +148,8 @@ class Run:
                 raise earlier or Interrupted(NEVER_BEGAN) from None
 
     async def _start_and_run(self) -> RunResult:
+        if self.address is None:
+            self.resolve_for(device_of(self.profile, local_cluster()))
         async with AsyncExitStack() as stack:
             # after Ray has ended: an actor that starts late makes its log's directory
             stack.push(self._remove_unbegun)
@@ -194,8 +196,6 @@ class Run:
         warnings: Warnings,
     ) -> tuple[Task, Crew]:
         """Start all that the loop needs. Returns the task and the workers; `stack` ends what was started."""
-        if self.address is None:
-            self.resolve_for(device_of(self.profile, local_cluster()))
         resumed = directory.path if self.checkpoint else None
         reward_log = log_dir / "reward-0.log"
         task, model_dir, further = await prepare(
@@ -213,6 +213,8 @@ class Run:
             loaded = Loaded(profile=self.profile, origins=self.origins)
             resolved = for_job(loaded, plan, shape_of_directory(model_dir))
             self.profile, self.origins = resolved.profile, resolved.origins
+            for text in resolved.warnings:
+                warnings(text)
         keep_model_files(model_dir, directory.path)
         for record, code in task.user_code.items():
             keep_record(directory.path, record, code)
@@ -240,10 +242,11 @@ class Run:
         return task, await stack.enter_async_context(started_crew(order))
 
     def resolve_for(self, device: str) -> None:
-        """Fill in the default of `model.dtype`. A resumed run keeps the dtype that it began with, also on
-        another device."""
+        """Fill in the defaults for the device. A resumed run keeps those that it began with, also on another
+        device."""
         if self.checkpoint is None:
-            resolved = for_device(Loaded(profile=self.profile, origins=self.origins), device)
+            loaded = Loaded(profile=self.profile, origins=self.origins)
+            resolved = for_device(loaded, device, is_here=self.address is None)
             self.profile, self.origins = resolved.profile, resolved.origins
         assert self.checkpoint is not None or self.origins.get(DTYPE) != DEFAULT
 

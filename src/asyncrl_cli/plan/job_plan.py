@@ -12,10 +12,13 @@ c is `placement.cpus_per_worker`, g is `placement.gpus_per_rollout_worker`. In a
 the worker share a GPU (RANK_SHARE), and each computes with all of the bundle's cores while the other one is
 paused.
 
-Some defaults follow from where a job runs: `model.dtype`, and how long a start, a train step and a checkpoint
-may take. They are filled in once that is known, and before anything reads them. The origin of such a value
-says what it follows from: `model.dtype = "bfloat16"  # default for cuda`.
+Some defaults follow from the model and from where the job runs. They are filled in once that is known, and
+before anything reads them. The origin of such a value says what it follows from:
+`model.dtype = "bfloat16"  # default for cuda`.
 
+    model.dtype                 the device's
+    SMALL_SIZES                 batches and evals of a pretrained model on this machine's CPUs
+    trainer.lr                  a pretrained model's, by its number of parameters
     placement.start_timeout_s   600 s, and the time to read the model's files from a slow disk
     trainer.step_timeout_s      600 s, and the arithmetic of full-length responses on slow processors
     checkpoint.timeout_s        300 s, and the time to write weights and moments to a slow disk
@@ -51,6 +54,20 @@ DTYPE = "model.dtype"
 DTYPES = {"cpu": "float32", "cuda": "bfloat16"}
 """On GPUs, float32 would mean no flash attention, no padding-free batches and twice the memory. Most CPUs
 emulate bfloat16."""
+LR_KEY = "trainer.lr"
+LR_TIMES_PARAMETERS, LEAST_LR, MOST_LR = 2.7e3, 1e-6, 5e-4
+"""Learning rate times parameters: 2e-5 for 135 M, which benchmarks/pretrained.py has tried, and from 2.7 B on
+the 1e-6 that is usual for larger models."""
+LORA_LR_RATIO = 10
+"""Adapters learn best at about ten times the rate of all weights (Schulman and Thinking Machines Lab, LoRA
+Without Regret, 2025)."""
+RUINOUS_LR_RATIO = 10
+"""A warning if the given rate is this many times the default for the model."""
+SMALL_SIZES = {
+    "trainer.ppo_mini_batch_size": 4,
+    "trainer.max_tokens_per_microbatch": 2048,
+    "eval.prompts": 64,
+}
 START_KEY, STEP_KEY = "placement.start_timeout_s", "trainer.step_timeout_s"
 CHECKPOINT_KEY = "checkpoint.timeout_s"
 GB = 10**9
@@ -222,18 +239,33 @@ def place_of(plan: JobPlan, name: str, model_dir: Path, version: int = 0) -> Pro
     )
 
 
-def for_device(loaded: Loaded, device: str) -> Loaded:
-    """With the default of `model.dtype` for the job's device. Raises ConfigError if other keys exclude it."""
-    if loaded.origins.get(DTYPE) != DEFAULT:
+def for_device(loaded: Loaded, device: str, *, is_here: bool = True) -> Loaded:
+    """With the defaults for the job's device: `model.dtype` and, if `is_here` (not on a cluster, whose nodes
+    are not known before the task is loaded), the sizes of a pretrained model on CPUs. Raises ConfigError if
+    other keys exclude the dtype."""
+    defaults: dict[str, tuple[str | float, str]] = {DTYPE: (DTYPES[device], device)}
+    if not loaded.profile.model.path.startswith("builtin:"):
+        defaults[LR_KEY] = LEAST_LR, "a pretrained model of unknown size"  # `for_job` may know it
+        if is_here and device == "cpu":
+            defaults |= {key: (size, "a pretrained model on CPUs") for key, size in SMALL_SIZES.items()}
+    open_keys = {key: value for key, value in defaults.items() if loaded.origins.get(key) == DEFAULT}
+    if not open_keys:
         return loaded
-    derived = _with_defaults(loaded, {DTYPE: (DTYPES[device], device)})
+    derived = _with_defaults(loaded, open_keys)
     check(derived.profile)
     return derived
 
 
+def usual_lr(profile: Profile, parameters: int) -> float:
+    """The learning rate for a pretrained model of this size, with one significant digit."""
+    rate = max(LR_TIMES_PARAMETERS / parameters, LEAST_LR) * (LORA_LR_RATIO if profile.lora.rank else 1)
+    return float(f"{min(rate, MOST_LR):.0e}")
+
+
 def for_job(loaded: Loaded, plan: JobPlan, shape: ModelShape) -> Loaded:
-    """With default time limits for this model and this number of ranks, also if an earlier attempt of the run
-    had others."""
+    """With the default learning rate for this model, and default time limits for it and this number of ranks,
+    also if an earlier attempt of the run had others. Warns of a given learning rate that may ruin the
+    model."""
     profile, least = loaded.profile, values_of(Profile())
     num_models = 1 + profile.algorithm.has_critic  # a critic's size is about the policy's
     files, state = (each * shape.parameters * num_models for each in (FILE_BYTES, STATE_BYTES))
@@ -254,11 +286,19 @@ def for_job(loaded: Loaded, plan: JobPlan, shape: ModelShape) -> Loaded:
             f"{state / GB:,.1f} GB of weights and moments {slowly}",
         ),
     }
-    limits = {}
+    limits = dict[str, tuple[str | float, str]]()
     for key, (work_s, why) in work.items():
         if is_default(loaded.origins.get(key, "")):
             limits[key] = float(10 * round((least[key] + work_s) / 10)), why  # in tens of seconds
-    return _with_defaults(loaded, limits)
+    warnings, size = [*loaded.warnings], f"{shape.parameters:,} parameters"
+    if not profile.model.path.startswith("builtin:"):
+        lr, given = usual_lr(profile, shape.parameters), profile.trainer.lr
+        if is_default(loaded.origins.get(LR_KEY, "")):
+            limits[LR_KEY] = lr, f"{size}, {'with' if profile.lora.rank else 'without'} LoRA"
+        elif given > RUINOUS_LR_RATIO * lr:
+            ruin = f"can ruin a pretrained model of {size} within a few steps"
+            warnings.append(f"{LR_KEY} = {given:g} {ruin}: without the key it would be {lr:g}")
+    return replace(_with_defaults(loaded, limits), warnings=tuple(warnings))
 
 
 def _with_defaults(loaded: Loaded, defaults: Mapping[str, tuple[str | float, str]]) -> Loaded:

@@ -12,7 +12,7 @@ from typing import Any
 
 from asyncrl_cli.base.errors import ConfigError, combine, counted
 from asyncrl_cli.base.named_code import ENGINES, engine_kind
-from asyncrl_cli.base.paths import check_name, expand
+from asyncrl_cli.base.paths import check_name
 from asyncrl_cli.profile.arithmetic import (
     Schedule,
     asked_workers,
@@ -34,9 +34,6 @@ ENGINE_KEYS = (
     "engine_args",
 )
 """Keys of [rollout] that only some engines support."""
-HIGHEST_LR = 1e-4
-"""Above it a warning, for all weights of a pretrained model. The base profile's 5e-4 is for a model of 0.75 M
-parameters."""
 
 
 def _engine_clashes(kind: Any) -> Iterator[Clash]:
@@ -159,13 +156,6 @@ def _warnings(profile: Profile) -> Iterator[str]:
         yield (
             f'algorithm.rollout_is = "none": data up to {counted(age, "version")} old is trained as if the '
             "current weights had sampled it, which biases the gradient and can end in a collapse"
-        )
-    lr, path = profile.trainer.lr, profile.model.path
-    is_missing = path.startswith((".", "/", "~")) and not expand(path).exists()  # that is an error elsewhere
-    if lr > HIGHEST_LR and not (profile.lora.rank or path.startswith("builtin:") or is_missing):
-        yield (
-            f"trainer.lr = {lr:g} suits the tiny builtin model, and can ruin a pretrained one within a few "
-            "steps: 1e-6 is usual where all weights are trained"
         )
     if profile.task.answer_format == "anywhere":
         yield (

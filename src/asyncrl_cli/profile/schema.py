@@ -201,14 +201,16 @@ class TrainerSection(Section):
     """The policy trainer."""
 
     ppo_mini_batch_size: PositiveInt = 16
-    """B: groups per optimizer step, over all ranks."""
+    """B: groups per optimizer step, over all ranks. Default: 16, or 4 for a pretrained model on this
+    machine's CPUs."""
     nnodes: Processes | None = None
     """Number of nodes for the trainer, default 1. With placement.colocate, the rollout workers use the same
     nodes."""
     n_gpus_per_node: Processes | None = None
     """GPUs, and therefore ranks, on each of these nodes. Replaces placement.trainer_workers or a ratio."""
     max_tokens_per_microbatch: PositiveInt = 8192
-    """Token budget of one forward and backward pass on one rank, including any padding."""
+    """Token budget of one forward and backward pass on one rank, including any padding. Default: 8192, or
+    2048 for a pretrained model on this machine's CPUs."""
     activation_checkpointing: ActivationCheckpointing = "none"
     """What the backward pass of a layer recomputes instead of keeping it. `none`: nothing. `selective`: all
     but matrix products and attention (about half of the memory, little extra time). `full`: everything, from
@@ -225,8 +227,10 @@ class TrainerSection(Section):
     """Keep whole gradients, 4 bytes per parameter, on each GPU until an optimizer step's last microbatch, and
     sum over ranks once instead of after each microbatch. Default: if they take at most an eighth of a GPU. On
     CPUs always."""
-    lr: PositiveFloat = 2e-4
-    """Peak learning rate of AdamW."""
+    lr: PositiveFloat = 5e-4
+    """Peak learning rate of AdamW. Default: 5e-4 for the tiny built-in model; for a pretrained one by its
+    size, 2e-5 for 135 M parameters, 5e-6 for 0.5 B, 1e-6 from 2.7 B on, and ten times that with LoRA, as
+    `asyncrl plan` says."""
     betas: Betas = (0.9, 0.99)
     """AdamW's betas."""
     weight_decay: NonNegativeFloat = 0.0
@@ -344,7 +348,8 @@ class EvalSection(Section):
     every_versions: NonNegativeInt = 50
     """Versions between evals. Version 0 and the last version are always scored. 0: only those two."""
     prompts: NonNegativeInt = 512
-    """Held-out prompts per eval, never used for training. 0: no held-out prompts."""
+    """Held-out prompts per eval, never used for training. 0: no held-out prompts. Default: 512, or 64 for a
+    pretrained model on this machine's CPUs."""
     sets: dict[str, PathText] = Field(default_factory=dict)
     """Additional eval sets by name, each with all prompts of a file: `{aime = "parquet:aime.parquet", math =
     "jsonl:math.jsonl"}`. Columns and reward are the task's. Prompts of a set are removed from the training
