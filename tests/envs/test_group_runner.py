@@ -493,7 +493,7 @@ async def drained(runner: GroupRunner) -> None:
 @pytest.mark.slow
 async def test_an_eval_scores_each_item_once_beside_a_running_group(model_dir: Path) -> None:
     tries = tuple(
-        EvalTry({"uid": f"e{i}", "prompt": "1" * (70 if i == 3 else 1 + i), "metadata": {}})
+        EvalTry({"uid": f"e{i}", "prompt": "1" * (70 if i == 3 else 1 + i), "metadata": {}}, is_shown=i < 5)
         for i in range(20)
     )
     greedy = Sampling(temperature=0.0, max_response_tokens=16)
@@ -502,10 +502,14 @@ async def test_an_eval_scores_each_item_once_beside_a_running_group(model_dir: P
         running = asyncio.create_task(runner.run(group(), lambda finished: None))
         first, _ = await runner.evaluate(request, greedy)
         assert len((await running)[0].trajectories) == 8
-        again, _ = await runner.evaluate(request, greedy)
+        again, played = await runner.evaluate(request, greedy, with_tokens=True)
+        tokenizer = runner.means.chat.tokenizer
         with pytest.raises(ValueError, match="eval of version 4 on an engine that holds 0"):
             await runner.evaluate(EvalRequest(version=4, tries=tries, seed=1), greedy)
     assert first == again
+    assert [*first.texts] == [0, 1, 2, 4]  # the fourth has failed
+    sampled = [one.per_token["tokens"][one.per_token["mask"]] for one in played]
+    assert [*first.texts.values()] == [tokenizer.decode(sampled[number]) for number in range(4)]
     assert sum(isinstance(outcome, TrajectoryMeta) for outcome in first.outcomes) == 19
     assert first.outcomes[3] == TrajectoryFailure(
         "prompt", "prompt e3 has 70 tokens, rollout.max_prompt_tokens is 64"

@@ -17,7 +17,7 @@ from asyncrl_cli.data.trajectories import GroupPayload, trajectory_of
 from asyncrl_cli.observe.recorded import Recorded
 from asyncrl_cli.observe.terminal import SafeConsole
 from asyncrl_cli.report.dumps import Scale, choose, shown, trajectories_of
-from asyncrl_cli.report.page import samples_html
+from asyncrl_cli.report.page import before_and_after_html, samples_html
 from asyncrl_cli.train.sample_dump import SampledGroup, dump_samples
 
 WORDS = {1: "say ", 2: "it", 3: "one ", 4: "two ", 5: "three", 6: "<tool>", 7: "<b>&\x1b[31m", 8: "bye"}
@@ -263,6 +263,25 @@ def test_a_page_tells_of_a_dump_that_cannot_be_read_and_shows_the_others(run):
     page.feed(samples_html(run))
     assert "it is a directory, not a file" in page.text
     assert [attrs["class"] for tag, attrs in page.tags if tag == "details"]
+
+
+def test_a_page_shows_the_answers_before_and_after_side_by_side(tmp_path):
+    def line(version: int, uid: str, text: str, reward: float, **more: object) -> str:
+        sample = {"uid": uid, "prompt": "2 < 3?", "text": text, "reward": reward}
+        return json.dumps({"event": "eval", "version": version, "samples": [sample], **more}) + "\n"
+
+    lines = [line(0, "a", "maybe <b>", 0.0), line(3, "a", "perhaps", 0.5), line(4, "a", "yes\nit is", 1.0)]
+    lines += [line(0, "b", "of another set", 0.0, eval_set="hard")]
+    (tmp_path / "events.jsonl").write_text("".join(lines))
+    html = before_and_after_html(Recorded(tmp_path))
+    page = Read()
+    page.feed(html)
+    assert page.depth == html.count("<br>") == 2
+    assert "version 0version 4" in page.text
+    assert "2 < 3?maybe <b>reward 0yes\nit isreward 1" in page.text
+    assert not any(word in page.text for word in ("perhaps", "another set"))
+    (tmp_path / "events.jsonl").write_text("".join(lines[-1:]))
+    assert before_and_after_html(Recorded(tmp_path)) == ""
 
 
 def test_a_run_without_samples_is_told_which_key_keeps_them(tmp_path):

@@ -36,17 +36,20 @@ from asyncrl_cli.profile.schema import Interrupt
 
 CALL_KEY = "rollout.call_timeout_s"
 """The limit of most calls to a worker or scorer, as messages name it."""
+LONGEST_TEXT = 4000
+"""Characters of a prompt, or of an answer, that an eval's event has."""
 Json = dict[str, Any]
 """State that JSON can hold."""
 
 
 class EvalTry(NamedTuple):
     """One trajectory of an eval: sample `sample` of an item. `eval_set`: a name in `eval.sets`, or "" for the
-    held-out split."""
+    held-out split. `is_shown`: people read it, so its text is wanted."""
 
     item: Item
     eval_set: str = ""
     sample: int = 0
+    is_shown: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,9 +67,11 @@ EvalOutcome = TrajectoryMeta | TrajectoryFailure
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalResult:
     """`outcomes`: one per try of the request, in order. `payload`: the key of the data of the tries that
-    have not failed, for a reward model."""
+    have not failed, for a reward model. `texts`: what the model wrote in the tries that are shown and have
+    not failed, by their position."""
 
     outcomes: tuple[EvalOutcome, ...]
+    texts: Mapping[int, str] = field(default_factory=dict)
     payload: DataKey | None = field(default=None, compare=False)
 
 

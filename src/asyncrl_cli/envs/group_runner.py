@@ -21,9 +21,9 @@ from dataclasses import dataclass, field
 from typing import cast
 
 from asyncrl_cli.base.errors import ExecutorFailed
-from asyncrl_cli.contracts.ports import EvalRequest, EvalResult, PartialResult
+from asyncrl_cli.contracts.ports import LONGEST_TEXT, EvalRequest, EvalResult, PartialResult
 from asyncrl_cli.contracts.prompt_group import AttemptKey, PartialResponse, PartKey, PartRequest, PartResult
-from asyncrl_cli.data.sample_fields import BUILT_IN, FINISH_REASON, LOGPROBS, TOKENS, VERSIONS, Schema
+from asyncrl_cli.data.sample_fields import BUILT_IN, FINISH_REASON, LOGPROBS, MASK, TOKENS, VERSIONS, Schema
 from asyncrl_cli.data.store import Stored
 from asyncrl_cli.data.trajectories import GroupPayload, Trajectory, trajectory_of
 from asyncrl_cli.engines.port import Completion, FinishReason, Sampling
@@ -151,7 +151,21 @@ class GroupRunner:
         await self._play(_Running(None, episodes), at_once=self.means.engine.slots)
         played = [episode for episode in episodes if with_tokens and episode.failure is None]
         outcomes = tuple(episode.failure or episode.meta() for episode in episodes)
-        return EvalResult(outcomes=outcomes), [episode.trajectory() for episode in played]
+        texts = {
+            number: self._written(episode)
+            for number, (entry, episode) in enumerate(zip(request.tries, episodes, strict=True))
+            if entry.is_shown and episode.failure is None
+        }
+        return EvalResult(outcomes=outcomes, texts=texts), [episode.trajectory() for episode in played]
+
+    def _written(self, episode: Episode) -> str:
+        """The episode's text from the model's first token on: its answers, and what it was told between
+        them."""
+        trajectory = episode.trajectory()
+        begin = int(trajectory.per_token[MASK].argmax())
+        tokens = trajectory.per_token[TOKENS][begin:].tolist()
+        text = str(self.means.chat.tokenizer.decode(tokens))[:LONGEST_TEXT]
+        return text.encode(errors="backslashreplace").decode()  # some tokenizers decode to lone surrogates
 
     async def abort(self, key: AttemptKey | None) -> None:
         """Make every running part of this attempt return soon, without trajectories; or, with None, every

@@ -17,8 +17,16 @@ from statistics import fmean, median
 
 from asyncrl_cli.base.errors import ExecutorLost
 from asyncrl_cli.contracts.events import EvalSummary
-from asyncrl_cli.contracts.item import Item
-from asyncrl_cli.contracts.ports import EvalOutcome, EvalRequest, EvalResult, EvalTry, RolloutWorker, Scorer
+from asyncrl_cli.contracts.item import Item, messages_of
+from asyncrl_cli.contracts.ports import (
+    LONGEST_TEXT,
+    EvalOutcome,
+    EvalRequest,
+    EvalResult,
+    EvalTry,
+    RolloutWorker,
+    Scorer,
+)
 from asyncrl_cli.contracts.prompt_group import TrajectoryFailure, TrajectoryMeta
 from asyncrl_cli.loop.changes import Change, Changes
 from asyncrl_cli.loop.data_keys import DataKeys
@@ -29,6 +37,8 @@ _CALLS_IN_FLIGHT = 4
 """Concurrent eval calls per worker. Each takes an eighth of the worker's slots (a quarter when nothing else
 will run), so that the longest responses of one call do not leave the eval's whole share of the slots
 empty."""
+SHOWN_PROMPTS = 8
+"""Of each set: their answers are part of the eval's event, for reports."""
 
 
 class RunningEval:
@@ -45,6 +55,8 @@ class RunningEval:
         """By worker that the eval runs on: since when it does."""
         self.timed_out = False
         self.ended: list[tuple[EvalTry, EvalOutcome]] = []
+        self.texts: dict[tuple[str, str], str] = {}
+        """By set and uid."""
 
     def next(self, at_most: int) -> tuple[EvalTry, ...]:
         return tuple(self.queue.popleft() for _ in range(min(at_most, len(self.queue))))
@@ -72,10 +84,11 @@ class Evaluator:
         """Call inside the running event loop. `event(name, **fields)` notifies the observers; `judge` is the
         reward model, which reads the tries' `data`."""
         samples = range(profile.eval.samples_per_prompt)
+        shown = SHOWN_PROMPTS if profile.logging.samples_every_steps else 0
         self.tries = [
-            EvalTry(item, name, sample)
+            EvalTry(item, name, sample, is_shown=number < shown and sample == 0)
             for name, items in sets.items()
-            for item in items
+            for number, item in enumerate(items)
             for sample in samples
         ]
         self.last_version: int | None = None
@@ -194,6 +207,9 @@ class Evaluator:
             finally:
                 if outcomes is None:
                     current.put_back(tries)
+            for number, text in result.texts.items():
+                entry = tries[number]
+                current.texts[entry.eval_set, entry.item["uid"]] = text
             current.ended += zip(tries, outcomes, strict=True)
 
     async def _judged(self, tries: Sequence[EvalTry], result: EvalResult) -> tuple[EvalOutcome, ...]:
@@ -241,8 +257,20 @@ class Evaluator:
                 fields["reward_low"], fields["reward_high"] = summary.interval
             shown = ("eval_s", "reward_mean", "num_prompts", "prompts", "rewards")
             fields |= {key: getattr(summary, key) for key in shown}
+            if current.texts:
+                fields["samples"] = [
+                    sample_of(entry.item, current.texts[name, entry.item["uid"]], outcome.reward)
+                    for entry, outcome in ended
+                    if entry.is_shown and isinstance(outcome, TrajectoryMeta)
+                ]
             self._event("eval", version=version, **fields)
         self._changes.notify()
+
+
+def sample_of(item: Item, text: str, reward: float) -> dict[str, object]:
+    """An answer for people to read, with the end of its prompt."""
+    prompt = "\n".join(message["content"] for message in messages_of(item["prompt"]))
+    return {"uid": item["uid"], "prompt": prompt[-LONGEST_TEXT:], "text": text, "reward": reward}
 
 
 def summary_of(

@@ -71,6 +71,15 @@ class MetricsLine(TypedDict, extra_items=Figure | list[Figure]):  # type: ignore
     groups_trained: Count
 
 
+class EvalSample(TypedDict):
+    """An answer to a held-out prompt, which the event of an eval has for reports."""
+
+    uid: str
+    prompt: str
+    text: str
+    reward: Reward
+
+
 class EventLine(TypedDict, extra_items=Detail):  # type: ignore[call-arg]
     """The keys of a line of events.jsonl that are read back. Others are only shown."""
 
@@ -92,6 +101,7 @@ class EventLine(TypedDict, extra_items=Detail):  # type: ignore[call-arg]
     eval_set: NotRequired[str]
     prompts: NotRequired[str]
     rewards: NotRequired[list[Reward | None]]
+    samples: NotRequired[list[EvalSample]]
     publish_s: NotRequired[Seconds]
     send_s: NotRequired[Seconds]
     load_s: NotRequired[Seconds]

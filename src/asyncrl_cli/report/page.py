@@ -23,7 +23,7 @@ from asyncrl_cli.base.errors import ConfigError
 from asyncrl_cli.data.sample_fields import NOT_SAMPLED
 from asyncrl_cli.observe.format import evenly
 from asyncrl_cli.observe.recorded import Recorded
-from asyncrl_cli.observe.run_lines import meaning_of
+from asyncrl_cli.observe.run_lines import EvalSample, meaning_of
 from asyncrl_cli.profile.keys import entries_of
 from asyncrl_cli.profile.loaded import DEFAULT, is_default
 from asyncrl_cli.profile.toml_files import toml_value
@@ -208,6 +208,32 @@ def table(
 
 def _code(value: object) -> str:
     return "-" if value is None else f"<code>{escape(toml_value(value))}</code>"
+
+
+def before_and_after_html(run: Recorded) -> str:
+    """The same held-out prompts answered by the first and by the last version that was evaluated, side by
+    side; empty if there are not two evals with answers."""
+    html = ""
+    with_answers = [event for event in run.events("eval") if event.get("samples")]
+    for name in dict.fromkeys(event.get("eval_set", "") for event in with_answers):
+        evals = [event for event in with_answers if event.get("eval_set", "") == name]
+        first, last = evals[0], evals[-1]
+        if len(evals) < 2:
+            continue
+        after = {sample["uid"]: sample for sample in last["samples"]}
+        rows = [
+            [escape(before["prompt"]), _answer(before), _answer(after[before["uid"]])]
+            for before in first["samples"]
+            if before["uid"] in after
+        ]
+        heads = ["held-out prompt", f"version {first.get('version', 0)}", f"version {last.get('version', 0)}"]
+        heading = f"Before and after: {run.name}" + (f" on {name}" if name else "")
+        html += card(heading, f'<div class="answers">{table(heads, rows)}</div>')
+    return html
+
+
+def _answer(sample: EvalSample) -> str:
+    return f"{escape(sample['text'])}<br><b>reward {sample['reward']:.4g}</b>"
 
 
 def samples_html(run: Recorded, title: str = "Samples", max_characters: int = MAX_CHARACTERS) -> str:

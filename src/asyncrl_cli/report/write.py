@@ -27,6 +27,7 @@ from asyncrl_cli.observe.recorded import Recorded
 from asyncrl_cli.report.page import (
     GENERATOR,
     MAX_CHARACTERS,
+    before_and_after_html,
     card,
     page_of,
     plotly,
@@ -75,6 +76,7 @@ def write_report(
     for recorded in found:
         progress(f"reading {recorded.name}")
         title = f"Samples of {recorded.name}" if len(found) > 1 else "Samples"
+        samples += before_and_after_html(recorded)
         samples += samples_html(recorded, title, MAX_CHARACTERS // len(found))
         runs.append(run_data(recorded))
     if len(found) > 1:
