@@ -29,6 +29,7 @@ SECTIONS = {
     "sequence_parallel_size": "trainer",
     **dict.fromkeys(LoraSection.model_fields, "lora"),
     "lr": "trainer",
+    "ppo_epochs": "trainer",
     "lr_schedule": "trainer",
     "grad_clip": "trainer",
     "cliprange_value": "critic",
@@ -94,13 +95,14 @@ def planned(
     window: int = 0,
     head_start_steps: int = 0,
     sequence_parallel_size: int = 1,
+    ppo_epochs: int = 1,
     **algorithm: Any,
 ) -> list[RankPlan]:
     """The plan of a train step on `groups`; `algorithm`: keys of that section."""
     profile = Profile(
         run=RunSection(train_steps=1),
         async_training=AsyncTrainingSection(require_batches=num_minibatches),
-        trainer=TrainerSection(sequence_parallel_size=sequence_parallel_size),
+        trainer=TrainerSection(sequence_parallel_size=sequence_parallel_size, ppo_epochs=ppo_epochs),
         algorithm=AlgorithmSection(**algorithm),
         critic=CriticSection(head_start_steps=head_start_steps),
     )

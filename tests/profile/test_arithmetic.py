@@ -22,14 +22,15 @@ def schedule_of(*sets: str, reference: str = "base") -> Schedule:
     window_steps=st.integers(1, 16),
     eta_percent=st.integers(0, 400),
     train_steps=st.integers(1, 1000),
+    epochs=st.integers(1, 4),
 )
 def test_all_numbers_agree_with_exact_fractions(
-    mini_batch: int, batches: int, window_steps: int, eta_percent: int, train_steps: int
+    mini_batch: int, batches: int, window_steps: int, eta_percent: int, train_steps: int, epochs: int
 ) -> None:
     profile = Profile.model_validate(
         {
             "run": {"train_steps": train_steps},
-            "trainer": {"ppo_mini_batch_size": mini_batch},
+            "trainer": {"ppo_mini_batch_size": mini_batch, "ppo_epochs": epochs},
             "async_training": {
                 "require_batches": batches,
                 "trigger_parameter_sync_step": window_steps,
@@ -45,7 +46,7 @@ def test_all_numbers_agree_with_exact_fractions(
     assert schedule.groups == train_steps * mini_batch * batches
     assert (schedule.syncs - 1) * window_groups + schedule.last_window_groups == schedule.groups
     assert 0 < schedule.last_window_groups <= window_groups
-    assert schedule.optimizer_steps == train_steps * batches
+    assert schedule.optimizer_steps == train_steps * batches * epochs
 
 
 def test_an_eta_written_as_015_admits_115_of_100_groups() -> None:

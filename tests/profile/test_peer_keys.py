@@ -98,7 +98,7 @@ def test_a_key_is_known_without_its_first_parts_and_not_mistaken_for_ours() -> N
     [
         ("algorithm.clip_ratio", BOTH_CLIPS),
         ("trainer.eps_clip", BOTH_CLIPS),
-        ("trainer.ppo_epochs", "every group is trained once"),
+        ("algorithm.num_iterations", "use trainer.ppo_epochs (the same)"),
         ("trainer.lrr", "did you mean trainer.lr?"),
         ("trainer.policy.optimizer_config.lr", "did you mean trainer.lr?"),
         ("trainer.model.ac", "use trainer.activation_checkpointing"),

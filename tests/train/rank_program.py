@@ -25,7 +25,7 @@ def train_steps(trainer: PolicyTrainer, job: dict) -> None:
         metas, payloads = make_step(step, job["num_groups"])
         if step == job["settings"].get("spoiled_step"):
             next(payloads[0].trajectories[0].segments())["logprobs"][-1] = float("nan")
-        keys = {*AlgorithmSection.model_fields, "sequence_parallel_size"}
+        keys = {*AlgorithmSection.model_fields, "sequence_parallel_size", "ppo_epochs"}
         settings = {key: value for key, value in job["settings"].items() if key in keys}
         plans = planned(metas, ranks=job["world_size"], num_minibatches=2, **settings)
         plan = plans[job["rank"]]

@@ -8,9 +8,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from asyncrl_cli.measure.values import Ratio
 from asyncrl_cli.profile.algorithm_section import AlgorithmSection
 from asyncrl_cli.train.batch import ADVANTAGES, REF, RETURNS, VALUES, step_batches
 from asyncrl_cli.train.critic import credit, gae
+from asyncrl_cli.train.kl_coefficient import KlCoefficient
 from asyncrl_cli.train.step_plan import advantages_of
 from tests.train import reference_losses as reference
 from tests.train.train_samples import OneRank, make_step
@@ -36,7 +38,7 @@ def test_gae_is_its_definition(of, gamma, lam):
     )
 
 
-def credited(seed, max_tokens=8192, **keys):
+def credited(seed, max_tokens=8192, kl=None, **keys):
     """The plan of one optimizer step of 4 groups, its columns of reference, values, advantages and returns,
     and its metrics."""
     metas, payloads = make_step(seed, num_groups=4)
@@ -49,7 +51,7 @@ def credited(seed, max_tokens=8192, **keys):
     columns = {name: rng.normal(mean, 0.3, sum(counts)) for name, mean in ((REF, -4.0), (VALUES, 0.5))}
     for name, column in columns.items():
         batch.set_column(name, torch.from_numpy(column).float())
-    metrics = credit([batch], algorithm, ranks)
+    metrics = credit([batch], algorithm, kl or KlCoefficient(algorithm), ranks)
     mu = np.concatenate([s["logprobs"][s["mask"]] for t in step.trajectories for s in segments_of(groups, t)])
     columns |= {
         name: batch.column(name).numpy()
@@ -97,3 +99,30 @@ def test_other_estimators_compare_rewards_less_the_sum_of_penalties(estimator):
     for planned_trajectory, found in zip(step.trajectories, columns[ADVANTAGES], strict=True):
         expected = advantages[planned_trajectory.group][planned_trajectory.trajectory]
         np.testing.assert_allclose(found, expected, atol=1e-4)
+
+
+def test_the_weight_of_the_kl_follows_its_target():
+    """By hand, with 32 trajectories a step: the error of a KL five times the target is cut to 0.2, that of
+    one a tenth below it is -0.1, that of a negative estimate is cut to -0.2."""
+    keys = dict(use_kl_in_reward=True, kl_coef=0.5, kl_target=0.1, kl_horizon=640.0)
+    kl = KlCoefficient(AlgorithmSection(**keys))
+    for measured, factor in ((0.5, 1.01), (0.09, 0.995), (-0.3, 0.99), (0.1, 1.0)):
+        before, metrics = kl.value, {"reward/kl": Ratio(10 * measured, 10)}
+        kl.update(metrics, 32)
+        assert metrics["reward/kl_coef"].value == before
+        assert kl.value == pytest.approx(before * factor, rel=1e-12)
+    fixed = KlCoefficient(AlgorithmSection(use_kl_in_reward=True, kl_coef=0.5))
+    fixed.update({"reward/kl": Ratio(5.0, 10)}, 32)
+    assert fixed.value == 0.5
+
+
+def test_a_step_is_penalized_with_the_weight_that_the_steps_before_it_left():
+    keys = dict(use_kl_in_reward=True, kl_coef=0.5, kl_target=0.001, kl_horizon=16.0)
+    kl = KlCoefficient(AlgorithmSection(**keys))
+    for weight in (0.5, 0.5 * 1.4):  # 32 trajectories, far above the target: 1 + 0.2 * 32 / 16
+        _, _, columns, metrics = credited(4, kl=kl, kl_penalty="k2", **keys)
+        pairs = zip(columns["mu"], columns[REF], strict=True)
+        estimates = [reference.kl("k2", mu.astype(float), ref)[0] for mu, ref in pairs]
+        assert metrics["reward/kl"].value == pytest.approx(np.concatenate(estimates).mean(), rel=1e-5)
+        penalty = weight * np.mean([one.sum() for one in estimates])
+        assert metrics["reward/kl_penalty"].value == pytest.approx(penalty, rel=1e-5)

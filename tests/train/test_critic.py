@@ -107,6 +107,19 @@ def same(one, other):
     return one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
 
 
+def test_a_critic_apart_resumes_with_the_weight_of_the_kl_that_the_trainer_had(
+    tmp_path, tiny_model_dir, make_trainer
+):
+    keys = dict(**GAE, use_kl_in_reward=True, kl_target=1e-6, kl_horizon=10.0)
+    trainer = make_trainer(trainer_parts(tiny_model_dir, **keys))
+    trainer.train(**one_step(use_kl_in_reward=True)[0])
+    save(trainer, tmp_path)
+    apart = trainer_parts(tiny_model_dir, **keys, tasks=(("train",), ("ref",), ("critic",), ("rollout",)))
+    critic = CriticApart(apart.profile, apart.place, trainer.ranks)
+    critic.restore(tmp_path)
+    assert critic._kl.value == trainer._kl.value != 0.001
+
+
 def columns_of(critic, plan, payloads):
     """Values of the batches that are trained: those of each optimizer step's groups."""
     column = {}

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, Gemma2Config, Qwen3Config
 
+from asyncrl_cli.train import LOGITS_COPIES
 from asyncrl_cli.train import logprobs as head_chunks
 from asyncrl_cli.train.batch import scoring_microbatch
 from asyncrl_cli.train.logprobs import ForwardPass
@@ -57,6 +61,62 @@ def test_chunks_give_the_values_and_gradients_of_whole_logits(name, chunk_tokens
     assert not scored.entropy_N.requires_grad
     for parameter, gradient in ours.items():
         torch.testing.assert_close(gradient, dict(model.named_parameters())[parameter].grad, msg=parameter)
+
+
+@pytest.mark.parametrize("chunk_tokens", [1, 4, 1000])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_with_an_entropy_bonus_the_gradient_is_that_of_autograd_through_whole_logits(
+    name, chunk_tokens, monkeypatch
+):
+    monkeypatch.setattr(head_chunks, "LOGITS_CHUNK_ELEMENTS", {"cpu": chunk_tokens * SIZES["vocab_size"]})
+    model, temperature = made(name), 0.7
+    microbatch = scoring_microbatch(SEQUENCES, torch.device("cpu"))
+    scored = ForwardPass(model, temperature, differentiates_entropy=True)(microbatch)
+    assert torch.equal(scored.logprobs_N, ForwardPass(model, temperature)(microbatch).logprobs_N)
+    (loss_of(scored.logprobs_N) - loss_of(scored.entropy_N / 4)).backward()
+    ours = [parameter.grad for parameter in model.parameters()]
+    model.zero_grad(set_to_none=True)
+    logprobs, entropies = whole(model, temperature)
+    (loss_of(logprobs) - loss_of(entropies / 4)).backward()
+    plain = torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
+    assert (torch.cat([*map(torch.flatten, ours)]) - plain).norm() < 1e-6 * plain.norm()
+
+
+class LargestTensors(TorchDispatchMode):
+    """Counts how many float32 tensors of `numel` elements are alive at once."""
+
+    def __init__(self, numel):
+        super().__init__()
+        self.numel, self.alive, self.most = numel, 0, 0
+        self.storages = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **(kwargs or {}))
+        for tensor in made if isinstance(made, tuple | list) else [made]:
+            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage().nbytes() == 4 * self.numel:
+                storage = tensor.untyped_storage()
+                if storage._cdata not in self.storages:
+                    self.storages.add(storage._cdata)
+                    self.alive += 1
+                    self.most = max(self.most, self.alive)
+                    weakref.finalize(storage, self.freed, storage._cdata)
+        return made
+
+    def freed(self, storage):
+        self.storages.discard(storage)
+        self.alive -= 1
+
+
+@pytest.mark.parametrize("is_differentiated", [False, True])
+def test_no_more_copies_of_the_logits_are_alive_than_a_plan_counts(is_differentiated, monkeypatch):
+    tokens = sum(len(one) - 1 for one in SEQUENCES)
+    monkeypatch.setattr(head_chunks, "LOGITS_CHUNK_ELEMENTS", {"cpu": tokens * SIZES["vocab_size"]})
+    forward = ForwardPass(made("untied"), 0.7, differentiates_entropy=is_differentiated)
+    microbatch = scoring_microbatch(SEQUENCES, torch.device("cpu"))
+    with LargestTensors(tokens * SIZES["vocab_size"]) as counted:
+        scored = forward(microbatch)
+        (loss_of(scored.logprobs_N) - (loss_of(scored.entropy_N) if is_differentiated else 0)).backward()
+    assert 1 < counted.most <= LOGITS_COPIES
 
 
 @pytest.mark.slow

@@ -32,7 +32,7 @@ from tests.train.train_samples import (
     plain_logprobs,
     save_tiny_model,
 )
-from tests.trainers import planned, rank_batch, save, trainer_parts, weights_of
+from tests.trainers import planned, rank_batch, save, trainer_parts, weights_of, with_columns
 
 
 class PlainGrpo:
@@ -94,14 +94,18 @@ def one_thread():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("max_tokens", [100_000, 600])
-def test_on_policy_training_equals_a_plain_grpo_loop_bit_for_bit(tiny_model_dir, make_trainer, max_tokens):
-    trainer = make_trainer(trainer_parts(tiny_model_dir, max_tokens_per_microbatch=max_tokens))
+@pytest.mark.parametrize(("max_tokens", "epochs"), [(100_000, 1), (600, 1), (600, 2)])
+def test_on_policy_training_equals_a_plain_grpo_loop_bit_for_bit(
+    tiny_model_dir, make_trainer, max_tokens, epochs
+):
+    keys = dict(max_tokens_per_microbatch=max_tokens, ppo_epochs=epochs)
+    trainer = make_trainer(trainer_parts(tiny_model_dir, **keys))
     plain = PlainGrpo(tiny_model_dir)
     for step in (1, 2):
         metas, payloads = make_step(step, num_groups=4)
-        trainer.train(**rank_batch(metas, payloads, num_minibatches=2))
-        for half in (payloads[:2], payloads[2:]):
+        report = trainer.train(**rank_batch(metas, payloads, num_minibatches=2))
+        assert report.tokens == sum(meta.response_tokens for meta in metas)  # each group counts once
+        for half in (payloads[:2], payloads[2:]) * epochs:
             lengths = [len(next(t.segments())["tokens"]) - 1 for p in half for t in p.trajectories]
             plain.step(half, cut_padded(lengths, max_tokens, SPLIT_COST_TOKENS["cpu"]))
     theirs = dict(plain.model.named_parameters())
@@ -156,6 +160,61 @@ def test_recompute_takes_prox_from_the_windows_first_weights(tiny_model_dir, mak
     assert report.column_s["old_logprob"] > 0
     assert report.metrics["train/old_logprob_tokens"].value == report.tokens
     assert any(not torch.equal(before[name], after) for name, after in weights_of(trainer).items())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("head_start_steps", [0, 1])
+def test_every_epoch_has_the_prox_of_the_windows_start(tiny_model_dir, make_trainer, head_start_steps):
+    """The same weights as with prox logprobs that plain forward passes of the initial weights gave."""
+    keys = dict(adv_estimator="gae", ppo_epochs=3, head_start_steps=head_start_steps)
+    parts = trainer_parts(tiny_model_dir, old_logprobs="recompute", lr=1e-4, total_optimizer_steps=9, **keys)
+    metas, payloads = make_step(1, num_groups=2)
+    model = AutoModelForCausalLM.from_pretrained(tiny_model_dir, dtype=torch.float32)
+    with torch.no_grad():
+        plain = {
+            group: [plain_logprobs(model, next(t.segments())).numpy() for t in payload.trajectories]
+            for group, payload in enumerate(payloads)
+        }
+    batch = rank_batch(metas, payloads, num_minibatches=2, **keys)
+    trainer = make_trainer(parts)
+    report = trainer.train(**batch)
+    first, second = (step.num_loss_tokens for step in batch["plan"].optimizer_steps)
+    # the first of the steps that train the policy gives its own
+    scored = report.metrics["train/old_logprob_tokens"].value
+    assert scored == (first if head_start_steps else second)
+    assert trainer.optimizer.steps_made == 6 - head_start_steps
+    assert trainer.critic.optimizer.steps_made == 6
+    ours = weights_of(trainer)
+    given = make_trainer(parts)
+    payloads = with_columns(batch["payloads"], prox=plain)
+    given.train(**{**batch, "payloads": payloads}, columns=("prox",))
+    for name, theirs in weights_of(given).items():
+        torch.testing.assert_close(ours[name], theirs, rtol=0, atol=5e-6, msg=name)
+
+
+@pytest.mark.slow
+def test_an_entropy_bonus_adds_its_gradient_to_the_losses(tiny_model_dir, make_trainer):
+    """The gradient with it, minus the gradient without it, is that of plain autograd on the mean entropy."""
+    metas, payloads = make_step(6, num_groups=1, n=4)
+    gradients = []
+    for coefficient in (0.0, 0.5):
+        keys = dict(entropy_coeff=coefficient, max_tokens_per_microbatch=60, grad_clip=1e9)
+        trainer = make_trainer(trainer_parts(tiny_model_dir, **keys))
+        trainer.train(**rank_batch(metas, payloads))
+        moments = trainer.optimizer.moments().items()
+        gradients.append(
+            {name.partition("/")[2]: 10 * m for name, m in moments if name.startswith("exp_avg/")}
+        )
+    model = AutoModelForCausalLM.from_pretrained(tiny_model_dir, dtype=torch.float32)
+    entropies = []
+    for segment in (next(t.segments()) for t in payloads[0].trajectories):
+        logits = model(torch.tensor(segment["tokens"], dtype=torch.int64)[None]).logits[0, :-1]
+        entropy = torch.distributions.Categorical(logits=logits).entropy()
+        entropies.append(entropy[torch.tensor(segment["mask"][1:])])
+    (-0.5 * torch.cat(entropies).mean()).backward()
+    for name, parameter in model.named_parameters():
+        difference = gradients[1][name] - gradients[0][name]
+        torch.testing.assert_close(difference, parameter.grad, rtol=1e-4, atol=1e-6, msg=name)
 
 
 @pytest.mark.slow

@@ -53,6 +53,7 @@ ALGORITHMS = [
 
 # The first mini-batch has no finite gradient: its second one is trained.
 ALGORITHMS += [{"spoiled_step": 1, **SMALL}, {"rank": 4, "alpha": 8.0, **RECOMPUTE}]
+ALGORITHMS += [{"ppo_epochs": 2, "entropy_coeff": 0.05, **SLOWLY, **SMALL}]
 
 
 @pytest.mark.slow
@@ -74,8 +75,16 @@ RESUMED = [
     {"lr_schedule": "cosine", "warmup_steps": 3},
     # Step 3 is the window's third: prox comes from weights that only the checkpoint still has.
     {"old_logprobs": "recompute", "trigger_parameter_sync_step": 4, "lr": 1e-3},
-    {"adv_estimator": "gae", "lam": 0.95, "use_kl_in_reward": True, "head_start_steps": 1},
+    dict(
+        adv_estimator="gae",
+        lam=0.95,
+        use_kl_in_reward=True,
+        head_start_steps=1,
+        kl_target=1e-3,
+        kl_horizon=50.0,
+    ),
     {"rank": 4, "alpha": 8.0, "old_logprobs": "recompute"},
+    {"ppo_epochs": 2, "lr_schedule": "linear", "trigger_parameter_sync_step": 4, "lr": 1e-3, **RECOMPUTE},
 ]
 
 

@@ -212,7 +212,7 @@ class Trainer(Protocol):
 
     async def train(self, batch: TrainBatch) -> tuple[TrainReport, ExecutorReport]:
         """Plan the step from the metadata (advantages, if they need no values per token; which rank trains
-        what), and make `async_training.require_batches` optimizer steps on its groups."""
+        what), and make the optimizer steps on its groups."""
 
     async def gather(self, version: int) -> tuple[float, ExecutorReport]:
         """Copy the full parameters into host buckets as `version` and score the probes; stalls training.

@@ -273,7 +273,8 @@ def for_job(loaded: Loaded, plan: JobPlan, shape: ModelShape) -> Loaded:
     tokens = Schedule.of(profile).step_groups * profile.rollout.n * context_tokens
     # Attention is causal: half of all pairs.
     attention = shape.num_layers * shape.num_heads * shape.head_dim * context_tokens
-    operations = FLOPS_PER_VALUE * num_models * tokens * (shape.parameters + attention)
+    epochs = profile.trainer.ppo_epochs
+    operations = FLOPS_PER_VALUE * num_models * epochs * tokens * (shape.parameters + attention)
     threads = profile.placement.cpus_per_worker if plan.device == "cpu" else 1
     rate = SLOW_FLOPS[plan.device, profile.model.dtype] * threads
     slowly = f"at {SLOW_DISK_BYTES_PER_S / 10**6:.0f} MB/s"

@@ -93,7 +93,13 @@ class AlgorithmSection(Section):
     kl_penalty: Kl = "k1"
     """`use_kl_in_reward`: the KL estimator."""
     kl_coef: NonNegativeFloat = 0.001
-    """`use_kl_in_reward`: weight of the KL term."""
+    """`use_kl_in_reward`: weight of the KL term; with `kl_target` its first value."""
+    kl_target: PositiveFloat | None = None
+    """`use_kl_in_reward`: the KL (`reward/kl`, nats per sampled token) that the weight of the KL term is led
+    to: after each train step it rises or falls by at most a fifth of trajectories / kl_horizon (Ziegler et
+    al. 2019). `reward/kl_coef` shows it. Default: the weight is fixed."""
+    kl_horizon: PositiveFloat = 10000.0
+    """`kl_target`: how fast the weight follows, in trajectories. The smaller, the faster."""
     filter_groups: bool = False
     """DAPO's dynamic sampling: a group in which all rewards are equal is dropped, and another prompt takes
     its place."""
@@ -113,6 +119,10 @@ class AlgorithmSection(Section):
     """How the token losses of an optimizer step are aggregated: their mean, or the mean over trajectories of
     their sum, their mean, or their sum / rollout.max_response_tokens (Dr.GRPO). The GSPO and SAPO papers use
     seq-mean-token-mean."""
+    entropy_coeff: NonNegativeFloat = 0.0
+    """Subtract entropy_coeff * the entropy of the tokens' distributions from the loss, aggregated like the
+    loss: a bonus for exploration. Above 0 the head's logits are computed twice. `train/entropy` shows the
+    entropy in any case."""
     clip_ratio_low: PositiveFloat = 0.2
     """eps_low of the clipped ratio. `gspo`: about 3e-4. `dppo`: largest decrease of a token's probability,
     about 0.15."""

@@ -66,12 +66,17 @@ class Schedule:
             budget_groups=window_groups_of(profile) + groups_ahead(profile),
             max_staleness=staleness_bound(profile),
             train_steps=steps,
-            optimizer_steps=steps * training.require_batches,
+            optimizer_steps=steps * step_optimizer_steps(profile),
             groups=steps * step_groups,
             syncs=syncs,
             last_window_groups=(steps - (syncs - 1) * window_steps) * step_groups,
             mode=mode_of(profile),
         )
+
+
+def step_optimizer_steps(profile: Profile) -> int:
+    """Optimizer steps of one train step, in all epochs."""
+    return profile.async_training.require_batches * profile.trainer.ppo_epochs
 
 
 def window_groups_of(profile: Profile) -> int:

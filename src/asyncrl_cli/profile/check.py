@@ -17,6 +17,7 @@ from asyncrl_cli.profile.arithmetic import (
     Schedule,
     asked_workers,
     groups_ahead,
+    step_optimizer_steps,
     train_steps_of,
     window_groups_of,
 )
@@ -72,7 +73,7 @@ def check(profile: Profile) -> list[str]:
         conflicts.append(unknown)
     problems = list[ConfigError]()
     try:
-        steps = train_steps_of(profile) * profile.async_training.require_batches
+        steps = train_steps_of(profile) * step_optimizer_steps(profile)
         head_start = profile.critic.head_start_steps
         if head_start >= steps:
             never = f"the run has {steps} optimizer steps, so the policy is never trained"

@@ -108,6 +108,7 @@ ETA, PARTIAL = "async_training.staleness_threshold", "async_training.partial_rol
 COLOCATE, DEVICE = "placement.colocate", "placement.device"
 OLD_LOGPROBS, LOSS, ADVANTAGES = "algorithm.old_logprobs", "algorithm.loss_mode", "algorithm.adv_estimator"
 KL_LOSS, KL_REWARD = "algorithm.use_kl_loss", "algorithm.use_kl_in_reward"
+KL_TARGET = "algorithm.kl_target"
 RS, RS_THRESHOLD = "algorithm.rollout_rs", "algorithm.rollout_rs_threshold"
 NORMALIZE, LORA_RANK, N = "algorithm.rollout_is_batch_normalize", "lora.rank", "rollout.n"
 AGENT, SOURCE, REWARD_MODEL = "task.agent", "task.source", "reward_model.path"
@@ -204,6 +205,17 @@ CLASHES = (
         {KL_REWARD: False},
         "there is no KL in the reward",
         "--set algorithm.use_kl_in_reward=true"),
+    *_unused("algorithm.kl_target",
+        {KL_REWARD: False},
+        "only the weight of the KL in the reward follows a target; that of the KL in the loss is fixed",
+        "--set algorithm.use_kl_in_reward=true"),
+    *_unused("algorithm.kl_horizon",
+        {KL_TARGET: None},
+        "there is no target to follow",
+        "--set algorithm.kl_target=0.1"),
+    Clash({KL_TARGET: given, "algorithm.kl_coef": 0},
+        "the weight is changed by factors, so it would remain 0",
+        "--set algorithm.kl_coef=0.001"),
     *_unused("ref.path algorithm.warn_ref_kl",
         {KL_LOSS: False, KL_REWARD: False},
         "nothing is compared with a reference",

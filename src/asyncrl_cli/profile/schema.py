@@ -203,6 +203,10 @@ class TrainerSection(Section):
     ppo_mini_batch_size: PositiveInt = 16
     """B: groups per optimizer step, over all ranks. Default: 16, or 4 for a pretrained model on this
     machine's CPUs."""
+    ppo_epochs: PositiveInt = 1
+    """How often a train step goes over its groups, with the same mini-batches in the same order. Policy and
+    critic make require_batches optimizer steps in each epoch; the old logprobs, advantages and returns remain
+    those of the train step's start."""
     nnodes: Processes | None = None
     """Number of nodes for the trainer, default 1. With placement.colocate, the rollout workers use the same
     nodes."""

@@ -27,7 +27,7 @@ from asyncrl_cli.observe.recorded import Recorded
 from asyncrl_cli.observe.run_lines import Line, spent_s
 from asyncrl_cli.plan.compiler import compile_job
 from asyncrl_cli.plan.job_plan import ROLLOUT, TRAINER
-from asyncrl_cli.profile.arithmetic import CRITIC, PROX, REF, REWARD, SCORERS
+from asyncrl_cli.profile.arithmetic import CRITIC, PROX, REF, REWARD, SCORERS, step_optimizer_steps
 from asyncrl_cli.profile.loaded import Layer, load
 from asyncrl_cli.profile.resolved import read_document
 from asyncrl_cli.profile.schema import Profile
@@ -51,7 +51,7 @@ LEAST_STEPS, ENOUGH_STEPS = 3, 8
 """Train steps without which there is no calibration; those from which its times are more than a rough
 guess."""
 COMMON_KEYS = {
-    "trainer": ("ppo_mini_batch_size", "max_tokens_per_microbatch"),
+    "trainer": ("ppo_mini_batch_size", "ppo_epochs", "max_tokens_per_microbatch"),
     "rollout": ("workers", "slots", "n", "prefetch_groups", "max_prompt_tokens", "max_response_tokens"),
     "async_training": ("require_batches",),
     "placement": ("trainer_workers", "gpus", "ratio", "gpus_per_rollout_worker", "cpus_per_worker"),
@@ -119,9 +119,10 @@ def _calibrated(run_directory: Path) -> Workload:
     found = {task: scorer_s_per_token(lines, task) for task in SCORERS}
     scoring = {task: s and s * job.scorers.get(task, ranks) / ranks for task, s in found.items()}
     scored_s = old_logprob_s_per_token(lines, training) or scoring[PROX]
-    values_s, train_s = scoring[CRITIC], training.slope
+    epochs = profile.trainer.ppo_epochs
+    values_s, train_s = scoring[CRITIC], training.slope / epochs
     if values_s and CRITIC in job.scorers:
-        values_s /= 1 + LEARNING  # apart, its time includes learning
+        values_s /= 1 + LEARNING * epochs  # apart, its time includes learning
     elif values_s:
         train_s = max(0.0, train_s - LEARNING * values_s)  # in the trainer, the train step's does
     common = _values(profile, COMMON_KEYS | ({} if turns is None else TURN_KEYS))
@@ -141,7 +142,7 @@ def _calibrated(run_directory: Path) -> Workload:
             interference_ratio=decoding.interference,
         ),
         training=Training(
-            step_s=training.constant / profile.async_training.require_batches,
+            step_s=training.constant / step_optimizer_steps(profile),
             s_per_token=train_s,
             old_logprob_s_per_token=scored_s or 0.0,
             ref_s_per_token=scoring[REF],

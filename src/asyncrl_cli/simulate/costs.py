@@ -1,6 +1,6 @@
 """The costs of a workload: seconds of train steps, decoding and weight syncs, for a given number of devices.
 
-    optimizer step   fixed_step_s + (step_s + tokens * s_per_token) * share
+    optimizer step   fixed_step_s + (step_s + tokens * s_per_token) * share, in each of `trainer.ppo_epochs`
     old logprobs     old_logprob_fixed_step_s + tokens * old_logprob_s_per_token * share, per mini-batch
     reference        tokens * ref_s_per_token * share, in the trainer or in processes of its own
     critic           tokens * critic_s_per_token * share for values, and LEARNING times that for learning
@@ -99,7 +99,9 @@ class Costs:
         num_bytes = syncing.parameter_bytes
         return ScorerTimes(
             score_s=lambda groups: self._scoring_s(task, groups, processes),
-            learn_s=lambda groups: LEARNING * self._scoring_s(task, groups, processes),
+            learn_s=lambda groups: (
+                LEARNING * self.profile.trainer.ppo_epochs * self._scoring_s(task, groups, processes)
+            ),
             call_tokens=processes * self.profile.trainer.max_tokens_per_microbatch,
             load_s=num_bytes / syncing.send_bytes_per_s + num_bytes / syncing.load_bytes_per_s,
         )
@@ -227,6 +229,7 @@ class Costs:
         columns_s = {task: self._column_s(task, batch) for task in self._trainer_columns}
         # in the trainer, the critic learns within the train step
         seconds += LEARNING * columns_s.get(CRITIC, 0.0)
+        seconds *= self.profile.trainer.ppo_epochs
         before = self.spent[-1]
         spent = Spent(
             seconds=before.seconds + sum(columns_s.values()) + self._old_logprob_s(batch) + seconds,

@@ -7,7 +7,7 @@ declared fields with `in_losses` (data/sample_fields.py):
     prox        the token's logprob under the weights at the window's start
     ref         its logprob under the reference
     critic      the critic's value of the state in which it was sampled
-    penalties   the KL penalty that is subtracted from its reward        (critic.py)
+    penalties   the KL estimate that is subtracted, weighted, from its reward (critic.py)
     advantages  its advantage, if that depends on the columns above      (critic.py)
     returns     what the critic should have answered                     (critic.py)
 

@@ -4,7 +4,8 @@ The critic is a transformer with a linear head, which predicts for each sampled 
 still to come. For the sampled tokens t = 1 .. T of a trajectory, all its segments end to end, with mu the
 sampler, V the critic's values at the train step's start and V_new those of the critic in training:
 
-    penalty_t    kl_coef * KL estimate of log ref - log mu at t, if `use_kl_in_reward`, else 0
+    penalty_t    kl_coef * KL estimate of log ref - log mu at t, if `use_kl_in_reward`, else 0 (kl_coef may
+                 change: kl_coefficient.py)
     gae          r_t = - penalty_t, plus the trajectory's reward at t = T
                  delta_t = r_t + gamma V_t+1 - V_t  with V_T+1 = 0
                  A_t = delta_t + gamma lambda A_t+1,  return R_t = A_t + V_t
@@ -48,6 +49,7 @@ from asyncrl_cli.profile.algorithm_section import AlgorithmSection
 from asyncrl_cli.profile.arithmetic import Schedule
 from asyncrl_cli.profile.schema import ProcessPlace, Profile
 from asyncrl_cli.train.batch import ADVANTAGES, PENALTIES, REF, RETURNS, VALUES, Microbatch, StepBatch
+from asyncrl_cli.train.kl_coefficient import KlCoefficient
 from asyncrl_cli.train.losses import Metric, mean_of, sum_of
 from asyncrl_cli.train.optimizer import (
     PolicyOptimizer,
@@ -131,7 +133,7 @@ class Critic(ShardedModel[ValueModel]):
         collective. Returns its metrics, and how many steps were skipped because their gradient was not
         finite."""
         seen, results = list[dict[str, Metric]](), list[StepResult]()
-        for batch in batches:
+        for batch in [*batches] * self.profile.trainer.ppo_epochs:
             for microbatch in batch.microbatches:
                 self.gathered.before_backward(is_last=microbatch is batch.microbatches[-1])
                 old_N, returns_N = microbatch.columns[VALUES], microbatch.columns[RETURNS]
@@ -175,6 +177,7 @@ class CriticApart(Critic):
 
     def __init__(self, profile: Profile, place: ProcessPlace, ranks: Ranks) -> None:
         super().__init__(profile, place, ranks, total_optimizer_steps=Schedule.of(profile).optimizer_steps)
+        self._kl = KlCoefficient(profile.algorithm)
         self._snapshots: dict[int, tuple[HostState, CriticCounters]] = {}
 
     def learn(
@@ -184,7 +187,7 @@ class CriticApart(Critic):
         returns need."""
         began_s = time.monotonic()
         batches = self.step_batches(plan, payloads, columns)
-        credit(batches, self.profile.algorithm, self.ranks)
+        credit(batches, self.profile.algorithm, self._kl, self.ranks)
         metrics, skipped = self.update(batches)
         self.ranks.synchronize()
         return TrainReport(
@@ -212,6 +215,7 @@ class CriticApart(Critic):
         saved = SavedState(directory)
         restore(self.state_parameters(), self.state_tensors(), saved)
         self.optimizer.restore_steps(saved.critic_steps)
+        self._kl.value = saved.counters.get("kl_coef", self._kl.value)
 
 
 def value_loss(
@@ -223,9 +227,12 @@ def value_loss(
     return torch.maximum(plain_N, cut_N) / 2, cut_N > plain_N
 
 
-def credit(batches: Sequence[StepBatch], algorithm: AlgorithmSection, ranks: Ranks) -> dict[str, Value]:
+def credit(
+    batches: Sequence[StepBatch], algorithm: AlgorithmSection, kl: KlCoefficient, ranks: Ranks
+) -> dict[str, Value]:
     """Add the column of advantages to the microbatches of a train step, and with `gae` also that of returns.
-    A collective. Returns `reward/kl_penalty`, if there is a penalty: its mean over trajectories."""
+    A collective. If there is a penalty, updates `kl` and returns metrics: `reward/kl_penalty`, the mean over
+    trajectories, and `reward/kl`, the mean over tokens without its weight."""
     seen = list[dict[str, Metric]]()
     for batch in batches:
         ends_P = np.cumsum(batch.counts_P, dtype=np.int64)
@@ -234,8 +241,9 @@ def credit(batches: Sequence[StepBatch], algorithm: AlgorithmSection, ranks: Ran
         if algorithm.use_kl_in_reward:
             for microbatch in batch.microbatches:
                 kl_N = kl_of(algorithm.kl_penalty, microbatch.columns[REF] - microbatch.logp_mu_N)
-                microbatch.columns[PENALTIES] = algorithm.kl_coef * kl_N
-            penalties_F = _on_host(batch.column(PENALTIES))
+                microbatch.columns[PENALTIES] = kl_N
+            kl_F = _on_host(batch.column(PENALTIES))
+            penalties_F = kl.value * kl_F
         # Differences of a running sum, because a rank may have no trajectory.
         sums_P = np.diff(np.concatenate([[0.0], np.cumsum(penalties_F)])[np.concatenate([[0], ends_P])])
         if algorithm.has_critic:
@@ -261,9 +269,12 @@ def credit(batches: Sequence[StepBatch], algorithm: AlgorithmSection, ranks: Ran
             advantages_F = np.repeat(advantages_P, batch.counts_P)
         batch.set_column(ADVANTAGES, _to_device(advantages_F, ranks))
         if algorithm.use_kl_in_reward:
-            penalty = Metric(kind="mean", amount=_to_device(sums_P, ranks).sum(), weight=len(sums_P))
-            seen.append({"reward/kl_penalty": penalty})
-    return reduced(ranks, seen)
+            means = {"reward/kl_penalty": sums_P, "reward/kl": kl_F}
+            seen.append({name: mean_of(_to_device(values, ranks)) for name, values in means.items()})
+    metrics = reduced(ranks, seen)
+    if seen:
+        kl.update(metrics, sum(batch.plan.num_trajectories for batch in batches))
+    return metrics
 
 
 def gae(rewards_F: Floats, values_F: Floats, ends_P: NDArray[np.int64], gamma: float, lam: float) -> Floats:

@@ -27,8 +27,8 @@ from asyncrl_cli.train.packed_rows import Divide, padded
 
 
 class Scored(NamedTuple):
-    """Each token's logprob (with gradient), and the entropy in nats of its distribution (without gradient).
-    Both float32."""
+    """Each token's logprob (with gradient), and the entropy in nats of its distribution (with gradient if
+    `Head.differentiates_entropy`). Both float32."""
 
     logprobs_N: torch.Tensor
     entropy_N: torch.Tensor
@@ -42,14 +42,15 @@ class Head(NamedTuple):
     parameters: tuple[torch.Tensor, ...]
     vocab_size: int
     temperature: float
+    differentiates_entropy: bool = False
 
     def chunk_tokens(self, device: torch.device) -> int:
         return max(1, LOGITS_CHUNK_ELEMENTS[device.type] // self.vocab_size)
 
     def score(self, hidden_NH: torch.Tensor, targets_N: torch.Tensor) -> Scored:
         """Logprobs of the targets, and entropies. A single chunk keeps its logits for the backward pass,
-        which is faster."""
-        if len(targets_N) <= self.chunk_tokens(targets_N.device):
+        which is faster; not for the entropy's, where autograd would keep two more copies of them."""
+        if not self.differentiates_entropy and len(targets_N) <= self.chunk_tokens(targets_N.device):
             return self.score_chunk(hidden_NH, targets_N)
         return Scored(*_Chunks.apply(self, targets_N, hidden_NH, *self.parameters))
 
@@ -74,6 +75,7 @@ class ForwardPass:
     model: PreTrainedModel
     temperature: float
     divide: Divide = padded
+    differentiates_entropy: bool = False
 
     def __call__(self, microbatch: Microbatch) -> Scored:
         share = self.divide(microbatch)
@@ -84,6 +86,7 @@ class ForwardPass:
             parameters=tuple(self.model.get_output_embeddings().parameters()),
             vocab_size=int(self.model.config.get_text_config().vocab_size),
             temperature=self.temperature,
+            differentiates_entropy=self.differentiates_entropy,
         )
         scored = head.score(hidden_NH, share.of(microbatch.targets_N))
         return Scored(*(share.joined(values_N, len(microbatch.targets_N)) for values_N in scored))
@@ -121,19 +124,22 @@ class _Chunks(torch.autograd.Function):
         ctx: Any, head: Head, targets_N: torch.Tensor, hidden_NH: torch.Tensor, *parameters: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         ctx.head = head
-        ctx.save_for_backward(targets_N, hidden_NH)
         size = head.chunk_tokens(targets_N.device)
         chunks = zip(hidden_NH.split(size), targets_N.split(size), strict=True)
         scores = [head.score_chunk(hidden, targets) for hidden, targets in chunks]
         logprobs, entropies = zip(*scores, strict=True)
         scored = Scored(torch.cat(logprobs), torch.cat(entropies))
-        ctx.mark_non_differentiable(scored.entropy_N)
+        ctx.save_for_backward(targets_N, hidden_NH, scored.entropy_N)
+        if not head.differentiates_entropy:
+            ctx.mark_non_differentiable(scored.entropy_N)
         return tuple(scored)
 
     @staticmethod
-    def backward(ctx: Any, gradient_N: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(
+        ctx: Any, gradient_N: torch.Tensor, entropy_gradient_N: torch.Tensor
+    ) -> tuple[torch.Tensor | None, ...]:
         head: Head = ctx.head
-        targets_N, hidden_NH = ctx.saved_tensors
+        targets_N, hidden_NH, entropy_N = ctx.saved_tensors
         hidden_gradient_NH = torch.empty_like(hidden_NH)
         trained = [parameter for parameter in head.parameters if parameter.requires_grad]
         sums = {id(p): torch.zeros_like(p, dtype=torch.float32, requires_grad=False) for p in trained}
@@ -142,10 +148,17 @@ class _Chunks(torch.autograd.Function):
             hidden_CH = hidden_NH[chunk].detach().requires_grad_()
             with torch.enable_grad():
                 scaled_CV = head.scaled_logits(hidden_CH)
-            # d logprob / d scaled logit = one-hot - softmax; written out, because autograd would keep two
-            # more copies.
+            # d logprob / d scaled logit = one-hot - softmax, d entropy / d scaled logit = - softmax * (log
+            # softmax + entropy); written out, because autograd would keep two more copies.
             gradient_C1, targets_C1 = gradient_N[chunk].unsqueeze(-1), targets_N[chunk].unsqueeze(-1)
-            scaled_gradient_CV = torch.softmax(scaled_CV.detach(), dim=-1).mul_(-gradient_C1)
+            scaled_gradient_CV = torch.softmax(scaled_CV.detach(), dim=-1)
+            if head.differentiates_entropy:
+                slopes_CV = torch.log_softmax(scaled_CV.detach(), dim=-1).add_(entropy_N[chunk].unsqueeze(-1))
+                slopes_CV.mul_(entropy_gradient_N[chunk].unsqueeze(-1)).add_(gradient_C1)
+                scaled_gradient_CV.mul_(slopes_CV.neg_())
+                del slopes_CV  # or it would be alive beside the gradients that follow
+            else:
+                scaled_gradient_CV.mul_(-gradient_C1)
             scaled_gradient_CV.scatter_add_(-1, targets_C1, gradient_C1)
             inputs = [hidden_CH, *trained]
             hidden_gradient_NH[chunk], *found = torch.autograd.grad(scaled_CV, inputs, scaled_gradient_CV)

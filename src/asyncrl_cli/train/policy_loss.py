@@ -1,5 +1,5 @@
 """The policy's loss of a microbatch: the algorithm's loss per token (losses/), corrected for data sampled by
-older weights, plus a KL to the reference, aggregated over the optimizer step.
+older weights, plus a KL to the reference, minus an entropy bonus, aggregated over the optimizer step.
 
 With theta the weights in training, prox those at the window's start and mu the sampler: w = prox / mu, r =
 theta / mu.
@@ -26,7 +26,7 @@ loss; Ouyang et al. 2022 (arXiv:2203.02155), section 3.5, for k1 in the reward; 
 `kl_penalty`, for the names.
 
 What it is not: in the KL to the reference p is theta, although older policies sampled the tokens. That term
-is not reweighted: importance weights and rejection do not apply to it.
+and the entropy are not reweighted: importance weights and rejection do not apply to them.
 
 Legend: N = sampled tokens of a microbatch; a sequence is one of its rows (segments).
 """
@@ -42,6 +42,7 @@ from asyncrl_cli.base.errors import ConfigError
 from asyncrl_cli.data.sample_fields import BUILT_IN, Schema
 from asyncrl_cli.measure.values import Ratio, Value
 from asyncrl_cli.profile.algorithm_section import AlgorithmSection, Kl, bounds
+from asyncrl_cli.profile.arithmetic import step_optimizer_steps
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.train.batch import ADVANTAGES, PROX, REF, Microbatch, StepBatch
 from asyncrl_cli.train.logprobs import Scored
@@ -76,6 +77,7 @@ class PolicyLoss:
         """The microbatch's part of the optimizer step's loss, with gradient, and its metrics. `steps_done`:
         optimizer steps of the window before this one. `normalizer`: a factor of all importance weights."""
         algorithm, batch = self._algorithm, self._batch(microbatch, scored, steps_done)
+        microbatch.columns[PROX] = batch.logp_prox_N  # later epochs have the same
         loss_N, metrics = self._loss(batch, algorithm)
         for name, values_N in batch.kept.items():
             why = f'algorithm.loss_mode = "{algorithm.loss_mode}" keeps the field "{name}"'
@@ -95,6 +97,9 @@ class PolicyLoss:
             if algorithm.use_kl_loss:  # otherwise the KL is in the reward (critic.py)
                 kl_N = kl_of(algorithm.kl_loss_type, log_ratios_N)
                 loss = loss + algorithm.kl_loss_coef * aggregated(kl_N, microbatch, plan, self._profile)
+        if algorithm.entropy_coeff:
+            bonus = aggregated(scored.entropy_N, microbatch, plan, self._profile)
+            loss = loss - algorithm.entropy_coeff * bonus
         metrics |= corrections | signals(batch, microbatch.staleness_N)
         return loss, {"train/loss": sum_of(loss), "train/entropy": mean_of(scored.entropy_N), **metrics}
 
@@ -115,13 +120,13 @@ class PolicyLoss:
     def _batch(self, microbatch: Microbatch, scored: Scored, steps_done: int) -> LossBatch:
         logp_theta_N = scored.logprobs_N
         prox_N, training = microbatch.columns.get(PROX), self._profile.async_training
-        if self._algorithm.old_logprobs == "loglinear":
+        if prox_N is None and self._algorithm.old_logprobs == "loglinear":
             prox_N = loglinear_prox(
                 logp_theta_N,
                 microbatch.logp_mu_N,
                 microbatch.staleness_N,
                 steps_done=steps_done,
-                window_steps=training.trigger_parameter_sync_step * training.require_batches,
+                window_steps=training.trigger_parameter_sync_step * step_optimizer_steps(self._profile),
             )
         return LossBatch(
             logp_theta_N=logp_theta_N,
@@ -131,7 +136,7 @@ class PolicyLoss:
             advantages_N=microbatch.columns.get(ADVANTAGES, microbatch.advantages_N),
             rows_N=microbatch.rows_N,
             num_rows=len(microbatch.inputs_BT),
-            entropy_N=scored.entropy_N,
+            entropy_N=scored.entropy_N.detach(),
             columns={field.name: microbatch.columns[field.name] for field in self._schema.in_losses},
         )
 

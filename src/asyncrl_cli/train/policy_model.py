@@ -49,7 +49,10 @@ class PolicyModel(ShardedModel[PreTrainedModel]):
     def __init__(self, profile: Profile, model_dir: str, ranks: Ranks) -> None:
         super().__init__(profile, model_dir, ranks)
         model = self.content
-        self._forward = ForwardPass(model, profile.rollout.temperature, self.divide)
+        is_bonus = profile.algorithm.entropy_coeff > 0
+        self._forward = ForwardPass(
+            model, profile.rollout.temperature, self.divide, differentiates_entropy=is_bonus
+        )
         self.vocab_size = int(model.config.get_text_config().vocab_size)
         self._weights = {name: weight for name, weight in model.named_parameters() if ADAPTER not in name}
         adapted = [(name, part) for name, part in model.named_modules() if isinstance(part, LoraLinear)]
@@ -68,8 +71,8 @@ class PolicyModel(ShardedModel[PreTrainedModel]):
         return model
 
     def scored(self, microbatch: Microbatch) -> Scored:
-        """Logprobs, with gradient, and entropies of the sampled tokens at the sampling temperature. A
-        collective."""
+        """Logprobs, with gradient, and entropies (with gradient if there is an entropy bonus) of the sampled
+        tokens at the sampling temperature. A collective."""
         return self.gathered(partial(self._forward, microbatch))
 
     def traced_N(self, microbatch: Microbatch) -> torch.Tensor:

@@ -38,6 +38,7 @@ from asyncrl_cli.profile.arithmetic import MAX_LOGPROB_DIFF, is_apart
 from asyncrl_cli.profile.schema import ProcessPlace, Profile
 from asyncrl_cli.train.batch import PROX, REF, VALUES, StepBatch, step_batches
 from asyncrl_cli.train.critic import Critic, credit
+from asyncrl_cli.train.kl_coefficient import KlCoefficient
 from asyncrl_cli.train.losses import Metric
 from asyncrl_cli.train.optimizer import PolicyOptimizer, StepResult, finite, host_like, step_metrics
 from asyncrl_cli.train.policy_loss import PolicyLoss, effective_ratio
@@ -96,7 +97,7 @@ class PolicyTrainer:
         if algorithm.has_critic and not is_apart(profile, VALUES):
             self.critic = Critic(profile, place, self.ranks, total_optimizer_steps=total_optimizer_steps)
         self.schema = schema_of(profile)
-        self._loss = PolicyLoss(profile, self.schema)
+        self._loss, self._kl = PolicyLoss(profile, self.schema), KlCoefficient(algorithm)
         self.kept: Kept = {}
         self._window_first: dict[str, torch.Tensor] | None = None
         """A host copy of this rank's shards at the window's start, if prox needs it."""
@@ -149,17 +150,18 @@ class PolicyTrainer:
                     for batch in batches:
                         batch.fill(name, model.numbers_N)
         with self._timed("old_logprob", column_s):
-            num_scored = self._fill_prox(batches, step_in_window)
+            scored_tokens = self._fill_prox(batches, step_in_window, plan.critic_only)
         metrics, skipped_steps = dict[str, Value](), 0
         if needs_columns(algorithm):
-            metrics |= credit(batches, algorithm, ranks)
+            metrics |= credit(batches, algorithm, self._kl, ranks)
         if self.critic is not None:  # after `credit`, which takes the values that it gave before it learned
             critic_metrics, skipped_steps = self.critic.update(batches)
             metrics |= critic_metrics
 
         seen, results = list[dict[str, Metric]](), list[StepResult]()
-        trained = batches[plan.critic_only :]  # in its head start, the critic learns alone
-        for steps_done, batch in enumerate(trained, step_in_window * len(batches) + plan.critic_only):
+        steps = batches * self.profile.trainer.ppo_epochs
+        trained = steps[plan.critic_only :]  # in its head start, the critic learns alone
+        for steps_done, batch in enumerate(trained, step_in_window * len(steps) + plan.critic_only):
             normalizer = self._loss.weight_normalizer(batch, ranks)
             for microbatch in batch.microbatches:
                 self.model.gathered.before_backward(is_last=microbatch is batch.microbatches[-1])
@@ -173,10 +175,9 @@ class PolicyTrainer:
             metrics |= step_metrics("train", ranks, seen, results)
             skipped_steps += sum(result.is_skipped for result in results)
         metrics |= effective_ratio(metrics, sum(batch.plan.num_loss_tokens for batch in trained))
-        if num_scored:
-            num_tokens = sum(batch.plan.num_loss_tokens for batch in batches[-num_scored:])
-            metrics["train/old_logprob_tokens"] = Sum(float(num_tokens))
-        self.kept = self._kept_of(trained, dumped)
+        if scored_tokens:
+            metrics["train/old_logprob_tokens"] = Sum(float(scored_tokens))
+        self.kept = self._kept_of(trained[: len(batches)], dumped)
         ranks.synchronize()  # or the seconds would be those in which the work was queued
         optimizers = [self.optimizer, *([self.critic.optimizer] if self.critic is not None else [])]
         return TrainReport(
@@ -209,10 +210,10 @@ class PolicyTrainer:
         self.ranks.synchronize()
         seconds[name] = time.monotonic() - began_s
 
-    def _fill_prox(self, batches: Sequence[StepBatch], step_in_window: int) -> int:
-        """Add the column of prox logprobs. Returns how many optimizer steps, counted from the last, needed a
-        forward pass for it. Where there is no column, theta's detached logprobs equal prox, or prox is
-        estimated from theta's logprobs later."""
+    def _fill_prox(self, batches: Sequence[StepBatch], step_in_window: int, critic_only: int) -> int:
+        """Add the column of prox logprobs. Returns how many tokens needed a forward pass for it. Where there
+        is no column, theta's detached logprobs equal prox, or prox is estimated from theta's logprobs in the
+        first epoch."""
         algorithm, live = self.profile.algorithm, self.model.locals()
         if algorithm.old_logprobs == "rollout":
             for microbatch in (microbatch for batch in batches for microbatch in batch.microbatches):
@@ -229,16 +230,17 @@ class PolicyTrainer:
                     batch.fill(PROX, self.model.numbers_N)
             finally:
                 _copy_into(live, current)
-            return len(batches)
+            return sum(batch.plan.num_loss_tokens for batch in batches)
         if self._needs_window_first:
             self._window_first = self._window_first or host_like(live)
             _copy_into(self._window_first, live)
         # The first optimizer step starts from the weights that define prox, so its forward pass gives both
         # theta and prox. (Normalized weights are needed before that pass.)
-        missing = batches if algorithm.rollout_is_batch_normalize else batches[1:]
+        first = None if algorithm.rollout_is_batch_normalize else batches[critic_only % len(batches)]
+        missing = [batch for batch in batches if batch is not first]
         for batch in missing:
             batch.fill(PROX, self.model.numbers_N)
-        return len(missing)
+        return sum(batch.plan.num_loss_tokens for batch in missing)
 
     @property
     def _needs_window_first(self) -> bool:
@@ -303,6 +305,8 @@ class PolicyTrainer:
             has_window_first=int(self._window_first is not None),
         )
         counters |= cast(Counters, self._frozen_logprobs)
+        if self.profile.algorithm.kl_target is not None:
+            counters["kl_coef"] = self._kl.value
         if self.critic is not None:
             counters["critic_steps"] = self.critic.optimizer.steps_made
         state = to_host(self._parameters(), self.state_tensors(), self._buffers.take)
@@ -341,6 +345,8 @@ class PolicyTrainer:
         restore(self._parameters(), self.state_tensors(), saved)
         restore_random_state(self.ranks, saved)
         self.optimizer.restore_steps(counters["optimizer_steps"])
+        if self.profile.algorithm.kl_target is not None:
+            self._kl.value = counters.get("kl_coef", self._kl.value)
         if self.critic is not None:
             self.critic.optimizer.restore_steps(saved.critic_steps)
         if self.ranks.rank == 0:

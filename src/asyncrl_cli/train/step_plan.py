@@ -29,6 +29,7 @@ from dataclasses import dataclass, field
 
 from asyncrl_cli.contracts.prompt_group import GroupResult, TrajectoryMeta
 from asyncrl_cli.profile.algorithm_section import AlgorithmSection
+from asyncrl_cli.profile.arithmetic import step_optimizer_steps
 from asyncrl_cli.profile.schema import Profile
 
 STD_EPSILON = 1e-6
@@ -62,8 +63,8 @@ class OptimizerStepPlan:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankPlan:
     """What one rank does in a train step. `window`: the newest version when the step began; staleness is
-    counted from it. `critic_only`: how many of the first optimizer steps train the critic alone (its head
-    start)."""
+    counted from it. `optimizer_steps` are those of one epoch. `critic_only`: how many of the first optimizer
+    steps, counted over all epochs, train the critic alone (its head start)."""
 
     optimizer_steps: tuple[OptimizerStepPlan, ...]
     window: int
@@ -99,8 +100,8 @@ def training_order(
 def plan_train_step(
     groups: Sequence[GroupResult], profile: Profile, *, ranks: int, step: int, window: int
 ) -> list[RankPlan]:
-    """Plan `require_batches` optimizer steps on the groups of train step `step` (from 1), in order. Raises
-    ValueError if the groups do not divide evenly.
+    """Plan the `require_batches` optimizer steps of an epoch on the groups of train step `step` (from 1), in
+    order. Raises ValueError if the groups do not divide evenly.
 
     Ranks that divide sequences between them (`trainer.sequence_parallel_size`) get the same share.
     """
@@ -113,8 +114,9 @@ def plan_train_step(
         _plan_optimizer_step(groups, range(start, start + size), profile, ranks // sharing)
         for start in starts
     ]
-    ahead = profile.critic.head_start_steps - (step - 1) * num_minibatches
-    critic_only = min(max(ahead, 0), num_minibatches)
+    num_steps = step_optimizer_steps(profile)
+    ahead = profile.critic.head_start_steps - (step - 1) * num_steps
+    critic_only = min(max(ahead, 0), num_steps)
     shares = [tuple(share[rank // sharing] for share in per_step) for rank in range(ranks)]
     return [RankPlan(optimizer_steps=share, window=window, critic_only=critic_only) for share in shares]
 

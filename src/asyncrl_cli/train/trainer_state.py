@@ -54,7 +54,7 @@ class Counters(TypedDict):
     """`trainer.json`, as rank 0 writes it. `has_window_first`: 1 if the window's first weights are among the
     tensors. `critic_steps`: the critic's optimizer steps, if there is one. `base_logprob` and
     `reference_logprob`: the mean logprob that LoRA's base model and the reference give to fixed random
-    tokens."""
+    tokens. `kl_coef`: the weight of the KL in the reward, if it follows a target."""
 
     schema_version: Literal[2]
     ranks: Count
@@ -64,6 +64,7 @@ class Counters(TypedDict):
     critic_steps: NotRequired[Count]
     base_logprob: NotRequired[Finite]
     reference_logprob: NotRequired[Finite]
+    kl_coef: NotRequired[Finite]
 
 
 class CriticCounters(TypedDict):
