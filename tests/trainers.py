@@ -27,6 +27,7 @@ SECTIONS = {
     **dict.fromkeys(AlgorithmSection.model_fields, "algorithm"),
     "activation_checkpointing": "trainer",
     "sequence_parallel_size": "trainer",
+    "shared_prefixes": "trainer",
     **dict.fromkeys(LoraSection.model_fields, "lora"),
     "lr": "trainer",
     "ppo_epochs": "trainer",

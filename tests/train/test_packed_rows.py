@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, MistralConfig, Qwen3Config
 
 from asyncrl_cli.base.errors import ConfigError
 from asyncrl_cli.profile.schema import ProcessPlace, Profile, TrainerSection
-from asyncrl_cli.train import packed_rows
+from asyncrl_cli.train import division, packed_rows
 from asyncrl_cli.train.batch import scoring_microbatch
 from asyncrl_cli.train.logprobs import ForwardPass
 from asyncrl_cli.train.policy_model import PolicyModel
@@ -85,8 +85,8 @@ def test_rows_end_to_end_have_the_values_and_gradients_of_single_sequences(kerne
     model.zero_grad(set_to_none=True)
     model.set_attn_implementation(packed_rows.UNPADDED)
     divide = packed_rows.Unpadded(kernel, ALONE)
-    assert packed_rows.is_packed(divide) == (kernel is packed_rows.by_lengths)
-    assert not packed_rows.is_packed(packed_rows.padded)
+    assert division.is_packed(divide) == (kernel is packed_rows.by_lengths)
+    assert not division.is_packed(packed_rows.padded)
     batch = scoring_microbatch(SEQUENCES, torch.device("cpu"))
     assert divide(batch).inputs["input_ids"].numel() == sum(map(len, SEQUENCES)) - len(SEQUENCES)
     logprobs = ForwardPass(model, 1.0, divide)(batch).logprobs_N
@@ -112,7 +112,7 @@ def test_models_whose_sequences_cannot_be_divided_are_refused(config, size, word
     decoder = AutoModelForCausalLM.from_config(config).model
     ranks = SimpleNamespace(rank=0, sequence_size=size, device=torch.device("cpu"))
     with pytest.raises(ConfigError) as refused:
-        packed_rows.choose_division(decoder, "sdpa", ranks)
+        division.choose_division(decoder, "sdpa", ranks)
     assert all(word in str(refused.value) for word in words)
     assert "trainer.sequence_parallel_size=1" in refused.value.hint
 
@@ -120,15 +120,14 @@ def test_models_whose_sequences_cannot_be_divided_are_refused(config, size, word
 def test_a_model_that_has_to_use_its_own_attention_is_refused_for_that_reason():
     ranks = SimpleNamespace(rank=0, sequence_size=2, device=torch.device("cpu"))
     with pytest.raises(ConfigError, match="sequence_parallel_size = 2 needs sdpa") as refused:
-        packed_rows.choose_division(AutoModelForCausalLM.from_config(CONFIG).model, "eager", ranks)
+        division.choose_division(AutoModelForCausalLM.from_config(CONFIG).model, "eager", ranks)
     assert "sliding windows" not in str(refused.value)
 
 
 def test_a_kernel_is_as_far_off_as_its_values_and_infinitely_if_it_does_not_run(monkeypatch):
     def found():
-        return packed_rows.kernel_diff(
-            CONFIG, torch.float32, SimpleNamespace(**vars(ALONE), device=torch.device("cpu"))
-        ).item()
+        ranks = SimpleNamespace(**vars(ALONE), device=torch.device("cpu"))
+        return division.kernel_diff(packed_rows.by_lengths, CONFIG, torch.float32, ranks).item()
 
     def exact(*arguments, scale, enable_gqa, **kwargs):
         return one_row_after_the_other(

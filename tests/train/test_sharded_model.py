@@ -55,7 +55,7 @@ def test_each_rank_logs_the_attention_and_the_packing_that_it_has_chosen(ranks, 
     AutoModelForCausalLM.from_config(CONFIGS["tied"]).save_pretrained(tmp_path / "model")
     caplog.set_level("INFO", logger="asyncrl_cli")
     PolicyModel(Profile(), str(tmp_path / "model"), ranks)
-    assert "rank 0: attention sdpa, microbatches padded" in caplog.messages
+    assert "rank 0: attention sdpa, microbatches padded, shared prefixes computed once" in caplog.messages
 
 
 @pytest.mark.parametrize("shard_size", ["1KB", "50GB"], ids=["several files", "one file"])

@@ -98,6 +98,7 @@ class OneRank:
         return torch.device("cpu")
 
     world_size = sequence_size = 1
+    rank, sequence = 0, None
 
     def sum(self, tensor):
         return tensor

@@ -41,7 +41,7 @@ MAY_CHANGE = frozenset({
     "trainer.lr", "critic.lr",
     "trainer.max_tokens_per_microbatch", "trainer.activation_checkpointing", "trainer.max_skipped_steps",
     "trainer.offload_optimizer", "trainer.whole_gradients", "trainer.sequence_parallel_size",
-    "trainer.meeting_timeout_s", "trainer.step_timeout_s",
+    "trainer.shared_prefixes", "trainer.meeting_timeout_s", "trainer.step_timeout_s",
     "trainer.nnodes", "trainer.n_gpus_per_node", "rollout.nnodes", "rollout.n_gpus_per_node",
     "rollout.engine", "rollout.workers", "rollout.slots", "rollout.placement", "rollout.prefetch_groups",
     "rollout.hold_slots", "rollout.interrupt", "rollout.tensor_parallel_size",

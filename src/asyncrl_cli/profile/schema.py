@@ -213,8 +213,15 @@ class TrainerSection(Section):
     n_gpus_per_node: Processes | None = None
     """GPUs, and therefore ranks, on each of these nodes. Replaces placement.trainer_workers or a ratio."""
     max_tokens_per_microbatch: PositiveInt = 8192
-    """Token budget of one forward and backward pass on one rank, including any padding. Default: 8192, or
-    2048 for a pretrained model on this machine's CPUs."""
+    """Token budget of one forward and backward pass on one rank, including any padding. Tokens that responses
+    share count once, if `shared_prefixes`. Default: 8192, or 2048 for a pretrained model on this machine's
+    CPUs."""
+    shared_prefixes: bool | None = None
+    """Compute what several responses have in common from their beginning on (system prompt, prompt, earlier
+    turns) once per microbatch, forward and backward, in all models of the trainer. Default: if the model
+    allows it, which a sample shows when it is loaded, and where it saves at least a tenth of the tokens.
+    Models with sliding windows or attention of their own compute every response whole; `true` refuses
+    them."""
     activation_checkpointing: ActivationCheckpointing = "none"
     """What the backward pass of a layer recomputes instead of keeping it. `none`: nothing. `selective`: all
     but matrix products and attention (about half of the memory, little extra time). `full`: everything, from

@@ -41,6 +41,7 @@ from asyncrl_cli.data.sample_fields import (
 )
 from asyncrl_cli.data.trajectories import Arrays, GroupPayload, Trajectory, segment_of
 from asyncrl_cli.profile import arithmetic
+from asyncrl_cli.train.prefix_trees import PrefixTree, cut_trees, prefix_tree
 from asyncrl_cli.train.ranks import Ranks
 from asyncrl_cli.train.step_plan import OptimizerStepPlan, RankPlan
 
@@ -63,6 +64,7 @@ class Microbatch:
     `staleness_N`: the version at the window's start minus the version that sampled the token.
     `trajectory_tokens_N`: the number of sampled tokens in the token's trajectory. `order_N`: the token's
     index among those of this rank's share of the optimizer step (F). `columns`: further values (N), by name.
+    `tree`: if set, models that can compute what rows share once.
     """
 
     inputs_BT: torch.Tensor
@@ -76,6 +78,7 @@ class Microbatch:
     trajectory_tokens_N: torch.Tensor
     order_N: torch.Tensor
     columns: dict[str, torch.Tensor] = field(default_factory=dict)
+    tree: PrefixTree | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,12 +126,13 @@ def step_batches(
     max_tokens: int,
     ranks: Ranks,
     are_packed: bool = False,
+    are_trees: bool = False,
     schema: Schema = BUILT_IN,
 ) -> list[StepBatch]:
     """This rank's share of each optimizer step, with the fields that losses want. A collective. All segments
     of a trajectory share its advantage. `columns`: further fields that all trajectories have (a rank without
     groups has the names, too). `max_tokens` is per rank; it counts padding unless rows `are_packed`
-    (packed_rows.py)."""
+    (packed_rows.py). `are_trees`: it counts unique positions, where rows share enough (prefix_trees.py)."""
     batches, budget = list[StepBatch](), max_tokens * ranks.sequence_size
     for step in plan.optimizer_steps:
         rows, counts_P, first_token = list[BatchRow](), list[int](), 0
@@ -141,9 +145,12 @@ def step_batches(
                 first_token += count.sampled
         lengths = [len(row.segment[TOKENS]) - 1 for row in rows]
         split_cost = SPLIT_COST_TOKENS[ranks.device.type]
+        trees = cut_trees([row.segment[TOKENS][:-1] for row in rows], budget) if are_trees else []
         cut = cut_packed(lengths, budget) if are_packed else cut_padded(lengths, budget, split_cost)
-        parts = ([rows[i] for i in indices] for indices in cut)
-        microbatches = [build_microbatch(part, plan.window, ranks.device) for part in parts]
+        parts = ([rows[i] for i in indices] for indices in trees or cut)
+        microbatches = [
+            build_microbatch(part, plan.window, ranks.device, is_tree=bool(trees)) for part in parts
+        ]
         batches.append(StepBatch(step, microbatches, counts_P))
     # Every rank must take part in every FSDP collective: those with fewer microbatches add empty ones, of two
     # tokens that were not sampled.
@@ -169,7 +176,9 @@ def sampled_values(trajectory: Trajectory, declared: Field) -> NDArray[Any]:
     return declared.filled(trajectory.num_sampled)
 
 
-def build_microbatch(rows: Sequence[BatchRow], window: int, device: torch.device) -> Microbatch:
+def build_microbatch(
+    rows: Sequence[BatchRow], window: int, device: torch.device, *, is_tree: bool = False
+) -> Microbatch:
     """One microbatch of `rows`, padded to the longest. `window`: the version at the window's start.
 
     Padding follows the real tokens, so causal attention never sees it. Raises ValueError if a segment's first
@@ -204,11 +213,16 @@ def build_microbatch(rows: Sequence[BatchRow], window: int, device: torch.device
         staleness_N=torch.from_numpy(window - versions_N).to(device),
         trajectory_tokens_N=torch.from_numpy(trajectory_tokens_N).to(device),
         order_N=torch.from_numpy(order_N).to(device),
+        tree=prefix_tree([row.segment[TOKENS][:-1] for row in rows], device) if is_tree else None,
     )
 
 
 def scoring_microbatch(
-    sequences: Sequence[Sequence[int]], device: torch.device, *, is_scored: bool = True
+    sequences: Sequence[Sequence[int]],
+    device: torch.device,
+    *,
+    is_scored: bool = True,
+    is_tree: bool = False,
 ) -> Microbatch:
     """A microbatch of whole sequences of any lengths, in which every token but the first is scored (none
     unless `is_scored`)."""
@@ -216,7 +230,7 @@ def scoring_microbatch(
     for tokens in sequences:
         versions = [NOT_SAMPLED, *[0 if is_scored else NOT_SAMPLED] * (len(tokens) - 1)]
         rows.append(BatchRow(segment_of(tokens, [0.0] * len(tokens), versions), 0.0, len(tokens)))
-    return build_microbatch(rows, 0, device)
+    return build_microbatch(rows, 0, device, is_tree=is_tree)
 
 
 def cut_padded(lengths: Sequence[int], max_tokens: int, split_cost_tokens: int) -> list[list[int]]:

@@ -19,7 +19,6 @@ sampled tokens, n = those of this rank, H = query heads, J = key-value heads, D 
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -29,39 +28,34 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from asyncrl_cli.base.errors import ConfigError, first_line
-from asyncrl_cli.models.attention import Attention
-from asyncrl_cli.models.model_files import check_heads
-from asyncrl_cli.train.batch import Microbatch, scoring_microbatch
+from asyncrl_cli.train.batch import Microbatch
 from asyncrl_cli.train.ranks import Ranks
 
 UNPADDED = "asyncrl_unpadded"
-SAMPLE_LENGTHS = (5, 23, 1, 14)
-MAX_TOKEN_DIFF = {torch.float32: 1e-3, torch.bfloat16: 0.25}
-"""Largest relative difference of a token's hidden state due to rounding in a deep model. Seeing another row
-makes it larger."""
-MAX_KERNEL_DIFF = 0.05
-"""Largest relative difference of attention's values and gradients: ten times the error of rounding a value to
-bfloat16."""
 
-Kernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, "Layout", float | None], torch.Tensor]
-"""Causal attention of query (P, H, D), key and value (P, J, D), row by row."""
-logger = logging.getLogger(__name__)
+Kernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Any, float | None], torch.Tensor]
+"""Causal attention of query (P, H, D), key and value (P, J, D), row by row, for a kind of `Layout`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
+    """What attention needs to know of the positions end to end."""
+
+    kernel: Kernel
+    sequence: dist.ProcessGroup | None
+
+
+@dataclass(frozen=True, slots=True)
+class Rows(Layout):
     """Where the rows are: row b takes positions `starts[b]` to `starts[b + 1]`. `slots_P`: their indices in
     padded (B, T)."""
 
     starts: torch.Tensor
     slots_P: torch.Tensor
     longest: int
-    kernel: Kernel
-    sequence: dist.ProcessGroup | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,83 +106,33 @@ class Unpadded:
         rows_P = torch.arange(num_rows, device=device).repeat_interleave(lengths_B, output_size=sum(lengths))
         positions_P = torch.arange(len(rows_P), device=device) - starts[rows_P]
         places_N = starts[microbatch.rows_N] + microbatch.select_N - microbatch.rows_N * width
-        size = len(rows_P) // ranks.sequence_size
-        begin = ranks.rank % ranks.sequence_size * size
-        tokens_n = ((places_N >= begin) & (places_N < begin + size)).nonzero().squeeze(1)
-        mine = slice(begin, begin + size)
-        inputs = microbatch.inputs_BT[rows_P[mine], positions_P[mine].clamp(max=width - 1)]
         longest = max(lengths)
         slots_P = rows_P * longest + positions_P
-        layout = Layout(starts.int(), slots_P, longest, self.kernel, ranks.sequence)
-        arguments = {"input_ids": inputs[None], "position_ids": positions_P[None, mine], "layout": layout}
-        return RankShare(arguments, places_N[tokens_n] - begin, tokens_n, ranks.sequence)
+        layout = Rows(self.kernel, ranks.sequence, starts.int(), slots_P, longest)
+        return rank_share(microbatch, rows_P, positions_P, places_N, layout, ranks)
 
 
-def is_packed(divide: Divide) -> bool:
-    """Whether nothing is computed for padding, not even in attention. A microbatch's budget then counts
-    tokens alone."""
-    return isinstance(divide, Unpadded) and divide.kernel is by_lengths
-
-
-def choose_division(decoder: PreTrainedModel, attention: Attention, ranks: Ranks) -> Divide:
-    """`Unpadded` if the model allows it, and either tokens must be divided or a kernel makes it worthwhile;
-    else `padded`. Sets the decoder's attention, for which `attention` was chosen before. A collective.
-
-    Raises ConfigError if this model does not support `trainer.sequence_parallel_size`.
-    """
-    config, size = decoder.config.get_text_config(), ranks.sequence_size
-    check_heads(config, size)
-    if kinds := getattr(config, "layer_types", None):
-        attends_everywhere = set(kinds) == {"full_attention"}
-    else:  # all layers are of one kind
-        windows = (getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size"))
-        attends_everywhere = not any(windows)
-    if attention == "sdpa" and attends_everywhere:
-        kernel: Kernel = in_padded_rows
-        may_be_faster = ranks.device.type == "cuda" and decoder.dtype != torch.float32
-        if may_be_faster and getattr(config, "num_attention_heads", None):
-            largest = ranks.max(kernel_diff(config, decoder.dtype, ranks))
-            kernel = by_lengths if largest < MAX_KERNEL_DIFF else in_padded_rows
-        divide = Unpadded(kernel, ranks)
-        if (size > 1 or kernel is by_lengths) and _is_same(decoder, divide, ranks):
-            return divide
-    if size == 1:
-        return padded
-    if attention == "eager":
-        why = f" needs sdpa, but this {config.model_type} model uses its own attention (eager)"
-        hint = "; the trainer's log says why it is not sdpa"
-    else:
-        why = f": a {config.model_type} model mixes positions by more than causal attention (sliding "
-        why += "windows, soft-caps, recurrent layers), which cannot be divided"
-        hint = ", with trainer.activation_checkpointing=full for less memory"
-    key = "trainer.sequence_parallel_size"
-    raise ConfigError(f"{key} = {size}{why}", hint=f"--set {key}=1{hint}")
-
-
-@torch.no_grad()
-def _is_same(decoder: PreTrainedModel, divide: Divide, ranks: Ranks) -> bool:
-    """Whether `divide` gives a sample the same hidden states, up to rounding, on all ranks. If so, its
-    attention stays set."""
-    size, generator = int(decoder.config.get_text_config().vocab_size), torch.Generator().manual_seed(0)
-    sample = [torch.randint(size, (length + 1,), generator=generator).tolist() for length in SAMPLE_LENGTHS]
-    microbatch, found = scoring_microbatch(sample, ranks.device), []
-    part = divide(microbatch)
-    for implementation, tried in (("sdpa", padded(microbatch)), (UNPADDED, part)):
-        decoder.set_attn_implementation(implementation)
-        hidden = decoder(**tried.inputs, use_cache=False).last_hidden_state
-        found.append(hidden.flatten(0, 1)[tried.select_n].float())
-    expected, ours = part.of(found[0]), found[1]
-    diffs = (ours - expected).norm(dim=-1) / expected.norm(dim=-1).clamp(min=1e-30)
-    # a rank may have no token
-    largest = torch.cat([diffs, diffs.new_zeros(1)]).nan_to_num(nan=torch.inf).max()
-    is_same = bool(ranks.max(largest) < MAX_TOKEN_DIFF[hidden.dtype])
-    if not is_same:
-        decoder.set_attn_implementation("sdpa")
-    return is_same
+def rank_share(
+    microbatch: Microbatch,
+    rows_P: torch.Tensor,
+    positions_P: torch.Tensor,
+    places_N: torch.Tensor,
+    layout: Layout,
+    ranks: Ranks,
+) -> RankShare:
+    """This rank's share of positions end to end: the row of each, and its position there. `places_N`: those
+    that predict the sampled tokens. A position beyond the microbatch's width has its row's last token."""
+    size = len(rows_P) // ranks.sequence_size
+    begin = ranks.rank % ranks.sequence_size * size
+    tokens_n = ((places_N >= begin) & (places_N < begin + size)).nonzero().squeeze(1)
+    mine, last = slice(begin, begin + size), microbatch.inputs_BT.shape[1] - 1
+    inputs = microbatch.inputs_BT[rows_P[mine], positions_P[mine].clamp(max=last)]
+    arguments = {"input_ids": inputs[None], "position_ids": positions_P[None, mine], "layout": layout}
+    return RankShare(arguments, places_N[tokens_n] - begin, tokens_n, ranks.sequence)
 
 
 def in_padded_rows(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layout: Layout, scaling: float | None
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layout: Rows, scaling: float | None
 ) -> torch.Tensor:
     """A `Kernel` that runs everywhere."""
     rows = []  # each (B, H, T, D), with zeros where there is no token
@@ -202,7 +146,7 @@ def in_padded_rows(
 
 
 def by_lengths(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layout: Layout, scaling: float | None
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layout: Rows, scaling: float | None
 ) -> torch.Tensor:
     """A `Kernel`: torch's flash attention for rows of different lengths, if all heads are of one size."""
     from torch.nn.attention.varlen import varlen_attn
@@ -218,33 +162,6 @@ def by_lengths(
             key, value = (heads.repeat_interleave(group, dim=1) for heads in (key, value))
     attended: torch.Tensor = varlen_attn(query, key, value, starts, starts, longest, longest, **how)
     return attended
-
-
-def kernel_diff(config: Any, dtype: torch.dtype, ranks: Ranks) -> torch.Tensor:
-    """The largest difference of `by_lengths` from `in_padded_rows`, with the model's heads; infinite if a
-    kernel does not run."""
-    microbatch = scoring_microbatch([[0] * (length + 1) for length in SAMPLE_LENGTHS], ranks.device)
-    layout = Unpadded(in_padded_rows, ranks)(microbatch).inputs["layout"]
-    heads = config.num_attention_heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-    each = heads, *[getattr(config, "num_key_value_heads", None) or heads] * 2
-    shapes = [(len(layout.slots_P), number, head_dim) for number in each]
-    generator = torch.Generator().manual_seed(0)
-    query, key, value = (
-        torch.randn(shape, generator=generator).to(ranks.device, dtype).requires_grad_() for shape in shapes
-    )
-    found = []
-    for kernel in (in_padded_rows, by_lengths):
-        try:
-            attended = kernel(query, key, value, layout, None)
-            gradients = torch.autograd.grad(attended.float().square().sum(), [query, key, value])
-            found.append([attended, *gradients])
-        except (RuntimeError, ValueError, TypeError, ImportError) as error:
-            what = "torch's attention for rows of different lengths"
-            logger.warning("%s does not run here: %s", what, first_line(error))
-            return torch.tensor(torch.inf, device=ranks.device)
-    diffs = [(ours - theirs).norm() / theirs.norm() for theirs, ours in zip(*found, strict=True)]
-    return torch.stack(diffs).float().detach().nan_to_num(nan=torch.inf).max()
 
 
 def attend(

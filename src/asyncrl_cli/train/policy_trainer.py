@@ -139,7 +139,9 @@ class PolicyTrainer:
             columns,
             max_tokens=self.profile.trainer.max_tokens_per_microbatch,
             ranks=ranks,
-            are_packed=all(model.is_packed for model in models),  # all of them take the same microbatches
+            # all of them take the same microbatches
+            are_packed=all(model.is_packed for model in models),
+            are_trees=all(model.shares for model in models),
             schema=self.schema,
         )
         # Columns come first, while no weights have changed. Those that were passed in are not computed.

@@ -33,8 +33,10 @@ from asyncrl_cli.models.saved_form import SavedForm, persistent_buffers, skeleto
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.train import keeps_whole_gradients
 from asyncrl_cli.train.batch import Column, Microbatch, StepBatch, step_batches
-from asyncrl_cli.train.packed_rows import Divide, choose_division, is_packed
+from asyncrl_cli.train.division import choose_division, is_packed
+from asyncrl_cli.train.packed_rows import Divide
 from asyncrl_cli.train.ranks import Ranks
+from asyncrl_cli.train.shared_prefixes import SharedPrefixes
 from asyncrl_cli.train.step_plan import OptimizerStepPlan, PlannedTrajectory, RankPlan
 
 T = TypeVar("T")
@@ -101,7 +103,8 @@ class ShardedModel(ABC, Generic[Content]):
 
     `content`: the module that is sharded. `parameters`: the trained, sharded float32 master weights, by name.
     `divide`: how the decoder takes microbatches. `is_packed`: whether microbatches are packed without
-    padding. OSError or ValueError, from transformers, if `model_dir` is not a model.
+    padding; `shares`: whether what rows share is computed once. OSError or ValueError, from transformers, if
+    `model_dir` is not a model.
     """
 
     def __init__(self, profile: Profile, model_dir: str, ranks: Ranks) -> None:
@@ -116,10 +119,12 @@ class ShardedModel(ABC, Generic[Content]):
         # the module whose outputs the choice of attention must keep
         attending = model if self.content is model else decoder
         self.attention: Attention = self.gathered(partial(choose_attention, attending))
-        self.divide: Divide = self.gathered(partial(choose_division, decoder, self.attention, ranks))
+        wanted = profile.trainer.shared_prefixes
+        self.divide: Divide = self.gathered(partial(choose_division, decoder, self.attention, ranks, wanted))
         self.gathered.release()
-        self.is_packed = is_packed(self.divide)
+        self.is_packed, self.shares = is_packed(self.divide), isinstance(self.divide, SharedPrefixes)
         layout = "packed without padding" if self.is_packed else "padded"
+        layout += ", shared prefixes computed once" if self.shares else ""
         logger.info("rank %d: attention %s, microbatches %s", ranks.rank, self.attention, layout)
         every = cast(dict[str, DTensor], dict(self.content.named_parameters()))
         self.parameters = {name: parameter for name, parameter in every.items() if parameter.requires_grad}
@@ -143,9 +148,14 @@ class ShardedModel(ABC, Generic[Content]):
         self, plan: RankPlan, payloads: Mapping[int, GroupPayload], columns: Sequence[str] = ()
     ) -> list[StepBatch]:
         """The microbatches of a plan, if this model alone takes them. A collective."""
-        max_tokens, packs = self.profile.trainer.max_tokens_per_microbatch, self.is_packed
         return step_batches(
-            plan, payloads, columns, max_tokens=max_tokens, ranks=self.ranks, are_packed=packs
+            plan,
+            payloads,
+            columns,
+            max_tokens=self.profile.trainer.max_tokens_per_microbatch,
+            ranks=self.ranks,
+            are_packed=self.is_packed,
+            are_trees=self.shares,
         )
 
     def column(self, payloads: Mapping[int, GroupPayload]) -> Column:

@@ -1,0 +1,167 @@
+"""The decoder's view of prefix trees (prefix_trees.py): unique positions end to end, each with the rotary
+position that it has in its rows, and attention that sees a position's own prefix.
+
+Two kernels compute it. `in_branches` runs everywhere: the part that a row has of its own attends to the row's
+whole prefix, whose keys and values are gathered from where they were computed; parts of similar lengths are
+padded to one batch. `in_blocks` is torch's FlexAttention, for GPUs: of positions in tree order, one sees
+another if that is not later, and the other's branch has not ended.
+
+What it is not: a cache. Keys and values are those of this pass, so gradients flow into the prefix from every
+row. Sharing changes no result but its rounding, in experts' layers too: they route each position by itself.
+
+Legend: P = unique positions, b = rows in a block, q = the longest own part of these, k = the longest row of
+these, H = query heads, J = key-value heads, D = head's size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.functional import pad
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from asyncrl_cli.train.batch import Microbatch, cut_padded
+from asyncrl_cli.train.packed_rows import Divide, Kernel, Layout, RankShare, rank_share
+from asyncrl_cli.train.prefix_trees import PrefixTree
+from asyncrl_cli.train.ranks import Ranks
+
+BLOCK_COST_TOKENS = 32
+"""Cost of one more block of attention, in padded tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class SharedPrefixes:
+    """Makes this rank's share of a microbatch with its tree. `rows` takes the microbatches without one."""
+
+    rows: Divide
+    kernel: Kernel
+    ranks: Ranks
+
+    def __call__(self, microbatch: Microbatch) -> RankShare:
+        """Positions that nobody sees are added until all ranks have the same number."""
+        if (tree := microbatch.tree) is None:
+            return self.rows(microbatch)
+        added = -len(tree.rows_P) % self.ranks.sequence_size
+        rows_P, positions_P = pad(tree.rows_P, (0, added)), pad(tree.positions_P, (0, added))
+        places_N = tree.places_BT.flatten()[microbatch.select_N]
+        layout = LAYOUTS[self.kernel](tree, added, self.ranks.sequence)
+        return rank_share(microbatch, rows_P, positions_P, places_N, layout, self.ranks)
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Rows whose own parts attend together. `queries_bq`: places of the own parts; `keys_bk`: of the whole
+    rows; `mask_b1qk`: None if the rows share nothing, so that attention is causal."""
+
+    queries_bq: torch.Tensor
+    keys_bk: torch.Tensor
+    mask_b1qk: torch.Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class Branches(Layout):
+    """`slots_P`: where each position's result is among those of all blocks end to end."""
+
+    blocks: tuple[Block, ...]
+    slots_P: torch.Tensor
+
+
+def branches(tree: PrefixTree, added: int, sequence: dist.ProcessGroup | None) -> Branches:
+    shared, lengths, places_BT = tree.shared, tree.lengths, tree.places_BT
+    device, own = places_BT.device, [n - first for n, first in zip(lengths, shared, strict=True)]
+    slots_P = torch.zeros(len(tree.rows_P) + added, dtype=torch.int64, device=device)
+    blocks, begin = list[Block](), 0
+    roots = [b for b, first in enumerate(shared) if not first]
+    others = [b for b, first in enumerate(shared) if first and own[b]]
+    for rows in (part for side in (roots, others) if side for part in _alike(side, own, lengths)):
+        rows_b1 = torch.tensor(rows, device=device)[:, None]
+        firsts_b1, own_b1 = (torch.tensor(values, device=device)[rows_b1] for values in (shared, own))
+        longest = max(own[b] for b in rows)
+        steps_q = torch.arange(longest, device=device)
+        positions_bq, is_own_bq = firsts_b1 + steps_q, steps_q < own_b1
+        last = places_BT.shape[1] - 1
+        queries_bq = places_BT[rows_b1, positions_bq.clamp(max=last)].where(is_own_bq, 0)
+        keys_bk = places_BT[rows, : max(lengths[b] for b in rows)]
+        is_seen = torch.arange(keys_bk.shape[1], device=device) <= positions_bq[..., None]
+        blocks.append(Block(queries_bq, keys_bk, None if rows[0] in roots else is_seen[:, None]))
+        slots_bq = begin + torch.arange(queries_bq.numel(), device=device).view_as(queries_bq)
+        slots_P[queries_bq[is_own_bq]] = slots_bq[is_own_bq]
+        begin += queries_bq.numel()
+    return Branches(in_branches, sequence, tuple(blocks), slots_P)
+
+
+def _alike(rows: list[int], own: list[int], lengths: tuple[int, ...]) -> list[list[int]]:
+    """The rows in parts of similar lengths, first by what they have of their own."""
+    found = []
+    for part in cut_padded([own[b] for b in rows], 2**62, BLOCK_COST_TOKENS):
+        chosen = [rows[i] for i in part]
+        cut = cut_padded([lengths[b] for b in chosen], 2**62, BLOCK_COST_TOKENS * 4)
+        found += [[chosen[i] for i in block] for block in cut]
+    return found
+
+
+def in_branches(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layout: Branches, scaling: float | None
+) -> torch.Tensor:
+    """A `Kernel` that runs everywhere."""
+    heads = SimpleNamespace(num_key_value_groups=query.shape[1] // key.shape[1])
+    found = []
+    for block in layout.blocks:
+        places = (block.queries_bq, block.keys_bk, block.keys_bk)
+        chosen = (
+            values_PHD.index_select(0, at.flatten()).unflatten(0, at.shape).transpose(1, 2)
+            for values_PHD, at in zip((query, key, value), places, strict=True)
+        )
+        mask, is_causal = block.mask_b1qk, block.mask_b1qk is None
+        attended_bqHD, _ = sdpa_attention_forward(heads, *chosen, mask, scaling=scaling, is_causal=is_causal)
+        found.append(attended_bqHD.flatten(0, 1))
+    return torch.cat(found).index_select(0, layout.slots_P)
+
+
+@dataclass(frozen=True, slots=True)
+class TreeMask(Layout):
+    mask: Any
+    """FlexAttention's block mask."""
+
+
+def tree_mask(tree: PrefixTree, added: int, sequence: dist.ProcessGroup | None) -> TreeMask:
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    ends_P, number = pad(tree.ends_P, (0, added)), len(tree.ends_P) + added
+
+    def sees(batch: torch.Tensor, head: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+        return (k <= q) & (q < ends_P[k])
+
+    device, compiles = ends_P.device, ends_P.is_cuda
+    mask = create_block_mask(sees, None, None, number, number, device=device, _compile=compiles)
+    return TreeMask(in_blocks, sequence, mask)
+
+
+def in_blocks(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layout: TreeMask, scaling: float | None
+) -> torch.Tensor:
+    """A `Kernel`: torch's FlexAttention, compiled on GPUs. (On CPUs torch has no compiled backward pass.)"""
+    chosen = (values_PHD.transpose(0, 1)[None] for values_PHD in (query, key, value))
+    is_grouped = query.shape[1] != key.shape[1]
+    attended = _flex(query.is_cuda)(*chosen, block_mask=layout.mask, scale=scaling, enable_gqa=is_grouped)
+    attended_PHD: torch.Tensor = attended[0].transpose(0, 1)
+    return attended_PHD
+
+
+@cache
+def _flex(compiles: bool) -> Callable[..., torch.Tensor]:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return torch.compile(flex_attention) if compiles else flex_attention
+
+
+LAYOUTS: dict[Kernel, Callable[[PrefixTree, int, dist.ProcessGroup | None], Layout]] = {
+    in_branches: branches,
+    in_blocks: tree_mask,
+}
