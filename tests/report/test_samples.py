@@ -156,8 +156,8 @@ def with_fields(run):
     one = trajectory_of((answer,), schema, reward=1.0, finish_reason="stop", level=[2, "hard"], hidden=7)
     other = trajectory_of((segment(*told, (8, 5, -1)),), schema, reward=0.0, finish_reason="stop")
     payload = GroupPayload(uid="p7", epoch=0, attempt=0, trajectories=(one, other))
-    kept = {0: {"entropy": np.array([0, 1, 0.1, np.nan, 0.75, 0.76, 0.5], np.float32)}}
-    group = SampledGroup(payload=payload, advantages=[None, None], kept=kept)
+    loss_fields = {0: {"entropy": np.array([0, 1, 0.1, np.nan, 0.75, 0.76, 0.5], np.float32)}}
+    group = SampledGroup(payload=payload, advantages=[None, None], loss_fields=loss_fields)
     decode = lambda ids: "".join(map(WORDS.get, ids))  # noqa: E731
     dump_samples(run.files.samples, 20, [group], window=5, decode=decode, schema=schema)
     return run

@@ -79,9 +79,9 @@ PACKAGE = """
 
 
     def gauged(batch, algorithm):
-        batch.keep("entropy", batch.entropy_N)
-        batch.keep("kinds_seen", batch.columns["kinds"])
-        batch.keep("doubled_seen", batch.columns["doubled"])
+        batch.write("entropy", batch.entropy_N)
+        batch.write("kinds_seen", batch.columns["kinds"])
+        batch.write("doubled_seen", batch.columns["doubled"])
         return vanilla(batch, algorithm)
 
 
@@ -199,7 +199,7 @@ def test_a_rewards_field_and_a_scorers_are_in_the_samples_and_the_scorers_arrive
             assert line["fields"]["doubled_seen"]["values"] == expected
 
 
-def test_what_the_loss_keeps_is_the_entropy_of_the_weights_at_the_steps_start(resumed, capsys):
+def test_what_the_loss_writes_is_the_entropy_of_the_weights_at_the_steps_start(resumed, capsys):
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(resumed.run / "model"))
     step = 2
     saved = load_file(resumed.run / f"checkpoints/step-{step:06d}" / "rank-00000.safetensors")

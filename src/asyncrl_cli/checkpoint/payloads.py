@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any, Literal, NotRequired, cast
 
@@ -33,7 +34,7 @@ from asyncrl_cli.data.sample_fields import (
     VERSIONS,
     Schema,
 )
-from asyncrl_cli.data.trajectories import GroupPayload, Trajectory, packed, trajectory_of
+from asyncrl_cli.data.trajectories import HEADS, GroupPayload, Trajectory, packed, unpacked
 
 ARRAYS = "payloads.safetensors"
 STRUCTURE = "payloads.json"
@@ -70,7 +71,8 @@ def write_payloads(directory: Path, payloads: Sequence[GroupPayload], schema: Sc
     later."""
     everything = [one for group in payloads for one in group.trajectories]
     columns = packed(everything, schema)
-    names = {f"{field.per}/{field.name}": field.name for field in schema.arrays if field.in_checkpoints}
+    stored = (field for field in schema.arrays if field.in_checkpoints and field.by != "scorer")
+    names = {f"{field.per}/{field.name}": field.name for field in stored}
     arrays = {name: schema[name].filled(0) for name in REQUIRED}
     arrays |= {name: columns[column] for column, name in names.items() if column in columns}
     with naming(directory / ARRAYS):
@@ -122,28 +124,21 @@ def read_payloads(directory: Path, schema: Schema = BUILT_IN) -> tuple[GroupPayl
         expected = sum(lengths) if field.per == "token" else int(arrays[MASK].sum())
         if len(array) != expected:
             raise RefusedError(f"{path} does not fit {STRUCTURE}: {expected} tokens expected", hint=WAY_OUT)
-    # Where each segment ends, in tokens and in sampled tokens.
-    tokens_S = np.cumsum([0, *lengths])
-    sampled_S = np.concatenate([[0], np.cumsum(arrays[MASK])])[tokens_S]
-    ends = {"token": tokens_S, "sampled": sampled_S}
-    segments = iter(
-        [
-            {
-                name: array[ends[schema[name].per][s] : ends[schema[name].per][s + 1]].copy()
-                for name, array in arrays.items()
-            }
-            for s in range(len(lengths))
-        ]
+    ends_S = np.cumsum([0, *lengths])
+    sampled_S = np.diff(np.concatenate([[0], np.cumsum(arrays[MASK])])[ends_S])
+    counts, heads = zip(lengths, sampled_S.tolist(), strict=True), []
+    for line in (line for group in groups for line in group["trajectories"]):
+        built_in = {name: value for name, value in line.items() if name in BUILT_IN}
+        further = {n: value for n, value in line.get("values", {}).items() if n in schema}
+        heads.append(([*islice(counts, len(line["segment_lengths"]))], further | built_in))
+    columns = {f"{schema[name].per}/{name}": array for name, array in arrays.items()}
+    trajectories = iter(unpacked({HEADS: heads, **columns}))
+    return tuple(
+        GroupPayload(
+            uid=group["uid"],
+            epoch=group["epoch"],
+            attempt=group["attempt"],
+            trajectories=tuple(islice(trajectories, len(group["trajectories"]))),
+        )
+        for group in groups
     )
-    payloads = []
-    for group in groups:
-        trajectories = []
-        for line in group["trajectories"]:
-            built_in = {name: value for name, value in line.items() if name in BUILT_IN}
-            further = {n: value for n, value in line.get("values", {}).items() if n in schema}
-            parts = [next(segments) for _ in line["segment_lengths"]]
-            trajectories.append(trajectory_of(parts, schema, **further | built_in))
-        uid, epoch, attempt = group["uid"], group["epoch"], group["attempt"]
-        whole = tuple(trajectories)
-        payloads.append(GroupPayload(uid=uid, epoch=epoch, attempt=attempt, trajectories=whole))
-    return tuple(payloads)

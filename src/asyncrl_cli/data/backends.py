@@ -19,13 +19,8 @@ def started_store(profile: Profile, run: str) -> Store:
     return RayStore(schema, plane.timeout_s)
 
 
-def address_of(store: Store) -> Address | None:
-    """What `store_at` needs in another process."""
-    return getattr(store, "address", None)
-
-
 def store_at(profile: Profile, address: Address | None) -> Store:
-    """Another process's end of the driver's store. Connects at its first call."""
+    """Another process's end of the driver's store, which has this address. Connects at its first call."""
     plane, schema = profile.data_plane, schema_of(profile)
     if address is not None:
         from asyncrl_cli.data.transferqueue_store import TransferQueueStore

@@ -68,9 +68,6 @@ class RayStore(Store):
             found.append({name: value for name, value in columns.items() if is_wanted(name, fields)})
         return found
 
-    def _drop(self, keys: Sequence[str]) -> None:
-        pass
-
 
 def shipped(stored: Sequence[Stored], most: int) -> tuple[list[Stored], list[Any]]:
     """For the answer to a call with `most` further objects: the keys without what they have put here, and the

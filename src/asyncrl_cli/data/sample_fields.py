@@ -12,7 +12,7 @@ the group `asyncrl.fields`, both a sequence of fields), and its producer:
                   `End` also a value of the trajectory
     reward        {"reward": 1.0, "<field>": value}: a value of the trajectory
     scorer        a class that `task.scorers` names, with `score(groups, items)`
-    trainer       `LossBatch.keep(name, values_N)`, called by a loss
+    trainer       `LossBatch.write(name, values_N)`, called by a loss
 
 A field that nobody writes takes no room. Readers of an absent value see `fill`.
 """
@@ -210,7 +210,10 @@ def schema_of(profile: Profile) -> Schema:
             why = describe(error) if not isinstance(error, ValueError) else first_line(error)
             raise ConfigError(f"{where} cannot be used: {why}", hint=HINT) from error
     schema = Schema(fields)
-    for name in profile.task.scorers:
+    for name, code_name in profile.task.scorers.items():
+        if not is_user_code(code_name):
+            why = f'task.scorers: {name} = "{code_name}" is not of the form module:Class'
+            raise ConfigError(why, hint=f'for example {{{name} = "my_scorers:Scorer"}}')
         if name in BUILT_IN or name not in schema or schema[name].by != "scorer":
             why = f'task.scorers names "{name}", which no field is that a scorer of yours writes'
             hint = f'task.fields = "module:FIELDS" with Field(name="{name}", per="sampled", by="scorer")'

@@ -93,6 +93,8 @@ class Store(ABC):
     driver."""
 
     name: str
+    address: Any = None
+    """What another process needs to make its end (`backends.store_at`); None: nothing."""
     lends_memory = True
     """Whether fetched arrays are views of the store's memory. If not, all of them are copies."""
 
@@ -190,8 +192,7 @@ class Store(ABC):
         self._held.clear()
         self._cleared.clear()
 
-    @abstractmethod
-    def _drop(self, keys: Sequence[str]) -> None:
+    def _drop(self, keys: Sequence[str]) -> None:  # noqa: B027
         """Free what does not go with its last reference."""
 
     def late(self, call: str, num_keys: int, key: str = "data_plane.timeout_s") -> ExecutorFailed:
@@ -213,9 +214,6 @@ class LocalStore(Store):
             everything = {name: value for piece in one.pieces for name, value in piece.content.items()}
             found.append({name: value for name, value in everything.items() if is_wanted(name, fields)})
         return found
-
-    def _drop(self, keys: Sequence[str]) -> None:
-        pass
 
 
 def is_wanted(name: str, fields: Collection[str] | None) -> bool:

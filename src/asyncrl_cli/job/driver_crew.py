@@ -20,7 +20,7 @@ from asyncrl_cli.checkpoint.reader import Checkpoint
 from asyncrl_cli.contracts.environment import RewardSpec
 from asyncrl_cli.contracts.item import Item
 from asyncrl_cli.contracts.prompt_group import AttemptKey, DataKey
-from asyncrl_cli.data.backends import address_of, started_store
+from asyncrl_cli.data.backends import started_store
 from asyncrl_cli.data.ray_store import RayStore
 from asyncrl_cli.data.store import Store
 from asyncrl_cli.job.driver_preflight import Wanted, examined, refuse
@@ -113,8 +113,7 @@ async def started_crew(order: CrewOrder) -> AsyncIterator[Crew]:
             version = order.checkpoint.version if order.checkpoint else 0
             place = place_of(plan, ROLLOUT, order.model_dir, version)
             for name, make in makers_of(order, ROLLOUT, RolloutHost, options).items():
-                address = address_of(store)
-                make_actor = partial(make, profile, place, order.reward, order.tool_class, address)
+                make_actor = partial(make, profile, place, order.reward, order.tool_class, store.address)
                 workers.append(RayRolloutWorker(name, make_actor, profile, store, place.workers))
             # vLLM counts what others take of a GPU while it measures as its own, so the trainer takes none
             # before vLLM is ready.
@@ -166,8 +165,8 @@ def _make_ranks(
     place = replace(place_of(order.plan, role, order.model_dir), **order.further)  # type: ignore[arg-type]
     makers = makers_of(order, role, RankHost, options, concurrency_groups=threads)
     run_dir = order.run_dir.absolute()
-    address = address_of(order.store)
-    return [make(role, order.profile, place, run_dir, probe_items, address) for make in makers.values()]
+    given = role, order.profile, place, run_dir, probe_items, order.store.address
+    return [make(*given) for make in makers.values()]
 
 
 def makers_of(

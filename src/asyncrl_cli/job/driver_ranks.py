@@ -282,7 +282,7 @@ class RayTrainer(RayRanks):
         """Start `dump()` once the previous dump has ended. `dump` must have a time limit of its own."""
         await self.finish_dumps()
         self._dumping = step, asyncio.create_task(dump(), name=f"samples of step {step}")
-        # It asks the ranks for what the losses have kept, before the next train step replaces that.
+        # It asks the ranks for what the loss has written, before the next train step replaces that.
         await asyncio.sleep(0)
 
     async def finish_dumps(self) -> None:
@@ -330,8 +330,8 @@ class RayTrainer(RayRanks):
         async def dump() -> None:
             with pinned:
                 parts = [self._store.stored(one) for one in keys.values()]
-                kept = [actor.kept.remote() for actor in self.actors]
-                given = str(self._samples_dir.absolute()), batch.step, batch.window, facts, parts, kept
+                loss_fields = [actor.loss_fields.remote() for actor in self.actors]
+                given = str(self._samples_dir.absolute()), batch.step, batch.window, facts, parts, loss_fields
                 ref = self.actors[0].dump.remote(*given, *columns)
                 await self._answer(ref, f"the dump of the samples of step {batch.step}", self._weights)
 

@@ -66,7 +66,7 @@ if TYPE_CHECKING:  # torch: the driver imports this module
     from asyncrl_cli.train.batch import Column
     from asyncrl_cli.train.critic import CriticApart
     from asyncrl_cli.train.policy_model import PolicyModel
-    from asyncrl_cli.train.policy_trainer import Kept
+    from asyncrl_cli.train.policy_trainer import LossFields
     from asyncrl_cli.train.reward_model import RewardModel
     from asyncrl_cli.train.step_plan import RankPlan
     from asyncrl_cli.weights.versions import Manifest, Sender
@@ -260,7 +260,7 @@ class RankHost:
         groups: Sequence[Keys],
     ) -> tuple[TrainReport, ExecutorReport]:
         """One train step on the groups of `plan.groups`, whose data is in `groups`. `names`: fields that
-        scorers have added to it. `dumped`: groups of which `kept` is asked for."""
+        scorers have added to it. `dumped`: groups of which `loss_fields` is asked for."""
         began_s = time.monotonic()
         with self._meter.doing(State.BUSY):
             fields = [*ENGINE_FIELDS, *names, *(field.name for field in self._store.schema.in_losses)]
@@ -369,9 +369,9 @@ class RankHost:
             return self.trainer.model.column(dict(zip(indices, payloads, strict=True)))
 
     @ray.method(concurrency_group="main")
-    def kept(self) -> Kept:
-        """What losses have kept in the last train step for the groups to dump."""
-        return self.trainer.kept
+    def loss_fields(self) -> LossFields:
+        """What the loss has written in the last train step, of the groups to dump."""
+        return self.trainer.loss_fields
 
     @ray.method(concurrency_group="write")
     def dump(
@@ -381,22 +381,24 @@ class RankHost:
         window: int,
         facts: Mapping[int, SampleFacts],
         groups: Sequence[Keys],
-        kept: list[ObjectRef],
+        loss_fields: list[ObjectRef],
         *columns: Column,
     ) -> None:
         """Rank 0: write trajectories of a train step as text lines, beside training.
 
-        `facts`: of each chosen group, by its index in the step, in the order of `groups`. `kept`: every
-        rank's. `columns`: the logprobs that the ranks have computed, if any.
+        `facts`: of each chosen group, by its index in the step, in the order of `groups`. `loss_fields`:
+        every rank's. `columns`: the logprobs that the ranks have computed, if any.
         """
         logprobs = {index: arrays for column in columns for index, arrays in column.items()}
-        outputs: dict[int, dict[int, Arrays]] = {}
-        for (index, trajectory), arrays in chain.from_iterable(one.items() for one in ray.get(kept)):
-            outputs.setdefault(index, {})[trajectory] = arrays
+        written: dict[int, dict[int, Arrays]] = {}
+        for (index, trajectory), arrays in chain.from_iterable(one.items() for one in ray.get(loss_fields)):
+            written.setdefault(index, {})[trajectory] = arrays
         schema = self._store.schema
         shown = [field.name for field in schema.values() if field.in_samples]
         sampled = [
-            SampledGroup(payload=payload, logprobs=logprobs.get(index), kept=outputs.get(index, {}), **known)
+            SampledGroup(
+                payload=payload, logprobs=logprobs.get(index), loss_fields=written.get(index, {}), **known
+            )
             for payload, (index, known) in zip(self._payloads(groups, shown), facts.items(), strict=True)
         ]
         decode, most = self.tokenizer.decode, self._profile.logging.samples_max_mb * MIB

@@ -31,7 +31,7 @@ from ray.actor import ActorHandle
 from asyncrl_cli.base.errors import ExecutorFailed
 from asyncrl_cli.contracts.environment import Environment, RewardSpec
 from asyncrl_cli.contracts.ports import EvalRequest, WorkerUpdate
-from asyncrl_cli.contracts.prompt_group import AttemptKey, DataKey, PartRequest, PartResult
+from asyncrl_cli.contracts.prompt_group import AttemptKey, DataKey, PartKey, PartRequest, PartResult
 from asyncrl_cli.contracts.weight_version import LoadReport
 from asyncrl_cli.data.backends import store_at
 from asyncrl_cli.data.ray_store import shipped
@@ -84,8 +84,8 @@ class RolloutHost:
         self._reward = reward
         self._tool_class = tool_class
         self._store = store_at(profile, address)
-        self._partial: dict[DataKey, Stored] = {}
-        """The data that requested parts continue from."""
+        self._partial: dict[PartKey, Stored] = {}
+        """What requested parts continue from, until they begin."""
         self._num_evals = 0
         self._log_path = log_path
         self._processes: Processes | None = None
@@ -187,9 +187,9 @@ class RolloutHost:
         await asyncio.gather(self._pool.close(), self._engine.close(), *ends)
 
     async def _play(self, request: PartRequest, on_sequence: Callable[[int], None]) -> EndedPart:
-        so_far, key, (uid, epoch, attempt) = None, request.partial_tokens, request.key.attempt
-        if request.partial and key is not None:
-            (found,) = await asyncio.to_thread(self._store.get, [self._partial[key]])
+        so_far, (uid, epoch, attempt) = None, request.key.attempt
+        if (stored := self._partial.pop(request.key, None)) is not None:
+            (found,) = await asyncio.to_thread(self._store.get, [stored])
             so_far = GroupPayload(uid=uid, epoch=epoch, attempt=attempt, trajectories=tuple(found))
         result, payload = await self._runner.run(request, on_sequence, so_far)
         stored = await asyncio.to_thread(self._store.put, str(request.key), payload.trajectories)
@@ -205,7 +205,9 @@ class RolloutHost:
         return self._shipped(replace(result, keys=keys), [one.joined() for one in stored], most)
 
     async def submit(self, requests: Sequence[PartRequest], partial: Mapping[DataKey, Stored]) -> None:
-        self._partial |= partial
+        for one in requests:
+            if one.partial and one.partial_tokens is not None:
+                self._partial[one.key] = partial[one.partial_tokens]
         self._desk.begin(requests)
 
     @ray.method(num_returns=1 + OBJECTS_PER_ANSWER)

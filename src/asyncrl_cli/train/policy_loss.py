@@ -79,8 +79,8 @@ class PolicyLoss:
         algorithm, batch = self._algorithm, self._batch(microbatch, scored, steps_done)
         microbatch.columns[PROX] = batch.logp_prox_N  # later epochs have the same
         loss_N, metrics = self._loss(batch, algorithm)
-        for name, values_N in batch.kept.items():
-            why = f'algorithm.loss_mode = "{algorithm.loss_mode}" keeps the field "{name}"'
+        for name, values_N in batch.written.items():
+            why = f'algorithm.loss_mode = "{algorithm.loss_mode}" writes the field "{name}"'
             if name not in self._schema or self._schema[name].by != "trainer":
                 why = f"{why}, which is not declared as the trainer's"
                 raise ConfigError(why, hint="declare it in task.fields")

@@ -59,8 +59,8 @@ from asyncrl_cli.weights.buckets import BYTES_PER_MB, Bucket, Packing, plan_layo
 from asyncrl_cli.weights.senders import BufferPool, Publication
 from asyncrl_cli.weights.versions import Manifest, make_probes
 
-Kept = dict[tuple[int, int], dict[str, NDArray[Any]]]
-"""Outputs that losses keep, by group and trajectory of the train step, and by field: one value per sampled
+LossFields = dict[tuple[int, int], dict[str, NDArray[Any]]]
+"""What losses write, by group and trajectory of the train step, and by field: one value per sampled
 token, all segments end to end."""
 
 
@@ -68,8 +68,8 @@ class PolicyTrainer:
     """One rank of the trainer; see the module's docstring. `init_method` is tcp://host:port or file://path.
     The learning rate schedule ends after `total_optimizer_steps`. `probe_text`: token ids for the probes.
     `reference` and `critic`: None if there is none, or if it has processes of its own. `publication`: None
-    before the first `gather`. `kept`: of the last train step. OSError or ValueError, from transformers, if
-    `place.model_dir` is not a model.
+    before the first `gather`. `loss_fields`: of the last train step. OSError or ValueError, from
+    transformers, if `place.model_dir` is not a model.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class PolicyTrainer:
             self.critic = Critic(profile, place, self.ranks, total_optimizer_steps=total_optimizer_steps)
         self.schema = schema_of(profile)
         self._loss, self._kl = PolicyLoss(profile, self.schema), KlCoefficient(algorithm)
-        self.kept: Kept = {}
+        self.loss_fields: LossFields = {}
         self._window_first: dict[str, torch.Tensor] | None = None
         """A host copy of this rank's shards at the window's start, if prox needs it."""
         self.publication: Publication | None = None
@@ -128,8 +128,8 @@ class PolicyTrainer:
         """Run the train step's optimizer steps, skipping those whose gradient is not finite. A collective.
 
         `payloads` maps indices in the train step to groups. It has at least those in `plan.groups`, with the
-        `columns` that were computed elsewhere. `dumped`: the groups whose outputs that losses keep go into
-        `kept`.
+        `columns` that were computed elsewhere. `dumped`: the groups whose fields, which losses write, go
+        into `loss_fields`.
         """
         began_s, algorithm, ranks = time.monotonic(), self.profile.algorithm, self.ranks
         models = [model for model in (self.model, self.reference, self.critic) if model is not None]
@@ -179,7 +179,7 @@ class PolicyTrainer:
         metrics |= effective_ratio(metrics, sum(batch.plan.num_loss_tokens for batch in trained))
         if scored_tokens:
             metrics["train/old_logprob_tokens"] = Sum(float(scored_tokens))
-        self.kept = self._kept_of(trained[: len(batches)], dumped)
+        self.loss_fields = self._loss_fields_of(trained[: len(batches)], dumped)
         ranks.synchronize()  # or the seconds would be those in which the work was queued
         optimizers = [self.optimizer, *([self.critic.optimizer] if self.critic is not None else [])]
         return TrainReport(
@@ -191,8 +191,8 @@ class PolicyTrainer:
             skipped_in_a_row=max(optimizer.skipped_in_a_row for optimizer in optimizers),
         )
 
-    def _kept_of(self, batches: Sequence[StepBatch], dumped: Collection[int]) -> Kept:
-        kept: Kept = {}
+    def _loss_fields_of(self, batches: Sequence[StepBatch], dumped: Collection[int]) -> LossFields:
+        found: LossFields = {}
         for field in (field for field in self.schema.values() if field.by == "trainer"):
             for batch in batches if dumped else ():
                 if any(field.name not in microbatch.columns for microbatch in batch.microbatches):
@@ -202,8 +202,8 @@ class PolicyTrainer:
                 for one, begin, end in zip(batch.plan.trajectories, begins, begins[1:], strict=False):
                     if one.group in dumped:
                         values_n = values_F[begin:end]
-                        kept.setdefault((one.group, one.trajectory), {})[field.name] = values_n
-        return kept
+                        found.setdefault((one.group, one.trajectory), {})[field.name] = values_n
+        return found
 
     @contextmanager
     def _timed(self, name: str, seconds: dict[str, float]) -> Iterator[None]:

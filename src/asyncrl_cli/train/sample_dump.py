@@ -61,15 +61,15 @@ def choose_samples(sizes: Sequence[int], most: int, seed: str) -> dict[int, int]
 class SampledGroup:
     """A group to dump. `advantages`: one per trajectory to dump, None if unknown or not trained. `rewards`:
     theirs, if a reward model has added to those in the payload. `logprobs`: per trajectory, the logprobs of
-    its sampled tokens under the trainer's weights at the step's start, segments concatenated. `kept`: by
-    trajectory, what losses have kept per sampled token, by field. `answer`: the reference answer, if the task
-    has one."""
+    its sampled tokens under the trainer's weights at the step's start, segments concatenated. `loss_fields`:
+    by trajectory, what the loss has written per sampled token, by field. `answer`: the reference answer, if
+    the task has one."""
 
     payload: GroupPayload
     advantages: Sequence[float | None]
     rewards: Sequence[float] = ()
     logprobs: Sequence[NDArray[np.float32]] | None = None
-    kept: Mapping[int, Arrays] = field(default_factory=dict)
+    loss_fields: Mapping[int, Arrays] = field(default_factory=dict)
     answer: str | None = None
 
 
@@ -136,9 +136,9 @@ def _line(
         trainer_T = np.zeros(len(mask_T), np.float32)
         trainer_T[mask_T] = group.logprobs[index]
         scored = {"trainer_logprobs": _shortest(trainer_T)}
-    values, kept = trajectory.values, group.kept.get(index, {})
+    values, loss_fields = trajectory.values, group.loss_fields.get(index, {})
     further = {
-        field.name: _shown(field, trajectory, kept)
+        field.name: _shown(field, trajectory, loss_fields)
         for field in schema.values()
         if field.in_samples and field.name not in BUILT_IN
     }
@@ -167,11 +167,11 @@ def _line(
     }
 
 
-def _shown(field: Field, trajectory: Trajectory, kept: Arrays) -> dict[str, Any]:
+def _shown(field: Field, trajectory: Trajectory, loss_fields: Arrays) -> dict[str, Any]:
     """A declared field of a trajectory: a value, or one for every token (None where it was not sampled, if it
     is a field of sampled tokens). `values` is None if nobody has written it."""
     shown: dict[str, Any] = {"per": field.per, "shown": field.shown, "doc": field.doc}
-    array = {**trajectory.per_token, **trajectory.per_sampled, **kept}.get(field.name)
+    array = {**trajectory.per_token, **trajectory.per_sampled, **loss_fields}.get(field.name)
     if not field.is_array or array is None:
         return {**shown, "values": trajectory.values.get(field.name)}
     values = _shortest(array) if array.dtype == np.float32 and array.ndim == 1 else array.tolist()

@@ -52,12 +52,12 @@ class LossBatch:
     num_rows: int
     entropy_N: torch.Tensor
     columns: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    kept: dict[str, torch.Tensor] = field(default_factory=dict)
+    written: dict[str, torch.Tensor] = field(default_factory=dict)
 
-    def keep(self, name: str, values_N: torch.Tensor) -> None:
-        """Keep an output per token under a declared field's name: samples have it, and its mean is the metric
-        `fields/<name>`. Every microbatch, even an empty one, must keep the same names."""
-        self.kept[name] = values_N.detach()
+    def write(self, name: str, values_N: torch.Tensor) -> None:
+        """Write a declared field: samples have it, and its mean is the metric `fields/<name>`. Every
+        microbatch, even an empty one, must write the same fields."""
+        self.written[name] = values_N.detach()
 
     def row_sums(self, values_N: torch.Tensor) -> torch.Tensor:
         """Each row's sum of its tokens' values, (R)."""

@@ -1,4 +1,4 @@
-"""What a loss keeps per token, and integers that it is given: each at its own token, over segments, rows,
+"""What a loss writes per token, and integers that it is given: each at its own token, over segments, rows,
 microbatches and optimizer steps."""
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ BIG = 2**30 + 1
 """No float32 is this integer."""
 
 
-def keeping(batch, algorithm):
+def writing(batch, algorithm):
     """Keeps what it can be held against: the sampler's logprobs, and the given integers without BIG."""
-    batch.keep("mu", batch.logp_mu_N)
-    batch.keep("given", batch.columns["numbers"] - BIG)
+    batch.write("mu", batch.logp_mu_N)
+    batch.write("given", batch.columns["numbers"] - BIG)
     return vanilla(batch, algorithm)
 
 
 def careless(batch, algorithm):
-    batch.keep("mu", batch.logp_mu_N.sum())
+    batch.write("mu", batch.logp_mu_N.sum())
     return vanilla(batch, algorithm)
 
 
@@ -51,16 +51,16 @@ def test_each_token_has_its_own_value(tmp_path, monkeypatch):
     for payload in payloads[:2]:  # the others have the fill
         for one in payload.trajectories:
             one.per_token["numbers"] = BIG + np.arange(one.num_tokens)
-    trainer = made(tmp_path, monkeypatch, "keeping", MU, NUMBERS, GIVEN)
+    trainer = made(tmp_path, monkeypatch, "writing", MU, NUMBERS, GIVEN)
     try:
         step = rank_batch(metas, payloads, num_minibatches=2)
-        report, kept = trainer.train(**step, dumped={0, 2}), trainer.kept
+        report, fields = trainer.train(**step, dumped={0, 2}), trainer.loss_fields
         trainer.train(**step)
-        assert trainer.kept == {}, "nothing is dumped"
+        assert trainer.loss_fields == {}, "nothing is dumped"
     finally:
         trainer.close()
-    assert {group for group, _ in kept} == {0, 2}
-    for (group, trajectory), arrays in kept.items():
+    assert {group for group, _ in fields} == {0, 2}
+    for (group, trajectory), arrays in fields.items():
         one = payloads[group].trajectories[trajectory]
         mask = one.per_token["mask"]
         np.testing.assert_array_equal(arrays["mu"], one.per_token["logprobs"][mask])
@@ -75,11 +75,11 @@ def test_each_token_has_its_own_value(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("loss", "fields", "why"),
     [
-        ("keeping", (NUMBERS, GIVEN), 'keeps the field "mu", which is not declared as the trainer\'s'),
-        ("careless", (MU,), r'keeps the field "mu" of shape \(\) for \d+ tokens'),
+        ("writing", (NUMBERS, GIVEN), 'writes the field "mu", which is not declared as the trainer\'s'),
+        ("careless", (MU,), r'writes the field "mu" of shape \(\) for \d+ tokens'),
     ],
 )
-def test_what_is_not_declared_is_not_kept(tmp_path, monkeypatch, loss, fields, why):
+def test_what_is_not_declared_is_not_written(tmp_path, monkeypatch, loss, fields, why):
     trainer = made(tmp_path, monkeypatch, loss, *fields)
     try:
         with pytest.raises(ConfigError, match=why) as refused:
