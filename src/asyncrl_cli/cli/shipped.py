@@ -53,6 +53,7 @@ INIT_EXAMPLES = """
   asyncrl init jsonl my-task          prompts in a file, your own reward function, a profile
   asyncrl init parquet-verl my-task   verl's data, and a reward in verl's signature
   asyncrl init agent my-agent         your own agent, with an OpenAI client and a tool
+  asyncrl init pretrained my-run      a pretrained chat model on a laptop, three tasks
   asyncrl init gsm8k-8gpu gsm8k       Qwen2.5-1.5B on eight GPUs, and a rehearsal on two cores
   asyncrl init grafana dashboard      for logging.prometheus_port
   asyncrl init slurm launch --profile my.toml --shared /shared/my-task
@@ -177,8 +178,8 @@ def init(
         str,
         text_argument(
             "TEMPLATE",
-            "Name of the template: agent, grafana, gsm8k-8gpu, jsonl or parquet-verl; for a cluster: "
-            "kuberay, ray-cluster, skypilot or slurm.",
+            "Name of the template: agent, grafana, gsm8k-8gpu, jsonl, parquet-verl or pretrained; for a "
+            "cluster: kuberay, ray-cluster, skypilot or slurm.",
             template_names,
         ),
     ],
