@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain, zip_longest
+from itertools import chain, starmap, zip_longest
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -96,40 +96,30 @@ def trajectory_of(segments: Sequence[Arrays], schema: Schema, /, **values: Any) 
 
 
 def packed(trajectories: Sequence[Trajectory], schema: Schema) -> dict[str, Any]:
-    """Several trajectories as one array per field, end to end, by "token/<name>" and "sampled/<name>"; and
-    under HEADS the counts and values of each. A field that only some have is filled in the others."""
-    columns: dict[str, Any] = {HEADS: tuple((one.counts, dict(one.values)) for one in trajectories)}
-    for kind in ("token", "sampled"):
-        owners = [one.per_token if kind == "token" else one.per_sampled for one in trajectories]
-        counts = [one.num_tokens if kind == "token" else one.num_sampled for one in trajectories]
-        for name in dict.fromkeys(chain.from_iterable(owners)):
-            parts = [
-                own[name] if name in own else schema[name].filled(count)
-                for own, count in zip(owners, counts, strict=True)
-            ]
-            columns[f"{kind}/{name}"] = np.concatenate(parts)
-    return columns
+    """Several trajectories as one array per field, all segments end to end, by "token/<name>" and
+    "sampled/<name>"; and under HEADS the counts and values of each."""
+    whole = trajectory_of([segment for one in trajectories for segment in one.segments()], schema)
+    return {
+        HEADS: tuple((one.counts, dict(one.values)) for one in trajectories),
+        **{f"token/{name}": array for name, array in whole.per_token.items()},
+        **{f"sampled/{name}": array for name, array in whole.per_sampled.items()},
+    }
 
 
 def unpacked(columns: Mapping[str, Any]) -> list[Trajectory]:
     """The trajectories, as views of `columns`, which may lack fields."""
-    t = n = 0
-    found = []
-    kinds = {
-        kind: {key.partition("/")[2]: array for key, array in columns.items() if key.startswith(f"{kind}/")}
-        for kind in ("token", "sampled")
-    }
+    found, t, n = list[Trajectory](), 0, 0
+    per_token, per_sampled = (
+        {key.removeprefix(kind): array for key, array in columns.items() if key.startswith(kind)}
+        for kind in ("token/", "sampled/")
+    )
     for counts, values in columns[HEADS]:
-        tokens, sampled = (sum(column) for column in zip(*counts, strict=True)) if counts else (0, 0)
-        found.append(
-            Trajectory(
-                counts=tuple(Counts(*count) for count in counts),
-                per_token={name: array[t : t + tokens] for name, array in kinds["token"].items()},
-                per_sampled={name: array[n : n + sampled] for name, array in kinds["sampled"].items()},
-                values=values,
-            )
-        )
-        t, n = t + tokens, n + sampled
+        one = Trajectory(counts=tuple(starmap(Counts, counts)), values=values)
+        t_end, n_end = t + one.num_tokens, n + one.num_sampled
+        arrays = {name: array[t:t_end] for name, array in per_token.items()}
+        sampled = {name: array[n:n_end] for name, array in per_sampled.items()}
+        found.append(replace(one, per_token=arrays, per_sampled=sampled))
+        t, n = t_end, n_end
     return found
 
 
