@@ -97,7 +97,7 @@ class EngineCounters:
 
     sums    preemptions             how often a response lost its KV cache to others and had to recompute it
             prompt_tokens           of responses that have ended
-            cached_prompt_tokens    those of them that were in the prefix cache
+            cached_prompt_tokens    those of them whose keys and values were in the cache
     gauges  kv_cache_usage          used share of the cache
             engine_running, engine_waiting    lengths of the engine's own queues
     """

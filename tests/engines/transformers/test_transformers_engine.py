@@ -17,11 +17,13 @@ from transformers.generation.continuous_batching import PagedAttentionCache
 from asyncrl_cli.base.errors import ExecutorFailed
 from asyncrl_cli.engines.port import Completion, Sampling
 from asyncrl_cli.engines.transformers import batched_model
+from asyncrl_cli.engines.transformers.prefix_scheduler import PrefixScheduler
 from asyncrl_cli.engines.transformers.transformers_engine import TransformersEngine
 from asyncrl_cli.weights.buckets import Bucket
-from tests.engines import tiny
+from tests.engines import prefixes, tiny
 from tests.engines.brake import DEADLINE_S, Brake
 from tests.engines.made import made_for, prompts, sampling, transformers_engine
+from tests.engines.vllm.vllm_world import World
 from tests.packed import pack
 from tests.products import counted_products
 
@@ -88,7 +90,7 @@ async def test_logprobs_are_the_same_when(
     monkeypatch.setattr(f"asyncrl_cli.engines.transformers.{setting}", value)
 
     async with transformers_engine(model_dir, slots=16) as engine:
-        requests = prompts(16)
+        requests = [prompt for prompt in prompts(6) for _ in range(4)][:16]
         completions = await all_of(engine, requests, sampling(100, temperature=0.5))
         for prompt, completion in zip(requests, completions, strict=True):
             expected = tiny.plain_logprobs(model, model.state_dict(), prompt + completion.tokens, 0.5)
@@ -308,6 +310,61 @@ async def test_a_later_turn_finds_the_blocks_of_its_earlier_ones_until_a_load(
         assert set(completion.versions) == {version}
 
 
+@asynccontextmanager
+async def prefixes_world(model: Qwen3ForCausalLM, model_dir: Path) -> AsyncIterator[World]:
+    async with transformers_engine(model_dir) as engine:
+        yield World(model, engine, asyncio.Runner(), Path())
+
+
+@asynccontextmanager
+async def held(there: World, interrupt: Any) -> AsyncIterator[None]:
+    """As `prefixes.some_tokens`, however slow the event loop is."""
+    engine: Any = there.engine
+    brake = Brake(engine, {engine.version: engine.sampled_tokens + 8})
+    async with brake.stopped(until=interrupt):
+        yield
+
+
+async def test_a_group_computes_its_prompt_once(model: Qwen3ForCausalLM, model_dir: Path) -> None:
+    async with prefixes_world(model, model_dir) as there:
+        await prefixes.check_prompt_is_computed_once(there, rest=1, begun=held)
+
+
+@pytest.mark.parametrize("interrupt", ["keep-kv", "recompute-kv", "drain"])
+async def test_after_a_load_nobody_uses_what_older_weights_have_computed(
+    model: Qwen3ForCausalLM, model_dir: Path, interrupt: Any
+) -> None:
+    async with prefixes_world(model, model_dir) as there:
+        await prefixes.check_nothing_older_is_used(there, interrupt, begun=held)
+
+
+async def test_a_group_goes_on_without_the_response_that_computed_its_prompt(
+    model: Qwen3ForCausalLM, model_dir: Path
+) -> None:
+    async with transformers_engine(model_dir) as engine:
+        brake = Brake(engine, {0: 0})
+        async with begun_together(engine, 4):
+            generating = asyncio.create_task(all_of(engine, [prefixes.PROMPT] * 4, sampling(20)))
+        async with brake.stopped():
+            assert len(engine.manager.batch_processor.scheduler.waiting_requests) == 3
+            await engine.abort("r0")
+        first, *others = await generating
+        assert first.finish_reason == "abort"
+        for completion in others:
+            plain = tiny.plain_logprobs(model, model.state_dict(), prefixes.PROMPT + completion.tokens)
+            assert completion.logprobs == pytest.approx(plain[len(prefixes.PROMPT) - 1 :], abs=1e-5)
+
+
+async def test_a_prompt_shared_across_a_load_would_be_noticed(
+    model: Qwen3ForCausalLM, model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nobody = property(lambda scheduler: frozenset(), lambda scheduler, ids: None)
+    monkeypatch.setattr(PrefixScheduler, "interrupted", nobody, raising=False)
+    async with prefixes_world(model, model_dir) as there:
+        with pytest.raises(AssertionError):
+            await prefixes.check_nothing_older_is_used(there, "keep-kv", begun=held)
+
+
 async def test_nobody_shares_the_blocks_of_a_response_that_keep_kv_interrupted(
     model: Qwen3ForCausalLM, model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -323,7 +380,7 @@ async def test_nobody_shares_the_blocks_of_a_response_that_keep_kv_interrupted(
         assert len(set(mixed.versions)) == 2
         same = (question + mixed.tokens)[:60]
         completion = await engine.generate("f", same, sampling(8), seed=2)
-    assert found == [0]
+    assert found == [0, 0]
     plain = tiny.plain_logprobs(model, weights, same + completion.tokens)
     assert completion.logprobs == pytest.approx(plain[len(same) - 1 :], abs=1e-4)
 

@@ -26,7 +26,7 @@ from asyncrl_cli.envs.episode import Limits, Means
 from asyncrl_cli.envs.group_runner import GroupRunner
 from asyncrl_cli.envs.slots import Slots
 from asyncrl_cli.profile.schema import Interrupt
-from tests.engines import tiny
+from tests.engines import prefixes, tiny
 from tests.engines.made import prompts, sampling
 from tests.engines.needs import runs_vllm
 from tests.engines.vllm.vllm_kills import kill_and_expect
@@ -261,15 +261,6 @@ async def test_keep_kv_marks_the_spans_and_goes_on_with_the_old_cache(there: Wor
         assert abs(mixed.logprobs[border] - there.plain(version, prompt, mixed, 0.8)[border]) > 1e-4
 
 
-async def test_after_keep_kv_no_new_request_meets_prefixes_of_older_weights(there: World) -> None:
-    long = [3 + i % 50 for i in range(MAX_PROMPT_TOKENS)]
-    await there.generate(long, sampling())
-    version = there.newer()
-    await there.load(version, "keep-kv")
-    completion = await there.generate(long, sampling(temperature=1.0))
-    assert completion.logprobs == pytest.approx(there.plain(version, long, completion), abs=1e-4)
-
-
 @pytest.mark.parametrize("max_response_tokens", [1, 24])
 async def test_a_request_that_a_load_overtakes_on_its_way_begins_again(
     there: World, monkeypatch: pytest.MonkeyPatch, max_response_tokens: int
@@ -463,6 +454,26 @@ async def counted(there: World, at_least: float) -> tuple[float, float]:
     while (sums := there.engine.counters().sums)["prompt_tokens"] < at_least:  # noqa: ASYNC110
         await asyncio.sleep(0.001)
     return sums["prompt_tokens"], sums["cached_prompt_tokens"]
+
+
+async def test_a_group_computes_the_whole_pages_of_its_prompt_once(there: World) -> None:
+    await prefixes.check_prompt_is_computed_once(there, rest=len(prefixes.PROMPT) % PAGE_TOKENS)
+
+
+@pytest.mark.parametrize("interrupt", ["keep-kv", "recompute-kv", "drain"])
+async def test_after_a_load_nobody_uses_what_older_weights_have_computed(
+    there: World, interrupt: Interrupt
+) -> None:
+    await prefixes.check_nothing_older_is_used(there, interrupt)
+
+
+async def test_a_prompt_shared_across_a_load_would_be_noticed(
+    there: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompt = vllm_requests.prompt
+    monkeypatch.setattr(vllm_requests, "prompt", lambda tokens, version: prompt(tokens, 0))
+    with pytest.raises(AssertionError):
+        await prefixes.check_nothing_older_is_used(there, "keep-kv")
 
 
 @pytest.mark.parametrize("interrupt", ["keep-kv", "recompute-kv", "drain"])

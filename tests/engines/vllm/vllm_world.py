@@ -1,4 +1,4 @@
-"""One running vLLM engine and the event loop that it lives in, for many tests."""
+"""One running engine (vLLM, unless a test brings another) and the event loop that it lives in."""
 
 from __future__ import annotations
 

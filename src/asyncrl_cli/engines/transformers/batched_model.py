@@ -9,6 +9,7 @@ its paged cache, and asked for the logprobs of given tokens.
   for cache, and none is evicted.
 - Blocks are shared: a request reuses the full blocks that an earlier turn, or another response to its prompt,
   left in the cache. Blocks are looked up by their tokens alone, so a load must make all of them unfindable.
+  PrefixScheduler adds what is left of the prompts of a group.
 - Attention is the trainer's (models/attention.py), never a faster kernel. Continuous batching packs all
   running sequences into one row. With `sdpa` a mask hides the other sequences, so one step of B sequences of
   length L costs B * B * L. On a CPU, `packed_attention` takes its place, in which each sequence attends to
@@ -53,6 +54,7 @@ from transformers.masking_utils import eager_mask
 
 from asyncrl_cli.base.errors import PreflightError
 from asyncrl_cli.engines.transformers import CACHE_SHARE_OF_MEMORY, PAGE_TOKENS, PREFILL_TOKENS_PACKED
+from asyncrl_cli.engines.transformers.prefix_scheduler import PREFIX_SCHEDULER
 from asyncrl_cli.engines.transformers.token_sampler import TokenSampler
 from asyncrl_cli.models.attention import AttentionOutput, choose_attention, own_attention, takes_attention
 from asyncrl_cli.profile.arithmetic import max_context_tokens
@@ -127,6 +129,7 @@ def open_model(
         max_requests_per_batch=rollout.slots,
         max_blocks_per_request=0,
         allow_block_sharing=True,
+        scheduler_type=PREFIX_SCHEDULER,
         use_async_batching=False,
         use_cuda_graph=False if on_gpu else None,
         auto_switch_to_flash=False,

@@ -47,8 +47,12 @@ class SampledTrack(Track):
     )
     stream: int = field(init=False)
     """Start of this response's stream of random numbers."""
+    prompt: tuple[int, ...] = field(init=False)
+    num_cached: int = 0
+    """How many of the tokens that the engine was given had keys and values in its cache."""
 
     def __post_init__(self) -> None:
+        self.prompt = tuple(self.prompt_tokens)
         # makes neighbouring seeds unrelated
         self.stream = int(_mix(np.array([self.seed % 2**64], dtype=np.uint64))[0])
 

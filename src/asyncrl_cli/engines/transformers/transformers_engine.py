@@ -30,7 +30,7 @@ from transformers.generation.continuous_batching.requests import GenerationOutpu
 from transformers.utils import logging
 
 from asyncrl_cli.base.errors import ExecutorFailed
-from asyncrl_cli.engines.port import FinishReason, PauseReport, Sampling, Scores
+from asyncrl_cli.engines.port import EngineCounters, FinishReason, PauseReport, Sampling, Scores
 from asyncrl_cli.engines.slotted_engine import SlottedEngine
 from asyncrl_cli.engines.transformers import batched_model
 from asyncrl_cli.engines.transformers.token_sampler import SampledTrack, TokenSampler
@@ -67,6 +67,7 @@ class TransformersEngine(SlottedEngine[SampledTrack]):
         self.manager: ContinuousBatchingManager
         self._started = False
         self._num_submitted = 0
+        self._prompt_tokens = self._cached_prompt_tokens = 0
 
     @property
     def version(self) -> int:  # type: ignore[override]
@@ -79,6 +80,10 @@ class TransformersEngine(SlottedEngine[SampledTrack]):
     @property
     def decode_steps(self) -> int:  # type: ignore[override]
         return self.sampler.decode_steps
+
+    def counters(self) -> EngineCounters:
+        cached = self._cached_prompt_tokens
+        return EngineCounters(sums={"prompt_tokens": self._prompt_tokens, "cached_prompt_tokens": cached})
 
     async def start(self) -> None:
         """Load the model, allocate the cache, start the generation thread and wait until it is ready. Raises
@@ -98,7 +103,8 @@ class TransformersEngine(SlottedEngine[SampledTrack]):
         if not diff < MAX_SELF_CHECK_DIFF[self.model.dtype]:
             why = f"its logprobs differ by {diff:.2g} from those of a plain forward pass"
             raise batched_model.unbatchable(self.model, why)
-        self.sampler.sampled_tokens = self.sampler.decode_steps = 0  # the self-check does not count
+        # the self-check does not count
+        self.sampler.sampled_tokens = self.sampler.decode_steps = self._prompt_tokens = 0
 
     def _start(self) -> None:
         place, trusts = self._place, self._profile.model.trust_remote_code
@@ -112,7 +118,8 @@ class TransformersEngine(SlottedEngine[SampledTrack]):
         self.manager.start()
         self._started = True
         with self.manager.pause():  # raises if the thread could not allocate its cache
-            pass
+            assert self.manager.batch_processor is not None
+            self.manager.batch_processor.scheduler.tracks = self.sampler.tracks
 
     def _check(self, request_id: str, prompt_tokens: list[int], sampling: Sampling) -> None:
         super()._check(request_id, prompt_tokens, sampling)
@@ -154,6 +161,8 @@ class TransformersEngine(SlottedEngine[SampledTrack]):
                 raise ExecutorFailed(f"the rollout engine's generation thread has ended: {cause}")
             return await track.done
         finally:
+            self._prompt_tokens += len(track.prompt_tokens) + track.num_kept
+            self._cached_prompt_tokens += track.num_cached
             self.sampler.tracks.pop(name, None)
             if handlers.pop(name, None) is not None:
                 manager.cancel_request(name)  # it is still running
@@ -213,23 +222,18 @@ class TransformersEngine(SlottedEngine[SampledTrack]):
             self.sampler.version = version
             loaded_s = time.perf_counter()
             assert self.manager.batch_processor is not None
-            cache = self.manager.batch_processor.cache
+            cache, scheduler = self.manager.batch_processor.cache, self.manager.batch_processor.scheduler
             if interrupt == "recompute-kv":
                 # As continuous batching itself does when its cache is full: the tokens so far become the
                 # prompt, whose keys and values the new weights compute.
-                scheduler = self.manager.batch_processor.scheduler
                 for request in list(scheduler.active_requests.values()):
                     scheduler.finish_request(request.request_id)
                     scheduler.add_waiting_request(request.create_equivalent_initial_request())
-            # Later requests must not find the blocks filled so far.
+            # Later requests must not find the blocks filled so far, nor those that will hold keys of two
+            # versions.
+            scheduler.interrupted = set(scheduler.active_requests)
             cache.evict_cached_blocks()
-            allocators = cache.cache_allocators.values()
-            if interrupt == "keep-kv" and any(allocator.block_table for allocator in allocators):
-                # The block that each running request is filling will hold keys of two versions.
-                # Continuous batching cannot exclude single requests from sharing: from now on nothing is
-                # shared.
-                cache.allow_block_sharing = cache.use_prefix_sharing = False
-            for allocator in allocators:
+            for allocator in cache.cache_allocators.values():
                 allocator.ledger.hash_to_block.clear()
                 allocator.ledger.block_to_hash.clear()
         pause_s = time.perf_counter() - paused_s
