@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from asyncrl_cli.contracts.prompt_group import GroupResult
 from asyncrl_cli.data.trajectories import GroupPayload
-from asyncrl_cli.profile.algorithm_section import CriticSection
+from asyncrl_cli.profile.algorithm_section import CriticSection, TeacherSection
 from asyncrl_cli.profile.rollout_sections import AsyncTrainingSection
 from asyncrl_cli.profile.schema import (
     AlgorithmSection,
@@ -73,6 +73,7 @@ def trainer_parts(
     threads: int = 1,
     total_optimizer_steps: int = 1,
     ref_dir: Path | str = "",
+    teacher_dirs: Mapping[str, Path | str] | None = None,
     **keys: Any,
 ) -> TrainerParts:
     """`keys` are the profile's, without their section; their values are not validated, so that a bucket may
@@ -81,9 +82,13 @@ def trainer_parts(
     for key, value in keys.items():
         section = getattr(profile, SECTIONS[key]).model_copy(update={key: value})
         profile = profile.model_copy(update={SECTIONS[key]: section})
-    place = ProcessPlace(
-        model_dir=str(model_dir), ref_dir=str(ref_dir), device=device, threads=threads, workers=workers
-    )
+    dirs = {
+        "ref_dir": str(ref_dir),
+        "teacher_dirs": {n: str(path) for n, path in (teacher_dirs or {}).items()},
+    }
+    if teacher_dirs:
+        profile = profile.model_copy(update={"teacher": TeacherSection(path=dirs["teacher_dirs"])})
+    place = ProcessPlace(model_dir=str(model_dir), device=device, threads=threads, workers=workers, **dirs)
     return TrainerParts(profile, place, total_optimizer_steps)
 
 

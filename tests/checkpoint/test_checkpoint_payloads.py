@@ -36,6 +36,7 @@ def payload(uid, lengths, seed=0):
             BUILT_IN,
             reward=float(rng.random()),
             finish_reason="stop",
+            teacher_name="math",
         )
         for segments in lengths
     )

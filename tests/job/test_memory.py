@@ -88,17 +88,25 @@ def test_a_trainers_bytes_are_those_of_its_tensors(config, tmp_path):
 @pytest.mark.parametrize("config", one_in(3, CONFIGS.values()), ids=CONFIGS)
 def test_the_bytes_of_a_reference_and_a_critic_are_those_of_their_tensors(config, tmp_path):
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    teachers = {"math": str(tmp_path), "code": str(tmp_path)}
     profile, _, estimate = planned(
-        str(tmp_path), 'algorithm.adv_estimator="gae"', "algorithm.use_kl_in_reward=true"
+        str(tmp_path),
+        'algorithm.adv_estimator="gae"',
+        "algorithm.use_kl_in_reward=true",
+        f"teacher.path={{math='{tmp_path}',code='{tmp_path}'}}",
+        "teacher.column=kind",
     )
-    trainer = TrainerParts(profile, ProcessPlace(model_dir=str(tmp_path)), 4).made(f"file://{tmp_path}/meet")
+    place = ProcessPlace(model_dir=str(tmp_path), teacher_dirs=teachers)
+    trainer = TrainerParts(profile, place, 4).made(f"file://{tmp_path}/meet")
     try:
+        teachers_bytes = num_bytes(trainer.teachers.models["code"].locals().values())
         reference, critic = trainer.reference.locals(), trainer.critic.locals()
         moments = trainer.critic.optimizer.moments()
     finally:
         trainer.close()
     estimated = sizes(estimate, TRAINER)
     assert estimated["reference"] == num_bytes(reference.values())
+    assert estimated["teacher math"] == estimated["teacher code"] == teachers_bytes
     head = num_bytes(tensor for name, tensor in critic.items() if name.startswith("head."))
     assert estimated["critic"] == num_bytes(critic.values()) - head
     assert estimated["critic's optimizer"] == num_bytes(moments.values()) - 2 * head

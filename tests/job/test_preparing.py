@@ -17,7 +17,14 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3Moe
 from asyncrl_cli.base.errors import ConfigError, PreflightError
 from asyncrl_cli.builtin.tiny import tiny_tokenizer
 from asyncrl_cli.cli.app import run
-from asyncrl_cli.job.driver_preparation import check_adapters, check_prompt_lengths, checked_tokenizer, tokens
+from asyncrl_cli.job.driver_preparation import (
+    check_adapters,
+    check_prompt_lengths,
+    check_teachers,
+    checked_tokenizer,
+    tokens,
+)
+from asyncrl_cli.profile.algorithm_section import TeacherSection
 from asyncrl_cli.profile.schema import LoraSection, Profile
 
 
@@ -75,6 +82,27 @@ def test_what_adapters_cannot_fit_is_refused_before_workers_start(tmp_path):
         ConfigError, match=r'lora\.sync = "adapter": the tensors of .*joined are joined in memory'
     ):
         check_adapters(able, tmp_path / "joined")
+
+
+def test_a_teacher_of_another_tokenizer_or_a_prompt_without_one_is_refused(tmp_path):
+    policy, same, other = saved(tmp_path / "policy"), saved(tmp_path / "same"), saved(tmp_path / "other")
+    tiny_tokenizer("=9876543210").save_pretrained(other)
+    metadata = [{"kind": "math"}, {"kind": {"of": "prose"}}]
+    train = [{"uid": f"t-{i}", "metadata": one} for i, one in enumerate(metadata)]
+
+    def check(column: str, num_items: int, **teachers: Path) -> None:
+        section = TeacherSection(path={name: str(path) for name, path in teachers.items()}, column=column)
+        task: Any = SimpleNamespace(train=train[:num_items])
+        check_teachers(Profile(teacher=section), task, policy, section.paths)
+
+    check("kind", 1, math=same, code=policy)
+    with pytest.raises(PreflightError, match=r"teacher\.path\.code: .*other has another tokenizer") as caught:
+        check("kind", 1, math=same, code=other)
+    assert "10 of the policy's 14 tokens" in caught.value.message
+    assert "the policy's family" in caught.value.hint
+    with pytest.raises(ConfigError, match=r'teacher\.column = "kind": prompt t-1 has .*prose') as caught:
+        check("kind", 2, math=same, code=policy)
+    assert caught.value.hint == "teachers are math, code"
 
 
 def test_each_message_of_a_prompt_counts(tokenizer):

@@ -14,29 +14,30 @@ from asyncrl_cli.base.errors import ExecutorLost
 from asyncrl_cli.contracts.ports import LoopSnapshot
 from asyncrl_cli.contracts.prompt_group import GroupResult, TrainBatch
 from asyncrl_cli.data.ray_store import RayStore
-from asyncrl_cli.profile.algorithm_section import RewardModelSection
+from asyncrl_cli.profile.algorithm_section import RewardModelSection, TeacherSection
 from asyncrl_cli.profile.schema import AlgorithmSection
 
 from .crew import REWARD, made_up_group, make_classifier, make_model, nodes, small_profile
 
 pytestmark = pytest.mark.slow
 
-TASKS = (("train",), ("ref",), ("prox",), ("reward",), ("rollout",))
+TASKS = (("train",), ("ref",), ("teacher",), ("prox",), ("reward",), ("rollout",))
 
 
 def test_all_scorers_score_what_the_trainer_then_trains_and_are_restarted_as_one(tmp_path):
     from asyncrl_cli.job.ray.session import ray_session
 
     model_dir, judge = make_model(tmp_path / "model"), make_classifier(tmp_path / "judge")
-    profile = small_profile(placement={"tasks": TASKS, "ratios": (1, 2, 1, 1, 1)})
+    profile = small_profile(placement={"tasks": TASKS, "ratios": (1, 2, 2, 1, 1, 1)})
     profile = profile.model_copy(
         update={
             "algorithm": AlgorithmSection(use_kl_loss=True, old_logprobs="recompute"),
             "reward_model": RewardModelSection(path=str(judge)),
+            "teacher": TeacherSection(path=str(model_dir)),
         }
     )
     with ray_session(profile, cluster=nodes((2, 0), elastic_cpus=True)) as plan:
-        assert plan.scorers == {"ref": 2, "prox": 1, "reward": 1}
+        assert plan.scorers == {"ref": 2, "teacher": 2, "prox": 1, "reward": 1}
         asyncio.run(_score_and_train(plan, profile, model_dir, tmp_path))
 
 
@@ -77,10 +78,11 @@ async def _score_and_train(plan: Any, profile: Any, model_dir: Path, tmp_path: P
             assert lengths == [meta.response_tokens for meta in group.trajectories]
         batch = TrainBatch(step=1, window=0, step_in_window=0, groups=groups, columns=tuple(columns))
         trained, _ = await trainer.train(batch)
-        # the reference is the policy's first weights
+        # reference and teacher are the policy's first weights
         assert trained.metrics["ref/kl"].value == pytest.approx(0.0, abs=1e-9)
+        assert trained.metrics["distill/kl"].value == pytest.approx(0.0, abs=1e-6)
         assert "train/old_logprob_tokens" not in trained.metrics
-        assert "ref" not in trained.column_s
+        assert not {"ref", "teacher"} & trained.column_s.keys()
 
         ref = scorers["ref"]
         ray.kill(ref.actors[1])

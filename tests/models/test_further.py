@@ -36,6 +36,9 @@ def test_they_begin_as_the_policy_unless_a_path_is_given(model_dir, tmp_path):
     }
     found = further_models(profile(algorithm=algorithm, ref={"path": str(other)}), model_dir)
     assert found == {"ref_dir": str(other), "critic_dir": str(model_dir)}
+    several = {"path": {"math": str(other), "code": str(model_dir)}, "column": "kind"}
+    teachers = further_models(profile(teacher=several), model_dir)["teacher_dirs"]
+    assert teachers == {"math": str(other), "code": str(model_dir)}
 
 
 @pytest.mark.parametrize(
@@ -54,3 +57,6 @@ def test_what_cannot_be_a_reference_is_refused_by_its_key(model_dir, tmp_path, p
     with pytest.raises(PreflightError, match=why) as refused:
         further_models(profile(algorithm={"use_kl_in_reward": True}, ref={"path": path}), model_dir)
     assert refused.value.hint
+    teachers = {"path": {"math": path, "code": str(model_dir)}, "column": "kind"}
+    with pytest.raises(PreflightError, match=why.replace("ref.path", "teacher.path.math")):
+        further_models(profile(teacher=teachers), model_dir)

@@ -164,7 +164,16 @@ def test_every_line_of_the_pages_tables_is_a_row() -> None:
             keys_there[name] = re.findall(r"^\| `([^`]+)` \| .* \|$", text, re.MULTILINE)
             # heading and rule
             assert len(keys_there[name]) == sum(line.startswith("|") for line in text.splitlines()) - 2
-    assert list(keys_there) == ["verl", "SkyRL", "AReaL", "prime-rl", "TRL", "Other names"]
+    assert list(keys_there) == [
+        "verl",
+        "SkyRL",
+        "AReaL",
+        "prime-rl",
+        "TRL",
+        "NeMo-RL",
+        "slime",
+        "Other names",
+    ]
     for name, theirs in keys_there.items():
         assert [row.theirs for row in peer_keys() if row.peer == name] == theirs
 

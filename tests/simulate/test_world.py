@@ -246,7 +246,10 @@ def test_residuals_compare_every_part_of_every_reference() -> None:
     assert found[1].ratio == pytest.approx(0.5)
 
 
-STAGE_KEYS = ("timing/step_s", "timing/train_s", "timing/ref_s", "ref/idle_ratio", "timing/critic_s")
+STAGE_KEYS = (
+    *("timing/step_s", "timing/train_s", "timing/critic_s"),
+    *("timing/ref_s", "ref/idle_ratio", "timing/teacher_s", "teacher/idle_ratio"),
+)
 TRAINER_OF_ONE, THREE_WORKERS = "placement.trainer_workers=1", ("placement.gpus=4", "rollout.workers=3")
 
 
@@ -261,20 +264,22 @@ def means(*sets: str) -> dict[str, float]:
 
 
 @pytest.mark.slow
-def test_a_reference_of_its_own_takes_its_time_beside_training():
-    """On one GPU a step trains for 1.6 s, and the reference's pass takes a third of that: it lengthens the
+@pytest.mark.parametrize(
+    ("task", "asked"), [("ref", "algorithm.use_kl_loss=true"), ("teacher", "teacher.path=/a/teacher")]
+)
+def test_a_reference_or_a_teacher_of_its_own_takes_its_time_beside_training(task, asked):
+    """On one GPU a step trains for 1.6 s, and the other model's pass takes a third of that: it lengthens the
     step, unless it has a GPU of its own."""
-
-    kl, tasks = "algorithm.use_kl_loss=true", 'placement.tasks=[["train"],["ref"],["rollout"]]'
+    tasks = f'placement.tasks=[["train"],["{task}"],["rollout"]]'
     without_s = means(TRAINER_OF_ONE, *THREE_WORKERS)["timing/step_s"]
-    together = means(kl, TRAINER_OF_ONE, *THREE_WORKERS)
-    apart = means(kl, tasks, "placement.ratios=[1,1,3]")
-    ref_s = together["timing/ref_s"]
-    assert ref_s == pytest.approx(together["timing/train_s"] / 3)
-    assert together["timing/step_s"] > without_s + 0.9 * ref_s
-    assert apart["timing/step_s"] < without_s + 0.1 * ref_s
-    assert "timing/ref_s" not in apart
-    assert apart["ref/idle_ratio"] == pytest.approx(1 - ref_s / apart["timing/step_s"], abs=0.1)
+    together = means(asked, TRAINER_OF_ONE, *THREE_WORKERS)
+    apart = means(asked, tasks, "placement.ratios=[1,1,3]")
+    score_s = together[f"timing/{task}_s"]
+    assert score_s == pytest.approx(together["timing/train_s"] / 3)
+    assert together["timing/step_s"] > without_s + 0.9 * score_s
+    assert apart["timing/step_s"] < without_s + 0.1 * score_s
+    assert f"timing/{task}_s" not in apart
+    assert apart[f"{task}/idle_ratio"] == pytest.approx(1 - score_s / apart["timing/step_s"], abs=0.1)
 
 
 @pytest.mark.slow

@@ -57,11 +57,13 @@ ALGORITHMS += [{"ppo_epochs": 2, "entropy_coeff": 0.05, **SLOWLY, **SMALL}]
 
 
 @pytest.mark.slow
-def test_two_ranks_train_the_weights_of_one(tiny_model_dir, run_ranks):
-    settings = [{"lr": 1e-4, **algorithm} for algorithm in ALGORITHMS]
+def test_two_ranks_train_the_weights_of_one(tiny_model_dir, other_model_dir, run_ranks):
+    teacher = {"teacher_dirs": {"": str(other_model_dir)}, "adv_estimator": "none", **SMALL, **SLOWLY}
+    algorithms = [*ALGORITHMS, teacher]
+    settings = [{"lr": 1e-4, **algorithm} for algorithm in algorithms]
     one, two = (run_ranks(tiny_model_dir, *settings, world_size=ranks, last_step=1) for ranks in (1, 2))
     initial = load_file(tiny_model_dir / "model.safetensors")
-    for algorithm, of_one, of_two in zip(ALGORITHMS, one, two, strict=True):
+    for algorithm, of_one, of_two in zip(algorithms, one, two, strict=True):
         for name, ours in of_one.items():
             has_adapters = "rank" in algorithm and "proj" not in name
             assert has_adapters or not torch.equal(ours, initial[name]), algorithm

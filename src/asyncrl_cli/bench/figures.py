@@ -46,7 +46,7 @@ from asyncrl_cli.simulate.costs import Capacities
 PARTS = {
     "wait": ("wait_scores", "wait_data"),
     "old_logprob": ("old_logprob",),
-    "train": ("ref", "critic", "train"),
+    "train": ("ref", "teacher", "critic", "train"),
     "sync": ("gather",),
     "other": ("checkpoint", "other"),
 }

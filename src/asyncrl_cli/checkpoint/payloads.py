@@ -48,6 +48,7 @@ class _Trajectory(TypedDict):
     segment_lengths: list[Count]
     turn_rewards: NotRequired[list[Finite]]
     facts: NotRequired[dict[str, Finite]]
+    teacher_name: NotRequired[str]
     values: NotRequired[dict[str, Any]]
     """Of fields that are not built in."""
 

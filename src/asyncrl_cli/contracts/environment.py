@@ -186,10 +186,11 @@ class RewardSpec:
 
     @property
     def needs_answer(self) -> bool:
-        """Whether every item must have an answer. A function of the user's may do without."""
+        """Whether every item must have an answer. Functions of the user's, reward models and teachers may do
+        without."""
         if self.parts:
             return any(part.spec.needs_answer for part in self.parts)
-        return self.function is None and self.kind != "episode"
+        return self.function is None and self.kind not in ("episode", "none")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

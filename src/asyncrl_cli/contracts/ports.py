@@ -175,7 +175,7 @@ class Scorer(Protocol):
     A critic with processes of its own is never restarted: what it has learned is saved in the trainer's
     checkpoints only, and is lost with its process.
 
-    `name` names both executor and column: `ref`, `prox`, `critic`, `reward`. `call_tokens`: how many tokens
+    `name` names both executor and column: `ref`, `teacher`, `prox` and so on. `call_tokens`: how many tokens
     of prompts and responses fill one call.
     """
 

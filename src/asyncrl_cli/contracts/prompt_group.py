@@ -230,7 +230,7 @@ class TrainBatch:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainReport:
     """What a train step reports. Seconds are the trainer's, or one rank's: `train_s`, and `column_s` for the
-    columns that were computed before training, by name (`old_logprob`, `ref`, `critic`). `tokens` (sampled
+    columns that were computed before training, by name (`old_logprob`, `ref`, ...). `tokens` (sampled
     tokens trained, including those of skipped steps) and `metrics` cover all ranks; `metrics` are typed and
     finite, and go into the step's line unchanged.
 

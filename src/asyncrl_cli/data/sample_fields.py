@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 
 from asyncrl_cli.base.errors import ConfigError, first_line
 from asyncrl_cli.base.named_code import UserCode, describe, is_user_code
-from asyncrl_cli.profile.arithmetic import CRITIC, PROX, REF
+from asyncrl_cli.profile.arithmetic import CRITIC, PROX, REF, TEACHER
 from asyncrl_cli.profile.schema import Profile
 
 Per = Literal["token", "sampled", "segment", "trajectory", "group"]
@@ -141,6 +141,7 @@ class Schema(Mapping[str, Field]):
 
 TOKENS, LOGPROBS, VERSIONS, MASK = "tokens", "logprobs", "versions", "mask"
 REWARD, FINISH_REASON, TURN_REWARDS, FACTS = "reward", "finish_reason", "turn_rewards", "facts"
+TEACHER_NAME = "teacher_name"
 
 FIELDS = (
     Field(name=TOKENS, per="token", by="engine", dtype="int32", in_samples=True, doc="token ids"),
@@ -173,11 +174,13 @@ FIELDS = (
         doc="the parts of the reward, if the environment gives them",
     ),
     Field(name=FACTS, per="trajectory", by="environment", doc="the environment's own figures, by name"),
+    Field(name=TEACHER_NAME, per="trajectory", by="environment", doc="of several teachers: the prompt's"),
     *(
         Field(name=name, per="sampled", by="scorer", in_checkpoints=False, doc=doc)
         for name, doc in (
             (PROX, "logprob under the weights at the window's start"),
             (REF, "logprob under the reference"),
+            (TEACHER, "logprob under the teacher"),
             (CRITIC, "the critic's value of the state in which the token was sampled"),
         )
     ),

@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import ray
 from ray.actor import ActorHandle
@@ -51,7 +52,7 @@ class CrewOrder:
     plan: JobPlan
     profile: Profile
     model_dir: Path
-    further: Mapping[str, str]
+    further: Mapping[str, Any]
     run_dir: Path
     log_dir: Path
     reward: RewardSpec
@@ -162,7 +163,7 @@ def _make_ranks(
 ) -> list[ActorHandle]:
     is_direct = order.profile.weights.transport in DIRECT_TRANSPORTS
     threads = THREADS | {"direct": order.plan.rollout_workers if is_direct else 1}
-    place = replace(place_of(order.plan, role, order.model_dir), **order.further)  # type: ignore[arg-type]
+    place = replace(place_of(order.plan, role, order.model_dir), **order.further)
     makers = makers_of(order, role, RankHost, options, concurrency_groups=threads)
     run_dir = order.run_dir.absolute()
     given = role, order.profile, place, run_dir, probe_items, order.store.address

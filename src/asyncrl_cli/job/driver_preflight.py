@@ -28,7 +28,7 @@ from asyncrl_cli.job.ray.calls import Limit, answer
 from asyncrl_cli.job.ray.placement import ray_cluster
 from asyncrl_cli.job.ray.session import connected
 from asyncrl_cli.models.gguf_file import SUFFIX as GGUF
-from asyncrl_cli.models.model_directory import BUILTIN, is_on_hub
+from asyncrl_cli.models.model_directory import BUILTIN, is_on_hub, teacher_key
 from asyncrl_cli.plan.cluster import node_lines
 from asyncrl_cli.plan.machine import GIB, LEAST_SHARED_MEMORY_BYTES, Finding
 from asyncrl_cli.profile.schema import Profile
@@ -82,11 +82,13 @@ class Wanted:
     trust_remote_code: bool = False
 
     @classmethod
-    def of(cls, profile: Profile, model_dir: Path, further: Mapping[str, str], directory: Path) -> Wanted:
+    def of(cls, profile: Profile, model_dir: Path, further: Mapping[str, Any], directory: Path) -> Wanted:
         """`further`: what `further_models` found."""
         models = {"model.path": str(model_dir.absolute())}
-        models |= {name.replace("_dir", ".path"): path for name, path in further.items()}
+        models |= {name.replace("_dir", ".path"): further[name] for name in further if name != "teacher_dirs"}
         names = {key: attrgetter(key)(profile) or profile.model.path for key in models}
+        models |= {teacher_key(name): path for name, path in further.get("teacher_dirs", {}).items()}
+        names |= {teacher_key(name): path for name, path in profile.teacher.paths.items()}
         return cls(
             directory=directory,
             packages=tuple(dict.fromkeys((*ALIKE, profile.rollout.engine))),

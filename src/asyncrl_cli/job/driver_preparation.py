@@ -6,14 +6,14 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from asyncrl_cli.base.errors import ConfigError, Interrupted, PreflightError, first_line
 from asyncrl_cli.builtin.tiny import UNTAUGHT, demonstrations_of
@@ -27,14 +27,17 @@ from asyncrl_cli.models.model_directory import (
     is_builtin,
     model_here,
     resolve_model,
+    teacher_key,
 )
 from asyncrl_cli.models.model_files import check_model, check_vocabulary
 from asyncrl_cli.observe.sinks import check_sinks
 from asyncrl_cli.plan.cluster import local_cluster
 from asyncrl_cli.plan.compiler import compile_job, device_of
 from asyncrl_cli.profile.schema import Profile
+from asyncrl_cli.profile.toml_files import shortened
 from asyncrl_cli.sandbox.rehearsal import rehearse
 from asyncrl_cli.tasks.code_choice import check_fields, environment_of, has_tool_class
+from asyncrl_cli.tasks.rows import find
 from asyncrl_cli.tasks.task import Task, load_task
 from asyncrl_cli.train.losses import check_loss
 
@@ -54,7 +57,7 @@ async def prepare(
     resumed: Path | None = None,
     show: Callable[[str], None] = lambda line: None,
     log_path: Path = Path(os.devnull),
-) -> tuple[Task, Path, dict[str, str]]:
+) -> tuple[Task, Path, dict[str, Any]]:
     """Returns the task, the model's directory and those of `further_models`. Raises ConfigError or
     PreflightError if the engine, task, models or prompts cannot be used.
 
@@ -76,7 +79,7 @@ async def prepare(
             check_chat(profile, model_here(profile) or fetched_tokenizer(profile))
         return task
 
-    def prepare_model(check_cancelled: Callable[[], None]) -> tuple[Path, dict[str, str]]:
+    def prepare_model(check_cancelled: Callable[[], None]) -> tuple[Path, dict[str, Any]]:
         def progress(text: str, *how_far: object) -> None:
             check_cancelled()
             say(text, *how_far)
@@ -86,6 +89,7 @@ async def prepare(
         further = further_models(profile, model_dir)
         check_cancelled()
         check_prompts(profile, task, model_dir)
+        check_teachers(profile, task, model_dir, further.get("teacher_dirs", {}))
         return model_dir, further
 
     task = await interruptible(load)
@@ -156,6 +160,29 @@ def check_prompts(profile: Profile, task: Task, model_dir: Path | None) -> None:
         check_chat(profile, model_dir)
     if model_dir is not None:
         check_adapters(profile, model_dir)
+
+
+def check_teachers(profile: Profile, task: Task, model_dir: Path, teachers: Mapping[str, str]) -> None:
+    """Raises PreflightError if a teacher cannot be opened, or if one of the policy's tokens has another id
+    there or none. ConfigError if a prompt names none of several teachers."""
+    tokens_of = opened_tokenizer(profile, model_dir).get_vocab() if teachers else {}
+    for name, directory in teachers.items():
+        try:
+            theirs = checked_tokenizer(profile, Path(directory)).get_vocab()
+            if others := [token for token, number in tokens_of.items() if theirs.get(token) != number]:
+                why = f"model.path: {directory} has another tokenizer than the policy"
+                shown = f"{len(others)} of the policy's {len(tokens_of)} tokens have another id there or none"
+                hint = "logprobs are compared token by token: use a teacher of the policy's family"
+                raise PreflightError(f"{why}: {shown}, such as {others[0]!r}", hint=hint)
+        except PreflightError as error:
+            why = error.message.replace("model.path", teacher_key(name), 1)
+            raise PreflightError(why, hint=error.hint) from error
+    if (column := profile.teacher.column) is None:
+        return
+    for item in task.train:
+        if str(named := find(item["metadata"], column)) not in teachers:
+            why = f'teacher.column = "{column}": prompt {item["uid"]} has {shortened(named)} there'
+            raise ConfigError(f"{why}, which names no teacher", hint=f"teachers are {', '.join(teachers)}")
 
 
 def needs_turns(profile: Profile) -> bool:

@@ -1,5 +1,5 @@
-"""The actor of one process of the trainer or of a scorer (`ref`, `prox`, `critic`, the reward model, a class
-of the user's). Runs in that process; the driver's side is driver_ranks.py.
+"""The actor of one process of the trainer or of a scorer (`ref`, `teacher`, `prox`, `critic`, the reward
+model, a class of the user's). Runs in that process; the driver's side is driver_ranks.py.
 
     group main     joint computation, in one thread: start, train, gather, snapshot, restore, load, score.
                    All processes get the same calls in the same order (except `judge`: one process alone
@@ -54,7 +54,7 @@ from asyncrl_cli.measure.meters import CallMeter
 from asyncrl_cli.measure.states import ExecutorReport, State
 from asyncrl_cli.plan.cluster import LOOPBACK
 from asyncrl_cli.plan.job_plan import TRAINER
-from asyncrl_cli.profile.arithmetic import CRITIC, PROX, REWARD, Schedule
+from asyncrl_cli.profile.arithmetic import CRITIC, PROX, REWARD, TEACHER, Schedule
 from asyncrl_cli.profile.schema import ProcessPlace, Profile
 from asyncrl_cli.train.sample_dump import SampledGroup, dump_samples
 
@@ -69,6 +69,7 @@ if TYPE_CHECKING:  # torch: the driver imports this module
     from asyncrl_cli.train.policy_trainer import LossFields
     from asyncrl_cli.train.reward_model import RewardModel
     from asyncrl_cli.train.step_plan import RankPlan
+    from asyncrl_cli.train.teachers import Teachers
     from asyncrl_cli.weights.versions import Manifest, Sender
 
 logger = logging.getLogger(__name__)
@@ -209,7 +210,7 @@ class RankHost:
         role, profile, place = self._role, self._profile, self._place
         if role in profile.task.scorers:  # its processes do not work together, nor do a reward model's
             code = UserCode(name=profile.task.scorers[role], import_path=profile.task.import_path or "")
-            self._scorer: PolicyModel | CriticApart | RewardModel = code.load()(profile, place)
+            self._scorer: PolicyModel | CriticApart | RewardModel | Teachers = code.load()(profile, place)
             return
         self._whole = merging(profile, place) if role == PROX else iter
         if role == REWARD:
@@ -221,11 +222,14 @@ class RankHost:
         from asyncrl_cli.train.critic import CriticApart
         from asyncrl_cli.train.policy_model import frozen_model
         from asyncrl_cli.train.ranks import Ranks
+        from asyncrl_cli.train.teachers import Teachers
 
         ranks = Ranks(profile, place, rank=self._rank, init_method=init_method)
         self._end_ranks = ranks.close
         if role == CRITIC:
             self._scorer = self._critic = CriticApart(profile, place, ranks)
+        elif role == TEACHER:
+            self._scorer = Teachers(profile, place, ranks)
         else:
             self._scorer = self._frozen = frozen_model(role, profile, place, ranks)
 

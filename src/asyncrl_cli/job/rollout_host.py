@@ -35,6 +35,7 @@ from asyncrl_cli.contracts.prompt_group import AttemptKey, DataKey, PartKey, Par
 from asyncrl_cli.contracts.weight_version import LoadReport
 from asyncrl_cli.data.backends import store_at
 from asyncrl_cli.data.ray_store import shipped
+from asyncrl_cli.data.sample_fields import TEACHER_NAME
 from asyncrl_cli.data.store import Stored
 from asyncrl_cli.data.trajectories import GroupPayload
 from asyncrl_cli.data.transferqueue_client import Address
@@ -49,6 +50,7 @@ from asyncrl_cli.profile.schema import Interrupt, ProcessPlace, Profile
 from asyncrl_cli.sandbox.parent_processes import ProcessEnded, Processes, environment_processes
 from asyncrl_cli.sandbox.parent_rewards import RewardPool, default_workers
 from asyncrl_cli.tasks.code_choice import environment_of, import_limit_s
+from asyncrl_cli.tasks.rows import find
 from asyncrl_cli.tasks.tool_class import ToolClass
 from asyncrl_cli.weights.versions import Manifest
 
@@ -192,7 +194,11 @@ class RolloutHost:
             (found,) = await asyncio.to_thread(self._store.get, [stored])
             so_far = GroupPayload(uid=uid, epoch=epoch, attempt=attempt, trajectories=tuple(found))
         result, payload = await self._runner.run(request, on_sequence, so_far)
-        stored = await asyncio.to_thread(self._store.put, str(request.key), payload.trajectories)
+        trajectories = payload.trajectories
+        if (column := self._profile.teacher.column) is not None:
+            name = {TEACHER_NAME: str(find(request.item["metadata"], column))}
+            trajectories = tuple(replace(one, values={**one.values, **name}) for one in trajectories)
+        stored = await asyncio.to_thread(self._store.put, str(request.key), trajectories)
         return replace(result, payload=stored.key), stored
 
     async def partial_responses(self, most: int) -> tuple[object, ...]:

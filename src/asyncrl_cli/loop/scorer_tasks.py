@@ -8,6 +8,7 @@ rules on slots, window and deadlines (admission.py) know nothing of scorers. Che
 scorer dies before its groups are taken, or a run resumes with finished groups, these are scored again.
 
     ref      logprobs of the reference policy. They never change.
+    teacher  logprobs of the teachers. They never change.
     reward   scores of the reward model. They never change, and are added to the rewards when the group is
              taken.
     prox     logprobs under the weights that the window begins with, loaded as soon as these are published.

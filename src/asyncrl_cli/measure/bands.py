@@ -50,8 +50,11 @@ class Bands:
         self._num_flat = 0
 
     def flat(self, rewards: Collection[float]) -> Iterator[str]:
-        """A warning when all trajectories of `FLAT_STEPS` train steps in a row have the same reward."""
+        """A warning when all trajectories of `FLAT_STEPS` train steps in a row have the same reward, if
+        rewards train the policy."""
         self._num_flat = self._num_flat + 1 if len(set(rewards)) == 1 else 0
+        if self._algorithm.adv_estimator == "none":
+            return
         if self._num_flat == FLAT_STEPS:
             yield (
                 f"all trajectories of the last {FLAT_STEPS} train steps have the reward "

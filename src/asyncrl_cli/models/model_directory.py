@@ -135,39 +135,53 @@ def fetched_tokenizer(profile: Profile) -> Path:
     return _templated(profile, from_hub(profile.model.path, TOKENIZER_PATTERNS, trust_remote_code=trusts))
 
 
-def further_models(profile: Profile, model_dir: Path) -> dict[str, str]:
-    """Directories of the reference, the critic and the reward model, if the run has them, by their names in
-    `ProcessPlace`. A model whose path is not set in the profile uses the policy's directory, `model_dir`.
+def further_models(profile: Profile, model_dir: Path) -> dict[str, Any]:
+    """Directories of the reference, the teachers, the critic and the reward model, if the run has them, by
+    their names in `ProcessPlace`. A model whose path is not set in the profile uses the policy's directory,
+    `model_dir`.
 
     Raises PreflightError if one is missing or incomplete, or lacks some of the policy's tokens. Only a reward
     model, which has its own tokenizer, may lack them.
     """
     algorithm, rewards = profile.algorithm, profile.reward_model.path is not None
     wanted = {"ref": algorithm.has_reference, "critic": algorithm.has_critic, REWARD_MODEL: rewards}
-    directories = {}
+    found: dict[str, Any] = {}
     for section in (section for section, is_wanted in wanted.items() if is_wanted):
-        path, directory = getattr(profile, section).path, model_dir
-        if path is not None:
-            model = profile.model.model_copy(update={"path": path, "chat_template": None})
-            other = profile.model_copy(update={"model": model})
-            try:
-                if is_builtin(other):
-                    then = "" if section == REWARD_MODEL else " to use the run's initial model"
-                    hint = f"leave out {section}.path{then}"
-                    raise refused("it must be a directory or a hub name", hint)
-                directory = model_here(other) or _fetched(other)
-                files = [one / "config.json" for one in (model_dir, directory)]
-                configs = [load_json(file, _Config, error=PreflightError) for file in files]
-                texts = [config.get("text_config") or config for config in configs]
-                policys, found = (int(text.get("vocab_size", 0)) for text in texts)
-                if policys > found and section != REWARD_MODEL:
-                    hint = "use a model of the policy's family"
-                    raise refused(f"{directory} has {found} tokens, the policy {policys}", hint)
-            except PreflightError as error:
-                why = error.message.replace("model.path", f"{section}.path", 1)
-                raise PreflightError(why, hint=error.hint) from error
-        directories[f"{section}_dir"] = str(directory.absolute())
-    return directories
+        path, key = getattr(profile, section).path, f"{section}.path"
+        directory = model_dir if path is None else _further(profile, model_dir, key, path)
+        found[f"{section}_dir"] = str(directory.absolute())
+    if teachers := profile.teacher.paths.items():
+        found["teacher_dirs"] = {
+            name: str(_further(profile, model_dir, teacher_key(name), path).absolute())
+            for name, path in teachers
+        }
+    return found
+
+
+def teacher_key(name: str) -> str:
+    """Names a teacher in messages."""
+    return f"teacher.path.{name}" if name else "teacher.path"
+
+
+def _further(profile: Profile, model_dir: Path, key: str, path: str) -> Path:
+    model = profile.model.model_copy(update={"path": path, "chat_template": None})
+    other, is_judge = profile.model_copy(update={"model": model}), key.startswith(REWARD_MODEL)
+    try:
+        if is_builtin(other):
+            then = "" if is_judge or key.startswith("teacher") else " to use the run's initial model"
+            raise refused("it must be a directory or a hub name", f"leave out {key}{then}")
+        directory = model_here(other) or _fetched(other)
+        files = [one / "config.json" for one in (model_dir, directory)]
+        configs = [load_json(file, _Config, error=PreflightError) for file in files]
+        texts = [config.get("text_config") or config for config in configs]
+        policys, found = (int(text.get("vocab_size", 0)) for text in texts)
+        if policys > found and not is_judge:
+            hint = "use a model of the policy's family"
+            raise refused(f"{directory} has {found} tokens, the policy {policys}", hint)
+    except PreflightError as error:
+        why = error.message.replace("model.path", key, 1)
+        raise PreflightError(why, hint=error.hint) from error
+    return directory
 
 
 def is_builtin(profile: Profile) -> bool:

@@ -61,7 +61,7 @@ LEAST_ROWS = 4
 """At least this many of their rows get space before any block below them does."""
 SYNC_PARTS = ("gather", "send", "load", "pause")
 STEP_PARTS = (
-    *("step", "train", "wait_data", "wait_scores", "old_logprob", "ref"),
+    *("step", "train", "wait_data", "wait_scores", "old_logprob", "ref", "teacher"),
     *("critic", "gather", "checkpoint", "eval", "other"),
 )
 

@@ -3,7 +3,7 @@ follow from them. compiler.py makes it from a profile.
 
     placement group            bundles                              what runs in a bundle
     trainer                    one per rank: 1 device, c CPUs       that rank
-    ref, prox, critic, reward  one per process, likewise            that process, if the scorer has its own
+    ref, teacher, prox, ...    one per process, likewise            that process, if the scorer has its own
     rollout                    one per worker: g GPUs, c CPUs       that worker
     colocated                  one per pair, instead of both        a rank and a worker, in turns
     any of them with `nnodes`  one per node                         all that the node has of the role

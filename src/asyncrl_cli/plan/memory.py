@@ -25,7 +25,7 @@ from asyncrl_cli.engines.port import EngineMemory, cache_bytes_left, kind_of
 from asyncrl_cli.engines.transformers import CACHE_SHARE_OF_MEMORY, PAGE_TOKENS, PREFILL_TOKENS_PACKED
 from asyncrl_cli.models.shape import BYTES_OF, FAMILY, ModelShape, shape_of
 from asyncrl_cli.plan.job_plan import ROLLOUT, TRAINER, JobPlan
-from asyncrl_cli.profile.arithmetic import CRITIC, PROX, REF, REWARD, max_context_tokens
+from asyncrl_cli.profile.arithmetic import CRITIC, PROX, REF, REWARD, TEACHER, max_context_tokens
 from asyncrl_cli.profile.schema import DIRECT_TRANSPORTS, Profile
 from asyncrl_cli.train import LOGITS_CHUNK_ELEMENTS, LOGITS_COPIES, MOMENTS_SLICE_BYTES, keeps_whole_gradients
 
@@ -41,7 +41,7 @@ WIRE_BUFFERS = "wire buffers"
 HOST_MOMENTS = "AdamW's two moments, float32, between optimizer steps"
 SNAPSHOT = "the snapshot that is being written"
 
-Phase = Literal["always", "start", "step", "update", "sync"]
+Phase = Literal["always", "start", "score", "step", "update", "sync"]
 MemoryKind = Literal["device", "host"]
 
 
@@ -116,7 +116,7 @@ class MemoryEstimate:
 def estimate_memory(
     profile: Profile, plan: JobPlan, shape: ModelShape, available_bytes: int | None = None
 ) -> MemoryEstimate:
-    """Raises ShapeUnknown if the path of a reference, critic or reward model is not known here."""
+    """Raises ShapeUnknown if the path of a reference, teacher, critic or reward model is not known here."""
     engine, known = kind_of(profile).memory(profile, plan.device), available_bytes
     job = MemoryEstimate(profile=profile, plan=plan, shape=shape, available_bytes=known, engine=engine)
     trainer = replace(job, items=tuple(_trainer(job)))
@@ -190,6 +190,8 @@ def _trainer(job: MemoryEstimate) -> Iterator[MemoryItem]:
         shape = shape_of(profile.ref.path) if profile.ref.path else job.shape
         shard = MASTER_BYTES * ceil(shape.parameters / ranks)
         yield device("always", "reference", shard, "float32 weights, never trained")
+    if TEACHER not in job.plan.scorers:
+        yield from _teachers(job, TRAINER, ranks)
     if profile.algorithm.has_critic and CRITIC not in job.plan.scorers:
         # Its step takes turns with the policy's and has no logits: it is never the most expensive.
         shape = _critic_shape(job)
@@ -199,6 +201,20 @@ def _trainer(job: MemoryEstimate) -> Iterator[MemoryItem]:
         yield moments("always", "critic's optimizer", 2 * shard, "AdamW's two moments, float32")
         yield host("start", "whole critic", *_read_whole(shape))
         yield host("sync", "critic's checkpoint", 3 * shard, SNAPSHOT)
+
+
+def _teachers(job: MemoryEstimate, role: str, processes: int) -> Iterator[MemoryItem]:
+    """All teachers, sharded over these processes. One at a time scores: its parameters are gathered."""
+    device, host = (partial(MemoryItem, role, processes, kind) for kind in ("device", "host"))
+    shapes = {name: shape_of(path) for name, path in job.profile.teacher.paths.items()}
+    for name, shape in shapes.items():
+        what = f"teacher {name}".rstrip()
+        shard = MASTER_BYTES * ceil(shape.parameters / processes)
+        yield device("always", what, shard, "float32 weights, never trained")
+        yield host("start", f"whole {what}", *_read_whole(shape))
+    if shapes:
+        num_bytes, how = max(_gathered(job, shape) for shape in shapes.values())
+        yield device("score", "gathered teacher", num_bytes, how)
 
 
 def _trained(
@@ -332,6 +348,9 @@ def _scorers(job: MemoryEstimate) -> Iterator[MemoryItem]:
             continue
         if task == CRITIC:
             yield from _trained(job, CRITIC, processes, _critic_shape(job))
+            continue
+        if task == TEACHER:
+            yield from _teachers(job, TEACHER, processes)
             continue
         path = paths.get(task)
         shape = shape_of(path) if path else job.shape

@@ -1,5 +1,5 @@
 """The section [algorithm]: advantages, loss, and corrections for data that older weights sampled. Also [ref],
-[critic] and [reward_model]: the additional models that an algorithm may need.
+[teacher], [critic] and [reward_model]: the additional models that an algorithm may need.
 
 There are three policies: theta is being trained, prox is the weights at the start of the window, mu is the
 sampler. Per token, u = theta / prox, w = prox / mu and r = theta / mu are ratios of probabilities. Keys use
@@ -8,6 +8,7 @@ verl's names where verl has them.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
@@ -58,7 +59,7 @@ Rejection = Literal[
     "seq_max_k2",
     "seq_max_k3",
 ]
-Estimator = Literal["grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gae"]
+Estimator = Literal["grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gae", "none"]
 Aggregation = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 Kl = Literal["k1", "abs", "k2", "k3", "low_var_kl"]
 """Estimates of a KL divergence from one token (train/policy_loss.py)."""
@@ -71,7 +72,8 @@ class AlgorithmSection(Section):
     """How rewards become advantages. `grpo` compares a response with its group, `rloo` with the other
     responses of its group, `reinforce_plus_plus` with all responses of the optimizer step;
     `reinforce_plus_plus_baseline` subtracts the group's mean first. `gae` compares each token with the
-    critic's prediction ([critic])."""
+    critic's prediction ([critic]). `none`: rewards are only measured, the policy learns from the teacher
+    alone ([teacher])."""
     normalize_advantages: bool = True
     """`grpo`: divide by the group's standard deviation. `gae`: shift and scale the optimizer step's
     advantages to mean 0 and standard deviation 1."""
@@ -79,6 +81,9 @@ class AlgorithmSection(Section):
     """`gae`: discount factor per sampled token."""
     lam: Ratio = 1.0
     """`gae`: 1 relies on the rewards alone (advantage = return - value), 0 on the critic's next value."""
+    distill_coef: NonNegativeFloat = 1.0
+    """With a teacher ([teacher]): each token's advantage gets distill_coef * (log teacher - log theta) added,
+    after all else. 0 only measures the divergence (`distill/kl`)."""
     use_kl_loss: bool = False
     """Add kl_loss_coef * KL(theta, reference) to the loss. The reference ([ref]) is an additional model in
     the trainer's processes, or has its own processes (placement.tasks)."""
@@ -179,6 +184,24 @@ class RefSection(Section):
     path: PathText | None = None
     """A local Hugging Face directory or a hub name, with the policy's vocabulary. Default: the run's initial
     weights."""
+
+
+class TeacherSection(Section):
+    """On-policy distillation: the policy learns to give its own responses the probabilities that a teacher
+    gives them. A teacher is a frozen model in the trainer's processes, or has its own processes
+    (placement.tasks)."""
+
+    path: PathText | Annotated[dict[str, PathText], Field(min_length=1)] | None = None
+    """A local Hugging Face directory or a hub name, with the policy's tokenizer, such as a run's export.
+    Several teachers are a table, `{math = "/models/a", code = "/models/b"}`. Default: no teacher."""
+    column: str | None = None
+    """Several teachers: the column of a prompt's row that names its teacher, or a field in one
+    (`column.field`)."""
+
+    @property
+    def paths(self) -> Mapping[str, str]:
+        """The teachers' paths by name; one alone has the name ""."""
+        return self.path if isinstance(self.path, dict) else {"": self.path} if self.path else {}
 
 
 class CriticSection(Section):

@@ -165,8 +165,9 @@ def max_context_tokens(profile: Profile) -> int:
     )
 
 
-TRAIN, PROX, REF, CRITIC, REWARD, ROLLOUT = "train", "prox", "ref", "critic", "reward", "rollout"
-SCORERS = (REF, PROX, REWARD, CRITIC)
+TRAIN, PROX, REF, TEACHER, CRITIC = "train", "prox", "ref", "teacher", "critic"
+REWARD, ROLLOUT = "reward", "rollout"
+SCORERS = (REF, TEACHER, PROX, REWARD, CRITIC)
 """Tasks that can have their own processes, which score finished groups while others are trained."""
 
 

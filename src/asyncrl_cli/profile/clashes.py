@@ -52,6 +52,10 @@ def _positive(value: Value) -> bool:
     return value is not None and value > 0
 
 
+def _several(path: object) -> bool:
+    return isinstance(path, dict)
+
+
 def direct(transport: object) -> bool:
     return transport in DIRECT_TRANSPORTS
 
@@ -110,6 +114,7 @@ OLD_LOGPROBS, LOSS, ADVANTAGES = "algorithm.old_logprobs", "algorithm.loss_mode"
 KL_LOSS, KL_REWARD = "algorithm.use_kl_loss", "algorithm.use_kl_in_reward"
 KL_TARGET = "algorithm.kl_target"
 RS, RS_THRESHOLD = "algorithm.rollout_rs", "algorithm.rollout_rs_threshold"
+TEACHER, DISTILL_COEF = "teacher.path", "algorithm.distill_coef"
 NORMALIZE, LORA_RANK, N = "algorithm.rollout_is_batch_normalize", "lora.rank", "rollout.n"
 AGENT, SOURCE, REWARD_MODEL = "task.agent", "task.source", "reward_model.path"
 TRANSPORT, DUAL_BUFFER = "weights.transport", "weights.dual_buffer"
@@ -185,7 +190,7 @@ CLASHES = (
     Clash({"model.chat_template": given, "model.path": lambda path: path.startswith("builtin:")},
         "the built-in models have a template of their own",
         "leave model.chat_template out"),
-    Clash({"task.reward": "none", REWARD_MODEL: None},
+    Clash({"task.reward": "none", REWARD_MODEL: None, ADVANTAGES: _other_than("none")},
         "nothing gives a reward",
         "--set reward_model.path=..., or another task.reward"),
     *_unused("reward_model.weight",
@@ -220,7 +225,27 @@ CLASHES = (
         {KL_LOSS: False, KL_REWARD: False},
         "nothing is compared with a reference",
         "--set algorithm.use_kl_loss=true (with kl_loss_coef=0 it only measures)"),
-    Clash({ADVANTAGES: lambda name: name not in ("gae", "reinforce_plus_plus"), N: 1},
+    Clash({ADVANTAGES: "none", TEACHER: None},
+        "neither rewards nor a teacher train the policy",
+        "--set teacher.path=..., or algorithm.adv_estimator=grpo"),
+    *_unused("algorithm.filter_groups algorithm.overlong_buffer_tokens algorithm.use_kl_in_reward",
+        {ADVANTAGES: "none"},
+        "rewards do not train the policy",
+        "--set algorithm.adv_estimator=grpo"),
+    Clash({ADVANTAGES: "none", DISTILL_COEF: 0},
+        "neither rewards nor the teacher train the policy",
+        "--set algorithm.distill_coef=1, or algorithm.adv_estimator=grpo (then 0 only measures)"),
+    *_unused(DISTILL_COEF,
+        {TEACHER: None},
+        "there is no teacher",
+        "--set teacher.path=..."),
+    Clash({TEACHER: _several, "teacher.column": None},
+        "nothing says which teacher a prompt has",
+        "--set teacher.column=data_source, or the column that has the teachers' names"),
+    Clash({"teacher.column": given, TEACHER: lambda path: not _several(path)},
+        "only one of several teachers is chosen by a column",
+        "leave teacher.column out, or give teacher.path a table of names and paths"),
+    Clash({ADVANTAGES: lambda name: name not in ("gae", "reinforce_plus_plus", "none"), N: 1},
         "a response is compared with the others of its group, but a group of one has no others",
         "--set rollout.n=8, or algorithm.adv_estimator=gae"),
     Clash({"algorithm.filter_groups": True, N: 1},
@@ -354,6 +379,9 @@ CLASHES = (
     Clash({TASKS: _apart("ref"), KL_LOSS: False, KL_REWARD: False},
         "nothing asks for the reference's logprobs",
         "--set algorithm.use_kl_loss=true (or algorithm.use_kl_in_reward=true), or leave ref out"),
+    Clash({TASKS: _apart("teacher"), TEACHER: None},
+        "there is no teacher",
+        "--set teacher.path=..., or leave teacher out"),
     Clash({TASKS: _apart("critic"), ADVANTAGES: _other_than("gae")},
         "nothing asks for values",
         "--set algorithm.adv_estimator=gae, or leave critic out"),

@@ -40,7 +40,7 @@ ENV_PREFIX = "ASYNCRL_"
 DEFAULT = "default"
 """Origin of a value that no layer gives. If it follows from the machine or the model, the origin goes on:
 "default for cuda"."""
-MODELS = ("model.path", "ref.path", "critic.path", "reward_model.path")
+MODELS = ("model.path", "ref.path", "teacher.path", "critic.path", "reward_model.path")
 """Each is a directory, or a name on the hub."""
 IMPORT_PATH = "task.import_path"
 CODE_KEYS = ("task.reward", "task.environment", "task.agent", "task.fields", "task.scorers")
@@ -253,11 +253,12 @@ def _anchored(values: Values, directory: Path) -> Table:
     paths = ("task.source", "task.eval_path", IMPORT_PATH, "model.cache_dir", "model.chat_template", *MODELS)
     found = {key: values[key] for key in paths if isinstance(values.get(key), str) and values[key]}
     anchored: Table = {key: _anchor(key, value, directory) for key, value in found.items()}
-    if isinstance(sets := values.get("eval.sets"), Mapping):
-        anchored["eval.sets"] = {
-            name: _anchor("task.source", source, directory) if isinstance(source, str) else source
-            for name, source in sets.items()
-        }
+    for key, kind in (("eval.sets", "task.source"), ("teacher.path", "teacher.path")):
+        if isinstance(named := values.get(key), Mapping):
+            anchored[key] = {
+                name: _anchor(kind, path, directory) if isinstance(path, str) else path
+                for name, path in named.items()
+            }
     return {**values, **anchored}
 
 

@@ -2,13 +2,13 @@
 reference.
 
 `[rollout]`, `[env]`, `[async_training]` and `[weights]` are in rollout_sections.py; `[algorithm]`, `[ref]`,
-`[critic]` and `[reward_model]` in algorithm_section.py.
+`[teacher]`, `[critic]` and `[reward_model]` in algorithm_section.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
@@ -18,6 +18,7 @@ from asyncrl_cli.profile.algorithm_section import (
     CriticSection,
     RefSection,
     RewardModelSection,
+    TeacherSection,
 )
 from asyncrl_cli.profile.fields import (
     ARRAY,
@@ -265,8 +266,9 @@ class TrainerSection(Section):
 
 
 Task = Annotated[str, Field(min_length=1)]
-"""What a process can do: `train`; `prox`, the old-logprob pass; `ref`, the reference's logprobs; `critic`,
-its values; `reward`, the reward model's scores; `rollout`; or what a scorer of `task.scorers` does."""
+"""What a process can do: `train`; `prox`, the old-logprob pass; `ref`, the reference's logprobs; `teacher`,
+those of the teachers; `critic`, its values; `reward`, the reward model's scores; `rollout`; or what a scorer
+of `task.scorers` does."""
 
 
 class LoraSection(Section):
@@ -307,10 +309,10 @@ class PlacementSection(Section):
     """How `gpus` are divided, as trainer:rollout."""
     tasks: Annotated[tuple[Annotated[tuple[Task, ...], ARRAY], ...], ARRAY] | None = None
     """Which tasks share resources, e.g. [["train", "prox"], ["ref"], ["critic"], ["rollout"]]. Tasks that are
-    not listed run in the trainer. `ref` (the reference's logprobs), `prox` (the old-logprob pass), `critic`
-    (values, and the critic's training) and `reward` (the reward model, never in the trainer) may have a list
-    of their own: separate processes, which score finished groups while others are trained. So do scorers of
-    your own (`task.scorers`), by name, which are never in the trainer."""
+    not listed run in the trainer. `ref` (the reference's logprobs), `teacher` (those of the teachers), `prox`
+    (the old-logprob pass), `critic` (values, and the critic's training) and `reward` (the reward model, never
+    in the trainer) may have a list of their own: separate processes, which score finished groups while others
+    are trained. So do scorers of your own (`task.scorers`), by name, which are never in the trainer."""
     ratios: Annotated[tuple[Processes, ...], ARRAY, BeforeValidator(whole_ratios)] | None = None
     """The share of `gpus` of each list of `tasks`, e.g. [2, 1, 1], or as fractions [0.5, 0.25, 0.25];
     replaces `ratio`. On CPUs its number of processes, default 1."""
@@ -417,6 +419,7 @@ class Profile(Section):
     env: EnvSection = EnvSection()
     algorithm: AlgorithmSection = AlgorithmSection()
     ref: RefSection = RefSection()
+    teacher: TeacherSection = TeacherSection()
     critic: CriticSection = CriticSection()
     reward_model: RewardModelSection = RewardModelSection()
     trainer: TrainerSection = TrainerSection()
@@ -436,10 +439,11 @@ class ProcessPlace:
     """Where one process of a role computes. A job's plan adds this to the profile. The role has `workers`
     processes, each with `device` and `threads`. `model_dir` holds the model, with the weights of `version`.
     `ref_dir` and `critic_dir` hold the initial weights of these models if they differ from `model_dir`;
-    `reward_model_dir` holds the reward model, if there is one."""
+    `teacher_dirs` the teachers by name, `reward_model_dir` the reward model, if there are any."""
 
     model_dir: str
     ref_dir: str = ""
+    teacher_dirs: Mapping[str, str] = field(default_factory=dict)
     critic_dir: str = ""
     reward_model_dir: str = ""
     device: str = "cpu"

@@ -27,7 +27,15 @@ from asyncrl_cli.observe.recorded import Recorded
 from asyncrl_cli.observe.run_lines import Line, spent_s
 from asyncrl_cli.plan.compiler import compile_job
 from asyncrl_cli.plan.job_plan import ROLLOUT, TRAINER
-from asyncrl_cli.profile.arithmetic import CRITIC, PROX, REF, REWARD, SCORERS, step_optimizer_steps
+from asyncrl_cli.profile.arithmetic import (
+    CRITIC,
+    PROX,
+    REF,
+    REWARD,
+    SCORERS,
+    TEACHER,
+    step_optimizer_steps,
+)
 from asyncrl_cli.profile.loaded import Layer, load
 from asyncrl_cli.profile.resolved import read_document
 from asyncrl_cli.profile.schema import Profile
@@ -146,6 +154,7 @@ def _calibrated(run_directory: Path) -> Workload:
             s_per_token=train_s,
             old_logprob_s_per_token=scored_s or 0.0,
             ref_s_per_token=scoring[REF],
+            teacher_s_per_token=scoring[TEACHER],
             reward_s_per_token=scoring[REWARD],
             critic_s_per_token=values_s,
             reference_gpus=ranks,

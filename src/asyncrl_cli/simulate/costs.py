@@ -3,6 +3,7 @@
     optimizer step   fixed_step_s + (step_s + tokens * s_per_token) * share, in each of `trainer.ppo_epochs`
     old logprobs     old_logprob_fixed_step_s + tokens * old_logprob_s_per_token * share, per mini-batch
     reference        tokens * ref_s_per_token * share, in the trainer or in processes of its own
+    teachers         tokens * teacher_s_per_token * share, likewise
     critic           tokens * critic_s_per_token * share for values, and LEARNING times that for learning
     reward model     tokens * reward_s_per_token * share, in processes of its own
 
@@ -25,7 +26,15 @@ from asyncrl_cli.base.errors import ConfigError
 from asyncrl_cli.contracts.prompt_group import GroupResult, TrainBatch
 from asyncrl_cli.engines.port import cache_bytes_left
 from asyncrl_cli.measure.meters import POLL_S
-from asyncrl_cli.profile.arithmetic import CRITIC, PROX, REF, REWARD, Schedule, max_context_tokens
+from asyncrl_cli.profile.arithmetic import (
+    CRITIC,
+    PROX,
+    REF,
+    REWARD,
+    TEACHER,
+    Schedule,
+    max_context_tokens,
+)
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.simulate.responses import Episodes, ResponseLengths, WorkerTimes
 from asyncrl_cli.simulate.sequences import UNLIMITED, CacheSize, prefix_tokens
@@ -184,7 +193,8 @@ class Costs:
     def _trainer_columns(self) -> list[str]:
         """The columns, besides `prox`, that the trainer computes itself."""
         algorithm = self.profile.algorithm
-        wanted = {REF: algorithm.has_reference, CRITIC: algorithm.has_critic}
+        has_teachers = bool(self.profile.teacher.paths)
+        wanted = {REF: algorithm.has_reference, TEACHER: has_teachers, CRITIC: algorithm.has_critic}
         return [task for task, is_wanted in wanted.items() if is_wanted and task not in self.scorers]
 
     @property
@@ -256,6 +266,7 @@ class Costs:
         costs = {
             PROX: training.old_logprob_s_per_token,
             REF: training.ref_s_per_token,
+            TEACHER: training.teacher_s_per_token,
             REWARD: training.reward_s_per_token,
             CRITIC: training.critic_s_per_token,
         }

@@ -138,6 +138,8 @@ class Training(Section):
     """Seconds per token of the reference's logprobs (`algorithm.use_kl_loss`, `use_kl_in_reward`), on
     `reference_gpus`; scales with the old-logprob pass's exponent. Default: a third of `s_per_token`, for
     forward without backward."""
+    teacher_s_per_token: NonNegativeFloat | None = None
+    """The same for the teachers' logprobs (`teacher.path`)."""
     reward_s_per_token: NonNegativeFloat | None = None
     """The same for the reward model's scores (`reward_model.path`) of whole sequences."""
     critic_s_per_token: NonNegativeFloat | None = None

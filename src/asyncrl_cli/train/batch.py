@@ -6,12 +6,13 @@ declared fields with `in_losses` (data/sample_fields.py):
 
     prox        the token's logprob under the weights at the window's start
     ref         its logprob under the reference
+    teacher     its logprob under the teacher                            (teachers.py)
     critic      the critic's value of the state in which it was sampled
     penalties   the KL estimate that is subtracted, weighted, from its reward (critic.py)
     advantages  its advantage, if that depends on the columns above      (critic.py)
     returns     what the critic should have answered                     (critic.py)
 
-Any process that has the stage's model computes one of the first three for groups (`ShardedModel.column`).
+Any process that has the stage's model computes one of the first four for groups (`ShardedModel.column`).
 They are fields of the trajectories then; `PolicyTrainer.train` computes the missing ones itself, once per
 token.
 
@@ -45,7 +46,7 @@ from asyncrl_cli.train.prefix_trees import PrefixTree, cut_trees, prefix_tree
 from asyncrl_cli.train.ranks import Ranks
 from asyncrl_cli.train.step_plan import OptimizerStepPlan, RankPlan
 
-PROX, REF, VALUES = arithmetic.PROX, arithmetic.REF, arithmetic.CRITIC
+PROX, REF, TEACHER, VALUES = arithmetic.PROX, arithmetic.REF, arithmetic.TEACHER, arithmetic.CRITIC
 PENALTIES, ADVANTAGES, RETURNS = "penalties", "advantages", "returns"
 SPLIT_COST_TOKENS = {"cpu": 128, "cuda": 8192}
 """Cost of one more microbatch, in padded tokens. On a CPU: 8 ms of overhead at 65 us a token (0.75 M

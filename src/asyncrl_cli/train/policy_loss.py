@@ -44,7 +44,7 @@ from asyncrl_cli.measure.values import Ratio, Value
 from asyncrl_cli.profile.algorithm_section import AlgorithmSection, Kl, bounds
 from asyncrl_cli.profile.arithmetic import step_optimizer_steps
 from asyncrl_cli.profile.schema import Profile
-from asyncrl_cli.train.batch import ADVANTAGES, PROX, REF, Microbatch, StepBatch
+from asyncrl_cli.train.batch import ADVANTAGES, PROX, REF, TEACHER, Microbatch, StepBatch
 from asyncrl_cli.train.logprobs import Scored
 from asyncrl_cli.train.losses import LossBatch, Metric, find_loss, max_of, mean_of, sum_of
 from asyncrl_cli.train.optimizer import aggregated, take_sum
@@ -100,6 +100,8 @@ class PolicyLoss:
         if algorithm.entropy_coeff:
             bonus = aggregated(scored.entropy_N, microbatch, plan, self._profile)
             loss = loss - algorithm.entropy_coeff * bonus
+        if TEACHER in microbatch.columns:
+            corrections["distill/kl"] = mean_of(batch.logp_theta_N - microbatch.columns[TEACHER])
         metrics |= corrections | signals(batch, microbatch.staleness_N)
         return loss, {"train/loss": sum_of(loss), "train/entropy": mean_of(scored.entropy_N), **metrics}
 
@@ -128,12 +130,16 @@ class PolicyLoss:
                 steps_done=steps_done,
                 window_steps=training.trigger_parameter_sync_step * step_optimizer_steps(self._profile),
             )
+        advantages_N = microbatch.columns.get(ADVANTAGES, microbatch.advantages_N)
+        if TEACHER in microbatch.columns:
+            log_ratios_N = microbatch.columns[TEACHER] - logp_theta_N.detach()
+            advantages_N = advantages_N + self._algorithm.distill_coef * log_ratios_N
         return LossBatch(
             logp_theta_N=logp_theta_N,
             # Without a column theta is prox: the window's first optimizer step starts from these weights.
             logp_prox_N=logp_theta_N.detach() if prox_N is None else prox_N,
             logp_mu_N=microbatch.logp_mu_N,
-            advantages_N=microbatch.columns.get(ADVANTAGES, microbatch.advantages_N),
+            advantages_N=advantages_N,
             rows_N=microbatch.rows_N,
             num_rows=len(microbatch.inputs_BT),
             entropy_N=scored.entropy_N.detach(),

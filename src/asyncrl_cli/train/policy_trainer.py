@@ -7,7 +7,7 @@
 
 A train step:
 
-    microbatches -> [ref] -> [critic] -> [prox] -> [advantages] -> [the critic learns]
+    microbatches -> [ref] -> [teacher] -> [critic] -> [prox] -> [advantages] -> [the critic learns]
                  -> per optimizer step: forward, loss, backward, AdamW
 
 Threads. `train`, `gather`, `snapshot`, `load` and the methods of `model` must run in one thread (the
@@ -36,7 +36,7 @@ from asyncrl_cli.data.trajectories import GroupPayload
 from asyncrl_cli.measure.values import Sum, Value
 from asyncrl_cli.profile.arithmetic import MAX_LOGPROB_DIFF, is_apart
 from asyncrl_cli.profile.schema import ProcessPlace, Profile
-from asyncrl_cli.train.batch import PROX, REF, VALUES, StepBatch, step_batches
+from asyncrl_cli.train.batch import PROX, REF, TEACHER, VALUES, StepBatch, step_batches
 from asyncrl_cli.train.critic import Critic, credit
 from asyncrl_cli.train.kl_coefficient import KlCoefficient
 from asyncrl_cli.train.losses import Metric
@@ -45,6 +45,7 @@ from asyncrl_cli.train.policy_loss import PolicyLoss, effective_ratio
 from asyncrl_cli.train.policy_model import PolicyModel, frozen_model
 from asyncrl_cli.train.ranks import Ranks
 from asyncrl_cli.train.step_plan import RankPlan, needs_columns
+from asyncrl_cli.train.teachers import Teachers
 from asyncrl_cli.train.trainer_state import (
     Counters,
     HostState,
@@ -67,9 +68,9 @@ token, all segments end to end."""
 class PolicyTrainer:
     """One rank of the trainer; see the module's docstring. `init_method` is tcp://host:port or file://path.
     The learning rate schedule ends after `total_optimizer_steps`. `probe_text`: token ids for the probes.
-    `reference` and `critic`: None if there is none, or if it has processes of its own. `publication`: None
-    before the first `gather`. `loss_fields`: of the last train step. OSError or ValueError, from
-    transformers, if `place.model_dir` is not a model.
+    `reference`, `teachers` and `critic`: None if there is none, or if it has processes of its own.
+    `publication`: None before the first `gather`. `loss_fields`: of the last train step. OSError or
+    ValueError, from transformers, if `place.model_dir` is not a model.
     """
 
     def __init__(
@@ -93,6 +94,9 @@ class PolicyTrainer:
         self.reference: PolicyModel | None = None
         if algorithm.has_reference and not is_apart(profile, REF):
             self.reference = frozen_model(REF, profile, place, self.ranks)
+        self.teachers: Teachers | None = None
+        if profile.teacher.paths and not is_apart(profile, TEACHER):
+            self.teachers = Teachers(profile, place, self.ranks)
         self.critic: Critic | None = None
         if algorithm.has_critic and not is_apart(profile, VALUES):
             self.critic = Critic(profile, place, self.ranks, total_optimizer_steps=total_optimizer_steps)
@@ -108,7 +112,7 @@ class PolicyTrainer:
         self._probes = make_probes(num_probes, self.model.vocab_size, profile.run.seed, text=probe_text)
         # Before anything is trained or loaded: LoRA's adapters are still zero, so the policy is its base.
         base = self.model if profile.lora.rank else None
-        frozen = {"base_logprob": base, "reference_logprob": self.reference}
+        frozen = {"base_logprob": base, "reference_logprob": self.reference, "teacher_logprob": self.teachers}
         self._frozen_logprobs = {name: model.fixed_logprob() for name, model in frozen.items() if model}
         self.snapshots: dict[int, tuple[HostState, Counters, Publication | None]] = {}
         self._hand_over()
@@ -151,6 +155,12 @@ class PolicyTrainer:
                 with self._timed(name, column_s):
                     for batch in batches:
                         batch.fill(name, model.numbers_N)
+        if self.teachers is not None:
+            with self._timed(TEACHER, column_s):
+                for batch in batches:
+                    arrays = self.teachers.arrays(batch.plan.trajectories, payloads)
+                    values_F = torch.from_numpy(np.concatenate([np.zeros(0, np.float32), *arrays]))
+                    batch.set_column(TEACHER, values_F.to(ranks.device))
         with self._timed("old_logprob", column_s):
             scored_tokens = self._fill_prox(batches, step_in_window, plan.critic_only)
         metrics, skipped_steps = dict[str, Value](), 0

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 import torch.nn.attention.varlen
 import transformers
+from numpy.typing import NDArray
 from safetensors import safe_open
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -161,17 +162,18 @@ class ShardedModel(ABC, Generic[Content]):
     def column(self, payloads: Mapping[int, GroupPayload]) -> Column:
         """The numbers of the groups' sampled tokens. A collective; each rank may have its own groups, or
         none."""
-        trajectories = tuple(
-            PlannedTrajectory(group=group, trajectory=index, advantage=0.0)
-            for group, payload in payloads.items()
-            for index in range(len(payload.trajectories))
-        )
-        everything = OptimizerStepPlan(trajectories=trajectories, num_loss_tokens=0, num_trajectories=0)
-        (batch,) = self.step_batches(RankPlan(optimizer_steps=(everything,), window=0), payloads)
+        left = iter(self.arrays(every_trajectory(payloads), payloads))
+        return {group: tuple(next(left) for _ in one.trajectories) for group, one in payloads.items()}
+
+    def arrays(
+        self, planned: Sequence[PlannedTrajectory], payloads: Mapping[int, GroupPayload]
+    ) -> list[NDArray[np.float32]]:
+        """The numbers of each of these trajectories' sampled tokens. A collective."""
+        these = OptimizerStepPlan(trajectories=tuple(planned), num_loss_tokens=0, num_trajectories=0)
+        (batch,) = self.step_batches(RankPlan(optimizer_steps=(these,), window=0), payloads)
         batch.fill("column", self.numbers_N)
         values_F = batch.column("column").cpu().numpy()
-        arrays = iter(np.split(values_F, np.cumsum(batch.counts_P)[:-1]))
-        return {group: tuple(next(arrays) for _ in one.trajectories) for group, one in payloads.items()}
+        return np.split(values_F, np.cumsum(batch.counts_P)[:-1]) if planned else []
 
     def score(self, groups: Sequence[GroupPayload], items: Sequence[Item]) -> list[Any]:
         """`column` as a list, one entry per group, for a scorer with processes of its own. `items`: of its
@@ -181,6 +183,14 @@ class ShardedModel(ABC, Generic[Content]):
     def locals(self) -> dict[str, torch.Tensor]:
         """This rank's shards; writing to them in place changes the weights."""
         return {name: parameter.to_local().detach() for name, parameter in self.parameters.items()}
+
+
+def every_trajectory(payloads: Mapping[int, GroupPayload]) -> list[PlannedTrajectory]:
+    return [
+        PlannedTrajectory(group=group, trajectory=index, advantage=0.0)
+        for group, payload in payloads.items()
+        for index in range(len(payload.trajectories))
+    ]
 
 
 def sharded(

@@ -9,6 +9,7 @@ deviation (n - 1 in its denominator) of its group of n:
     rloo                          r - mean of the others of the group = (r - m) * n / (n - 1)
     reinforce_plus_plus           (r - M) / (S + 1e-6), with M and S over the optimizer step's trajectories
     reinforce_plus_plus_baseline  the same, applied to r - m
+    none                          0: a teacher's advantages are added later (policy_loss.py)
 
 `gae`, and any of these with a KL penalty in the reward, need values per token, so the ranks compute them
 (critic.py). If all rewards of a group are equal, `grpo`, `rloo` and the `_baseline` give it advantages of 0:
@@ -205,6 +206,7 @@ ESTIMATORS: dict[str, Callable[[Rewards], list[list[float]]]] = {
     "rloo": rloo,
     "reinforce_plus_plus": reinforce_plus_plus,
     "reinforce_plus_plus_baseline": reinforce_plus_plus_baseline,
+    "none": lambda groups: [[0.0] * len(rewards) for rewards in groups],
 }
 
 

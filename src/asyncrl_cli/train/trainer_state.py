@@ -45,6 +45,7 @@ ANOTHER_MODEL = "resume with the profile and the model that wrote it"
 FROZEN = {
     "base_logprob": ("a base model", "model.path"),
     "reference_logprob": ("a reference", "ref.path, or model.path,"),
+    "teacher_logprob": ("a teacher", "teacher.path"),
 }
 """Weights that are never trained or saved, by the counter that identifies them: what they are, and the key
 that names them."""
@@ -52,9 +53,10 @@ that names them."""
 
 class Counters(TypedDict):
     """`trainer.json`, as rank 0 writes it. `has_window_first`: 1 if the window's first weights are among the
-    tensors. `critic_steps`: the critic's optimizer steps, if there is one. `base_logprob` and
-    `reference_logprob`: the mean logprob that LoRA's base model and the reference give to fixed random
-    tokens. `kl_coef`: the weight of the KL in the reward, if it follows a target."""
+    tensors. `critic_steps`: the critic's optimizer steps, if there is one. `base_logprob`,
+    `reference_logprob` and `teacher_logprob`: the mean logprob that LoRA's base model, the reference and the
+    teachers give to fixed random tokens. `kl_coef`: the weight of the KL in the reward, if it follows a
+    target."""
 
     schema_version: Literal[2]
     ranks: Count
@@ -65,6 +67,7 @@ class Counters(TypedDict):
     base_logprob: NotRequired[Finite]
     reference_logprob: NotRequired[Finite]
     kl_coef: NotRequired[Finite]
+    teacher_logprob: NotRequired[Finite]
 
 
 class CriticCounters(TypedDict):
