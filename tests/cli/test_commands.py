@@ -207,11 +207,11 @@ def test_doctor_names_versions_and_engines(capsys, monkeypatch):
 def test_doctor_says_what_the_cpu_computes_with_and_what_it_means(
     tmp_path, monkeypatch, cpuinfo, named, meaning
 ):
-    from asyncrl_cli.plan import cluster
+    from asyncrl_cli.plan import processor
     from asyncrl_cli.plan.machine import cpu_finding
 
     (tmp_path / "cpuinfo").write_text(cpuinfo)
-    monkeypatch.setattr(cluster, "CPUINFO", tmp_path / "cpuinfo")
+    monkeypatch.setattr(processor, "CPUINFO", tmp_path / "cpuinfo")
     assert named in cpu_finding().found
     assert meaning in cpu_finding().found
 

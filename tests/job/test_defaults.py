@@ -18,6 +18,7 @@ from asyncrl_cli.job.driver_ranks import RayScorer, RayTrainer
 from asyncrl_cli.job.driver_rollout import RayRolloutWorker
 from asyncrl_cli.job.driver_run import Run
 from asyncrl_cli.models.shape import ModelShape, shape_of_config
+from asyncrl_cli.plan import processor
 from asyncrl_cli.plan.compiler import compile_job
 from asyncrl_cli.plan.job_plan import for_device, for_job
 from asyncrl_cli.profile.loaded import Loaded, load
@@ -166,6 +167,16 @@ def test_a_profile_that_only_names_a_pretrained_model_gets_its_learning_rate_and
         1e-6,
         "default for a pretrained model of unknown size",
     )
+
+
+@pytest.mark.parametrize(
+    ("features", "dtype"), [(("avx2", "amx_bf16"), "bfloat16"), (("avx512_bf16",), "float32")]
+)
+def test_a_pretrained_model_on_cpus_with_matrix_units_is_bfloat16(features, dtype, monkeypatch):
+    monkeypatch.setattr(processor, "matrix_features", lambda: features)
+    assert of_model(10**8).profile.model.dtype == dtype
+    assert of_model(10**8, "model.dtype=float32").profile.model.dtype == "float32"
+    assert for_device(load("base"), "cpu").profile.model.dtype == "float32"
 
 
 def test_a_learning_rate_out_of_proportion_to_the_model_causes_a_warning():

@@ -24,16 +24,13 @@ from typing import Any, NamedTuple
 
 from asyncrl_cli.base.errors import PreflightError, counted
 from asyncrl_cli.plan.job_plan import ROLLOUT, TRAINER, Bundle, JobPlan
+from asyncrl_cli.plan.processor import computes_bfloat16
 from asyncrl_cli.profile.schema import Profile
 
 LOOPBACK = "127.0.0.1"
 """The address of a local session's node."""
 MOST_NODES_SHOWN = 16
 MOST_SHAPES_TRIED = 5_000
-CPUINFO = Path("/proc/cpuinfo")
-MATRIX_FEATURES = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "sve", "bf16")
-"""CPU flags that matter for matrix products: x86's first, then Arm's."""
-BFLOAT16_FEATURES = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,31 +101,6 @@ def host_memory_bytes() -> int:
 def usable_cores() -> int:
     """Cores this process may run on: fewer than the machine's under taskset or a cpuset."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def cpu_facts() -> dict[str, str]:
-    """The first core's entries in /proc/cpuinfo, under the kernel's names; empty on a system without that
-    file."""
-    try:
-        first, _, _ = CPUINFO.read_text(encoding="utf-8", errors="replace").partition("\n\n")
-    except OSError:
-        return {}
-    return {
-        name.strip(): value.strip() for name, _, value in (line.partition(":") for line in first.splitlines())
-    }
-
-
-def matrix_features() -> tuple[str, ...] | None:
-    """The MATRIX_FEATURES that this machine's CPU has; None if unknown."""
-    flags = cpu_facts().get("flags") or cpu_facts().get("Features")
-    return None if flags is None else tuple(name for name in MATRIX_FEATURES if name in flags.split())
-
-
-def computes_bfloat16() -> bool | None:
-    """Whether the CPU has bfloat16 instructions; without them every matrix product in bfloat16 is emulated.
-    None: unknown."""
-    features = matrix_features()
-    return None if features is None else not BFLOAT16_FEATURES.isdisjoint(features)
 
 
 class Unplaced(NamedTuple):

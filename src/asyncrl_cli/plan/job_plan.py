@@ -16,7 +16,7 @@ Some defaults follow from the model and from where the job runs. They are filled
 before anything reads them. The origin of such a value says what it follows from:
 `model.dtype = "bfloat16"  # default for cuda`.
 
-    model.dtype                 the device's
+    model.dtype                 the device's, and bfloat16 for a pretrained model on CPUs with matrix units
     SMALL_SIZES                 batches and evals of a pretrained model on this machine's CPUs
     trainer.lr                  a pretrained model's, by its number of parameters
     placement.start_timeout_s   600 s, and the time to read the model's files from a slow disk
@@ -34,6 +34,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from asyncrl_cli.base.errors import counted
+from asyncrl_cli.plan.processor import multiplies_bfloat16
 from asyncrl_cli.profile.arithmetic import Schedule, max_context_tokens
 from asyncrl_cli.profile.check import check
 from asyncrl_cli.profile.keys import values_of, with_values
@@ -248,6 +249,8 @@ def for_device(loaded: Loaded, device: str, *, is_here: bool = True) -> Loaded:
         defaults[LR_KEY] = LEAST_LR, "a pretrained model of unknown size"  # `for_job` may know it
         if is_here and device == "cpu":
             defaults |= {key: (size, "a pretrained model on CPUs") for key, size in SMALL_SIZES.items()}
+            if multiplies_bfloat16():
+                defaults[DTYPE] = "bfloat16", "a pretrained model on CPUs with matrix units"
     open_keys = {key: value for key, value in defaults.items() if loaded.origins.get(key) == DEFAULT}
     if not open_keys:
         return loaded

@@ -20,15 +20,13 @@ from asyncrl_cli.engines.port import kind_of
 from asyncrl_cli.engines.vllm import vllm_kind
 from asyncrl_cli.models.shape import BYTES_OF
 from asyncrl_cli.plan.cluster import (
-    computes_bfloat16,
-    cpu_facts,
     host_memory_bytes,
     local_cluster,
-    matrix_features,
     usable_cores,
 )
 from asyncrl_cli.plan.compiler import cpu_counts
 from asyncrl_cli.plan.memory import PAYLOAD_BYTES
+from asyncrl_cli.plan.processor import computes_bfloat16, cpu_facts, matrix_features
 from asyncrl_cli.profile.schema import Profile
 
 NEEDED = {

@@ -90,8 +90,9 @@ class ModelSection(Section):
     noise, for rehearsals without a network."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype of the rollout engine and of the trainer's forward pass; master weights stay float32. Default:
-    float32 on CPUs, bfloat16 on GPUs, as `asyncrl plan` says. Most CPUs have no bfloat16 instructions and are
-    several times slower with it: `asyncrl doctor` shows what yours has."""
+    bfloat16 on GPUs, and for a pretrained model on CPUs with matrix units for it (AMX); else float32, as
+    `asyncrl plan` says. Most CPUs have no bfloat16 instructions and are several times slower with it:
+    `asyncrl doctor` shows what yours has."""
     chat_template: PathText | None = None
     """A Jinja file in place of the model's own chat template. `builtin:tools` adds tools to the model's own
     (docs/agents.md). Exported models have it, too."""
