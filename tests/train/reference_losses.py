@@ -123,9 +123,10 @@ def kl(kind, policy, ref):
     return np.array(values), np.array(slopes)
 
 
-def gae(rewards, values, gamma, lam):
-    """Advantages of one trajectory by their definition: a sum over all later TD errors (equation 16)."""
-    values = [*values, 0.0]
+def gae(rewards, values, gamma, lam, is_unfinished=False):
+    """Advantages of one trajectory by their definition: a sum over all later TD errors (equation 16). The
+    state after an unfinished one is worth as much as the last one that has a value (T-PPO)."""
+    values = [*values, values[-1] if is_unfinished else 0.0]
     errors = [reward + gamma * values[t + 1] - values[t] for t, reward in enumerate(rewards)]
     return np.array(
         [sum((gamma * lam) ** (k - t) * errors[k] for k in range(t, len(errors))) for t in range(len(errors))]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -10,7 +12,7 @@ from hypothesis import strategies as st
 
 from asyncrl_cli.measure.values import Ratio
 from asyncrl_cli.profile.algorithm_section import AlgorithmSection
-from asyncrl_cli.train.batch import ADVANTAGES, REF, RETURNS, VALUES, step_batches
+from asyncrl_cli.train.batch import ADVANTAGES, FINISHED, REF, RETURNS, VALUES, step_batches
 from asyncrl_cli.train.critic import credit, gae
 from asyncrl_cli.train.kl_coefficient import KlCoefficient
 from asyncrl_cli.train.step_plan import advantages_of
@@ -29,19 +31,25 @@ def flat(of):
     return rewards, values, ends
 
 
-@given(trajectories, st.floats(0.01, 1), st.floats(0, 1))
-def test_gae_is_its_definition(of, gamma, lam):
+@given(trajectories, st.floats(0.01, 1), st.floats(0, 1), st.lists(st.booleans(), min_size=5, max_size=5))
+def test_gae_is_its_definition_for_finished_and_unfinished_trajectories(of, gamma, lam, unfinished):
     rewards, values, ends = flat(of)
-    expected = [reference.gae([r for r, _ in tokens], [v for _, v in tokens], gamma, lam) for tokens in of]
-    np.testing.assert_allclose(
-        gae(rewards, values, ends, gamma, lam), np.concatenate(expected), rtol=1e-9, atol=1e-9
-    )
+    unfinished = np.array(unfinished[: len(of)])
+    expected = [
+        reference.gae([r for r, _ in tokens], [v for _, v in tokens], gamma, lam, is_unfinished)
+        for tokens, is_unfinished in zip(of, unfinished, strict=True)
+    ]
+    found = gae(rewards, values, ends, gamma, lam, unfinished)
+    np.testing.assert_allclose(found, np.concatenate(expected), rtol=1e-9, atol=1e-9)
+    if not unfinished.any():
+        np.testing.assert_array_equal(gae(rewards, values, ends, gamma, lam), found)
 
 
-def credited(seed, max_tokens=8192, kl=None, **keys):
+def credited(seed, max_tokens=8192, kl=None, cut=(), **keys):
     """The plan of one optimizer step of 4 groups, its columns of reference, values, advantages and returns,
-    and its metrics."""
+    and its metrics. `cut`: the trajectories of each group that a limit has cut off."""
     metas, payloads = make_step(seed, num_groups=4)
+    metas = [replace(one, trajectories=with_cut(one.trajectories, cut)) for one in metas]
     (plan,) = planned(metas, **keys)
     groups, algorithm, ranks = dict(enumerate(payloads)), AlgorithmSection(**keys), OneRank()
     (step,) = plan.optimizer_steps
@@ -55,12 +63,16 @@ def credited(seed, max_tokens=8192, kl=None, **keys):
     mu = np.concatenate([s["logprobs"][s["mask"]] for t in step.trajectories for s in segments_of(groups, t)])
     columns |= {
         name: batch.column(name).numpy()
-        for name in (ADVANTAGES, RETURNS)
+        for name in (ADVANTAGES, RETURNS, FINISHED)
         if name in batch.microbatches[0].columns
     }
     split = {name: np.split(column, np.cumsum(counts)[:-1]) for name, column in {**columns, "mu": mu}.items()}
     rewards = [payloads[t.group].trajectories[t.trajectory].values["reward"] for t in step.trajectories]
     return step, rewards, split, metrics
+
+
+def with_cut(metas, cut):
+    return tuple(replace(one, finish_reason="length") if i in cut else one for i, one in enumerate(metas))
 
 
 def segments_of(groups, planned_trajectory):
@@ -84,6 +96,24 @@ def test_a_critics_advantages_and_returns_and_a_penalty_per_token(seed, max_toke
     expected = (everything - everything.mean()) / np.sqrt(everything.var(ddof=1) + 1e-8)
     np.testing.assert_allclose(np.concatenate(columns[ADVANTAGES]), expected, atol=1e-5)
     assert metrics["reward/kl_penalty"].value == pytest.approx(np.mean(sums), rel=1e-5)
+
+
+def test_a_response_that_was_cut_off_is_credited_with_what_the_critic_expects_of_it():
+    """Extended GAE: its reward does not count, and at the end the critic's last value goes on."""
+    keys = dict(
+        adv_estimator="gae", gamma=0.98, lam=0.9, normalize_advantages=False, bootstrap_truncated=True
+    )
+    step, rewards, columns, _ = credited(4, cut=(1, 5), **keys)
+    assert sum(one.is_unfinished for one in step.trajectories) == 8
+    every = zip(step.trajectories, rewards, columns[VALUES], columns[ADVANTAGES], strict=True)
+    for one, reward, values, found in every:
+        is_cut = one.trajectory in (1, 5)
+        assert one.is_unfinished is is_cut
+        at_end = np.zeros(len(values))
+        at_end[-1] = 0.0 if is_cut else reward
+        np.testing.assert_allclose(found, reference.gae(at_end, values, 0.98, 0.9, is_cut), atol=1e-5)
+    for one, finished in zip(step.trajectories, columns[FINISHED], strict=True):
+        assert set(finished) == {0.0 if one.is_unfinished else 1.0}
 
 
 @pytest.mark.parametrize("estimator", ["grpo", "rloo", "reinforce_plus_plus"])

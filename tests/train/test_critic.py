@@ -3,6 +3,8 @@ processes of its own it learns what the trainer's would, and its state is read b
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -12,6 +14,7 @@ from asyncrl_cli.base.errors import RefusedError
 from asyncrl_cli.measure.values import shown
 from asyncrl_cli.train.critic import CriticApart
 from tests.train import reference_losses as reference
+from tests.train.test_credit import with_cut
 from tests.train.train_samples import make_step
 from tests.trainers import rank_batch, save, trainer_parts, weights_of, with_columns
 
@@ -26,8 +29,10 @@ def with_a_head(trainer):
     return trainer, head
 
 
-def one_step(seed=1, num_minibatches=1, **keys):
+def one_step(seed=1, num_minibatches=1, cut=(), **keys):
+    """`cut`: the trajectories of each group that a limit has cut off."""
     metas, payloads = make_step(seed, num_groups=2, n=3)
+    metas = [replace(one, trajectories=with_cut(one.trajectories, cut)) for one in metas]
     return rank_batch(metas, payloads, num_minibatches=num_minibatches, **GAE, **keys), payloads
 
 
@@ -38,31 +43,37 @@ def plain_values(model, head, segment) -> torch.Tensor:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("max_tokens", [8192, 50])
+@pytest.mark.parametrize(("max_tokens", "cut"), [(8192, ()), (50, (1,))])
 def test_an_optimizer_step_has_the_loss_and_gradient_of_a_plain_loop(
-    tiny_model_dir, make_trainer, max_tokens
+    tiny_model_dir, make_trainer, max_tokens, cut
 ):
-    parts = trainer_parts(tiny_model_dir, **GAE, max_tokens_per_microbatch=max_tokens)
+    """It learns nothing from the tokens of responses that were cut off (`bootstrap_truncated`)."""
+    keys = {**GAE, "bootstrap_truncated": bool(cut)}
+    parts = trainer_parts(tiny_model_dir, **keys, max_tokens_per_microbatch=max_tokens)
     section = parts.profile.critic.model_copy(update={"cliprange_value": 10.0, "grad_clip": 1e9})
     parts = parts._replace(profile=parts.profile.model_copy(update={"critic": section}))
     trainer, head = with_a_head(make_trainer(parts))
-    batch, payloads = one_step()
+    batch, payloads = one_step(cut=cut, bootstrap_truncated=bool(cut))
     metrics = shown(trainer.train(**batch).metrics)
     model = AutoModelForCausalLM.from_pretrained(tiny_model_dir, dtype=torch.float32)
     head.requires_grad_()
-    errors, returns_of_all = [], []
-    for trajectory in (t for payload in payloads for t in payload.trajectories):
+    errors, returns_of_all, num_tokens = [], [], 0
+    for trajectory, is_cut in ((t, i in cut) for one in payloads for i, t in enumerate(one.trajectories)):
+        num_tokens += trajectory.num_sampled
+        if is_cut:
+            continue
         values = plain_values(model, head, next(trajectory.segments()))
         rewards = [*np.zeros(len(values) - 1), trajectory.values["reward"]]
         returns = reference.gae(rewards, values.tolist(), 0.99, 0.9) + values.tolist()
         errors.append(values - torch.tensor(returns, dtype=torch.float32))
         returns_of_all.append(returns)
     everything, returns = torch.cat(errors), np.concatenate(returns_of_all)
-    (everything.square().mean() / 2).backward()
-    assert metrics["critic/loss"] == pytest.approx((everything.square().mean() / 2).item(), rel=1e-4)
+    loss = everything.square().sum() / 2 / num_tokens
+    loss.backward()
+    assert metrics["critic/loss"] == pytest.approx(loss.item(), rel=1e-4)
     explained = 1 - np.var(everything.tolist()) / np.var(returns)
     assert metrics["critic/explained_variance"] == pytest.approx(explained, abs=1e-4)
-    assert metrics["critic/return_mean"] == pytest.approx(returns.mean(), rel=1e-4)
+    assert cut or metrics["critic/return_mean"] == pytest.approx(returns.mean(), rel=1e-4)
     plain = {f"model.{name}": parameter.grad for name, parameter in model.model.named_parameters()}
     plain["head.weight"] = head.grad
     moments = trainer.critic.optimizer.moments()

@@ -36,7 +36,10 @@ from asyncrl_cli.profile.schema import Profile
 Per = Literal["token", "sampled", "segment", "trajectory", "group"]
 Writer = Literal["engine", "environment", "reward", "scorer", "trainer"]
 GROUP = "asyncrl.fields"
-RESERVED = ("penalties", "advantages", "returns", "trainer_logprobs", "train", "trainer", "rollout", "feed")
+RESERVED = (
+    *("penalties", "advantages", "returns", "finished", "trainer_logprobs"),
+    *("train", "trainer", "rollout", "feed"),
+)
 """Columns of a train step and of dumps that are no fields; and names of executors, as a scorer's is."""
 HINT = 'it names a sequence of asyncrl_cli.data.sample_fields.Field, for example "my_fields:FIELDS"'
 NOT_SAMPLED = -1

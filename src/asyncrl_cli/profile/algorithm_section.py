@@ -117,6 +117,10 @@ class AlgorithmSection(Section):
     """`overlong_buffer_tokens`: the penalty of a response with rollout.max_response_tokens."""
     mask_truncated: bool = False
     """Do not train on responses cut off by a token or turn limit. They still count in their group's mean."""
+    bootstrap_truncated: bool = False
+    """`gae`: train responses cut off by a token or turn limit as unfinished ones (T-PPO's extended GAE). What
+    the critic expects in a response's last state takes the place of its reward, and the critic learns from
+    finished responses only."""
     loss_mode: str = "vanilla"
     """The policy's loss: `vanilla` (PPO's clipped ratio), `gspo`, `cispo`, `dppo`, `sapo` or `reinforce`.
     Packages can add others through the entry point group `asyncrl.losses`."""

@@ -198,7 +198,7 @@ CLASHES = (
         "there is no reward model",
         "--set reward_model.path=..."),
     *_unused("critic.path critic.lr critic.grad_clip critic.cliprange_value critic.head_start_steps "
-        "algorithm.gamma algorithm.lam",
+        "algorithm.gamma algorithm.lam algorithm.bootstrap_truncated",
         {ADVANTAGES: _other_than("gae")},
         "only gae has a critic and per-token advantages",
         "--set algorithm.adv_estimator=gae"),
@@ -251,6 +251,9 @@ CLASHES = (
     Clash({"algorithm.filter_groups": True, N: 1},
         "all rewards of a group of one are equal, so every group would be dropped",
         "--set algorithm.filter_groups=false, or rollout.n=8"),
+    Clash({"algorithm.bootstrap_truncated": True, "algorithm.mask_truncated": True},
+        "responses that a limit has cut off are either trained or not",
+        "leave one of the two out"),
     Clash({KL_REWARD: True, "algorithm.mask_truncated": True, ADVANTAGES: _other_than("gae")},
         "a group's responses are compared by reward minus KL, and masked responses have no KL",
         "--set algorithm.use_kl_loss=true instead, or algorithm.mask_truncated=false"),

@@ -11,6 +11,7 @@ declared fields with `in_losses` (data/sample_fields.py):
     penalties   the KL estimate that is subtracted, weighted, from its reward (critic.py)
     advantages  its advantage, if that depends on the columns above      (critic.py)
     returns     what the critic should have answered                     (critic.py)
+    finished    0 if its response was cut off, and the critic learns nothing from it (critic.py)
 
 Any process that has the stage's model computes one of the first four for groups (`ShardedModel.column`).
 They are fields of the trajectories then; `PolicyTrainer.train` computes the missing ones itself, once per
@@ -47,7 +48,7 @@ from asyncrl_cli.train.ranks import Ranks
 from asyncrl_cli.train.step_plan import OptimizerStepPlan, RankPlan
 
 PROX, REF, TEACHER, VALUES = arithmetic.PROX, arithmetic.REF, arithmetic.TEACHER, arithmetic.CRITIC
-PENALTIES, ADVANTAGES, RETURNS = "penalties", "advantages", "returns"
+PENALTIES, ADVANTAGES, RETURNS, FINISHED = "penalties", "advantages", "returns", "finished"
 SPLIT_COST_TOKENS = {"cpu": 128, "cuda": 8192}
 """Cost of one more microbatch, in padded tokens. On a CPU: 8 ms of overhead at 65 us a token (0.75 M
 parameters). On a GPU it is high, because full microbatches are more efficient."""

@@ -10,6 +10,8 @@ sampler, V the critic's values at the train step's start and V_new those of the 
                  delta_t = r_t + gamma V_t+1 - V_t  with V_T+1 = 0
                  A_t = delta_t + gamma lambda A_t+1,  return R_t = A_t + V_t
                  normalized: (A - mean) / sqrt(variance + 1e-8), over the sampled tokens of the optimizer step
+    extended gae the same for responses that a limit has cut off, with `bootstrap_truncated`: without the
+                 reward, and with V_T+1 = V_T. They are left out of the critic's loss
     others       step_plan.py, on the reward minus the sum of the trajectory's penalties
     loss         max((V_new - R)^2, (clip(V_new, V - c, V + c) - R)^2) / 2  with c = critic.cliprange_value
 
@@ -17,13 +19,14 @@ The loss is aggregated like the policy's (`algorithm.loss_agg_mode`). The head s
 advantages are the returns.
 
 Sources: Schulman et al. 2016 (arXiv:1506.02438), equations 11 and 16, for GAE; Ouyang et al. 2022
-(arXiv:2203.02155), section 3.5, for the penalty; Schulman et al. 2017 (arXiv:1707.06347), section 5, for the
+(arXiv:2203.02155), section 3.5, for the penalty; Fan et al. 2025, T-PPO (arXiv:2506.15050), section 3, for
+the extended GAE; Schulman et al. 2017 (arXiv:1707.06347), section 5, for the
 loss, whose clip is that of OpenAI's baselines, as in verl.
 
 What it is not: the critic shares no layer with the policy, and the value of a state depends only on the
-tokens before a sampled token. Truncated responses are not bootstrapped: they count as ended, so no reward is
-expected after them. Values and advantages step from one sampled token to the next, and skip the tokens of
-tools between them.
+tokens before a sampled token. Without `bootstrap_truncated`, responses that a limit has cut off count as
+ended: no reward is expected after them. Values and advantages step from one sampled token to the next, and
+skip the tokens of tools between them.
 
 Legend: F = sampled tokens of a rank's share of an optimizer step, trajectory by trajectory; P = its
 trajectories.
@@ -48,7 +51,16 @@ from asyncrl_cli.measure.values import Ratio, Value
 from asyncrl_cli.profile.algorithm_section import AlgorithmSection
 from asyncrl_cli.profile.arithmetic import Schedule
 from asyncrl_cli.profile.schema import ProcessPlace, Profile
-from asyncrl_cli.train.batch import ADVANTAGES, PENALTIES, REF, RETURNS, VALUES, Microbatch, StepBatch
+from asyncrl_cli.train.batch import (
+    ADVANTAGES,
+    FINISHED,
+    PENALTIES,
+    REF,
+    RETURNS,
+    VALUES,
+    Microbatch,
+    StepBatch,
+)
 from asyncrl_cli.train.kl_coefficient import KlCoefficient
 from asyncrl_cli.train.losses import Metric, mean_of, sum_of
 from asyncrl_cli.train.optimizer import (
@@ -140,10 +152,12 @@ class Critic(ShardedModel[ValueModel]):
                 values_N = self.traced_N(microbatch)
                 clip = self.profile.critic.cliprange_value
                 loss_N, is_clipped_N = value_loss(values_N, old_N, returns_N, clip)
-                loss = aggregated(loss_N, microbatch, batch.plan, self.profile)
+                finished_N = microbatch.columns.get(FINISHED, torch.ones_like(old_N))
+                loss = aggregated(loss_N * finished_N, microbatch, batch.plan, self.profile)
                 (loss * self.ranks.world_size).backward()  # as in policy_trainer.py
                 errors_N = returns_N - old_N
                 sums = (torch.ones_like(old_N), returns_N, returns_N.square(), errors_N, errors_N.square())
+                sums = tuple(sum_N * finished_N for sum_N in sums)
                 seen.append(
                     {
                         "critic/loss": sum_of(loss),
@@ -248,8 +262,12 @@ def credit(
         sums_P = np.diff(np.concatenate([[0.0], np.cumsum(penalties_F)])[np.concatenate([[0], ends_P])])
         if algorithm.has_critic:
             rewards_F, values_F = -penalties_F, _on_host(batch.column(VALUES))
-            rewards_F[ends_P - 1] += [rewards[one.group][one.trajectory] for one in planned]
-            advantages_F = gae(rewards_F, values_F, ends_P, algorithm.gamma, algorithm.lam)
+            ended = [0.0 if one.is_unfinished else rewards[one.group][one.trajectory] for one in planned]
+            rewards_F[ends_P - 1] += ended
+            unfinished_P = np.array([one.is_unfinished for one in planned], dtype=bool)
+            advantages_F = gae(rewards_F, values_F, ends_P, algorithm.gamma, algorithm.lam, unfinished_P)
+            if algorithm.bootstrap_truncated:
+                batch.set_column(FINISHED, _to_device(np.repeat(~unfinished_P, batch.counts_P), ranks))
             batch.set_column(RETURNS, _to_device(advantages_F + values_F, ranks))
             if algorithm.normalize_advantages:
                 number, total = _summed([len(advantages_F), advantages_F.sum()], ranks)
@@ -277,12 +295,20 @@ def credit(
     return metrics
 
 
-def gae(rewards_F: Floats, values_F: Floats, ends_P: NDArray[np.int64], gamma: float, lam: float) -> Floats:
+def gae(
+    rewards_F: Floats,
+    values_F: Floats,
+    ends_P: NDArray[np.int64],
+    gamma: float,
+    lam: float,
+    unfinished_P: NDArray[np.bool_] | bool = False,
+) -> Floats:
     """Advantages of trajectories laid end to end, of at least one token each; trajectory p ends before index
-    `ends_P[p]`."""
+    `ends_P[p]`. After an unfinished one, the critic's last value stands for what would have followed."""
     is_last_F = np.zeros(len(rewards_F), dtype=bool)
     is_last_F[ends_P - 1] = True
-    following_F = np.where(is_last_F, 0.0, np.append(values_F[1:], 0.0))
+    following_F = np.append(values_F[1:], 0.0)
+    following_F[ends_P - 1] = np.where(unfinished_P, values_F[ends_P - 1], 0.0)
     deltas = (rewards_F + gamma * following_F - values_F)[::-1].tolist()
     decays = np.where(is_last_F, 0.0, gamma * lam)[::-1].tolist()
     backwards = accumulate(

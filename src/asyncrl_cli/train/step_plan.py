@@ -39,11 +39,13 @@ Rewards = Sequence[Sequence[float]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedTrajectory:
-    """Trajectory `trajectory` of group `group` (its index in the train step), with its advantage."""
+    """Trajectory `trajectory` of group `group` (its index in the train step), with its advantage.
+    `is_unfinished`: it is trained as one that would have gone on (`algorithm.bootstrap_truncated`)."""
 
     group: int
     trajectory: int
     advantage: float
+    is_unfinished: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,7 +151,12 @@ def _plan_optimizer_step(
             # Only now: a truncated trajectory is not trained, but its reward counts for the others.
             if algorithm.mask_truncated and meta.is_truncated:
                 continue
-            planned.append(PlannedTrajectory(group=group, trajectory=trajectory, advantage=advantage))
+            unfinished = algorithm.bootstrap_truncated and meta.is_truncated
+            planned.append(
+                PlannedTrajectory(
+                    group=group, trajectory=trajectory, advantage=advantage, is_unfinished=unfinished
+                )
+            )
             lengths.append(meta.prompt_tokens + meta.response_tokens)
             num_loss_tokens += sum(count for _, count in meta.version_tokens)
     return [
