@@ -155,10 +155,10 @@ class Store(ABC):
         """What another process needs to get these keys. KeyError for an unknown one."""
         return [self._held[key] if key in self._held else self._cleared[key] for key in keys]
 
-    def keys(self, tag: str = "") -> list[str]:
-        """The keys that begin with `tag`. Not those that were cleared and are still pinned. May be called in
-        any thread: the copy is made in one step."""
-        return [key for key in [*self._held] if key.startswith(tag)]
+    def keys(self) -> list[str]:
+        """All but those that were cleared and are still pinned. May be called in any thread: the copy is made
+        in one step."""
+        return [*self._held]
 
     def clear(self, keys: Iterable[str]) -> None:
         """Forget keys; their memory is freed soon, or once nothing pins them. Unknown ones are ignored."""
@@ -195,8 +195,8 @@ class Store(ABC):
     def _drop(self, keys: Sequence[str]) -> None:  # noqa: B027
         """Free what does not go with its last reference."""
 
-    def late(self, call: str, num_keys: int, key: str = "data_plane.timeout_s") -> ExecutorFailed:
-        what = f"{call} of {num_keys} keys took longer than {key} = {self.limit_s:g} s"
+    def late(self, call: str, num_keys: int) -> ExecutorFailed:
+        what = f"{call} of {num_keys} keys took longer than data_plane.timeout_s = {self.limit_s:g} s"
         return ExecutorFailed(what, executor=f"the {self.name} store")
 
 

@@ -172,14 +172,14 @@ class TransferQueueStore(Store):
 
     # --- in the driver
 
-    def keys(self, tag: str = "") -> list[str]:
+    def keys(self) -> list[str]:
         """The keys that the controller knows, also those of a worker that died before it could tell. Raises
         the failure of an earlier `clear`, and SessionLost if a process has died."""
         self._raise_failure()
         check_alive(self.address)
         listed = self._call("the list", len(self._held), self._listed)
         self._raise_failure()
-        return [key for key in listed if key.startswith(tag) and key not in self._cleared]
+        return [key for key in listed if key not in self._cleared]
 
     async def _listed(self) -> list[str]:
         await self._clear(())  # after all earlier ones

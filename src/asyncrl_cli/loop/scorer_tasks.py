@@ -13,6 +13,7 @@ scorer dies before its groups are taken, or a run resumes with finished groups, 
              taken.
     prox     logprobs under the weights that the window begins with, loaded as soon as these are published.
              Only groups that this window can still take are scored. A column is valid for its window only.
+    others   fields that the user's own classes compute (`task.scorers`). They never change.
     critic   values of the critic after all earlier train steps. It learns from a step while the policy is
              trained on it; then it scores the groups that the next step takes. A column is valid until the
              next take only.
