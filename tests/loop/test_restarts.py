@@ -18,6 +18,7 @@ from asyncrl_cli.loop.groups import Groups
 from asyncrl_cli.loop.weight_sync import WeightSync
 from asyncrl_cli.measure.states import ExecutorReport, Span, State
 from asyncrl_cli.observe.metrics import StepMetrics
+from asyncrl_cli.simulate.simulated_trainer import SimulatedTrainer
 from asyncrl_cli.simulate.simulated_worker import SimulatedWorker
 from asyncrl_cli.simulate.world import NumberedFeed
 from tests.loop.proof.faults import Fault, FaultKind, Faults
@@ -226,6 +227,29 @@ def test_colocated_a_stop_does_not_wait_for_a_hung_worker_to_hand_over(
     resumed = run_with([], "colocate", resume_from=resume_from(snapshot, state))
     trained = [key.uid for key in ran.trained + resumed.trained]
     assert len(set(trained)) == len(trained) == 12 * 4
+
+
+def test_colocated_a_run_resumed_within_a_window_hands_the_resources_over_before_it_trains(
+    monkeypatch,
+):
+    ran = run_with([], "colocate", checkpoint_every_steps=1, train_steps=6)
+    within = [saved for saved in ran.checkpoints.snapshots if not saved[0].at_window_boundary]
+    assert [snapshot.step for snapshot, _ in within] == [1, 3, 5]
+    calls = []
+    for kind, name in ((SimulatedWorker, "pause"), (SimulatedWorker, "resume"), (SimulatedTrainer, "train")):
+        monkeypatch.setattr(kind, name, named(name, getattr(kind, name), calls))
+    resumed = run_with([], "colocate", train_steps=6, resume_from=resume_from(*within[1]))
+    assert [record.step for record in resumed.recorder.steps] == [4, 5, 6]
+    pause, resume, train = (["pause"] * 2, ["resume"] * 2, ["train"])
+    assert calls == [*pause, *train, *resume, *pause, *train, *train, *resume]
+
+
+def named(name, call, calls):
+    async def recorded(executor, *arguments):
+        calls.append(name)
+        return await call(executor, *arguments)
+
+    return recorded
 
 
 def noting(call, times):

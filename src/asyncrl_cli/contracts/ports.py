@@ -119,8 +119,8 @@ class RolloutWorker(Protocol):
         keys are ignored."""
 
     async def next_update(self, seen: int) -> WorkerUpdate:
-        """Return when something changed since `seen` (at most every 100 ms), or after one second at the
-        latest.
+        """Return when something changed since `seen` (at most every 100 ms while parts run), or after one
+        second at the latest.
 
         The loop always has one of these calls in flight, so an adapter may send requests and results of parts
         along with it.
@@ -130,13 +130,14 @@ class RolloutWorker(Protocol):
         """Receive and check the buckets into the second buffer while generation goes on. Returns seconds.
 
         Refuses a version that is not newer than the one that the worker holds or has received. Without a
-        second buffer (`weights.dual_buffer = false`) the buckets are only noted, and `load` fetches them.
+        second buffer (`weights.dual_buffer = false`), or if they come from the trainer's GPU (`nccl`, `ipc`),
+        the buckets are only noted, and `load` fetches them.
         """
 
     async def load(self, version: int, interrupt: Interrupt) -> LoadReport:
         """Interrupt, copy the prefetched weights in, resume, score the probes. If it fails, the old version
-        stays. `interrupt`: running responses end first (`drain`), or freeze and then continue with the new
-        weights (`keep-kv`, `recompute-kv`)."""
+        stays, or the worker is lost. `interrupt`: running responses end first (`drain`), or freeze and then
+        continue with the new weights (`keep-kv`, `recompute-kv`)."""
 
     async def evaluate(self, request: EvalRequest) -> EvalResult:
         """Generate and reward the request's tries, beside the running groups. The loop begins no load

@@ -134,7 +134,7 @@ def scores_wait(run: RunState) -> str:
 def window_wait(run: RunState) -> str:
     """Colocate: what the trainer waits for before it gets the resources: first the window's groups, then
     evals and loads."""
-    ledger, needed = run.groups.ledger, run.admission.window_size
+    ledger, needed = run.groups.ledger, run.admission.takes_left
     if len(ledger.finished) == needed:
         return _first_few([*eval_holds(run), *lags(run)])
     groups = f"{len(ledger.finished)} of {needed} groups finished, {len(ledger.running)} running"

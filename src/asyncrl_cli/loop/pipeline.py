@@ -38,18 +38,18 @@
                        -                    their columns                      scorer
                        -                    colocate: then every worker to     the workers,
                                             hand over                          rollout.call_timeout_s; a stop
-                       -                    after each step: a separate critic the critic,
-                                            to have learned from it            trainer.step_timeout_s
-                       -                    before a gather: the publish       publish; sync (a load)
-                                            before it, and workers must not
+                       -                    before a gather: the publish       publish; sync (a load); a stop
+                                            before it, and workers must not    if nothing moves
                                             have begun two versions
                        -                    after it, colocate: every worker   the workers,
                                             to take the resources back         rollout.call_timeout_s; a stop
                        -                    weights.mode = "sync" (not         sync (every worker's load)
                                             "async"): all workers to hold the
                                             newest version
-                       -                    at the end: the same, and the last sync (a load, the eval's end)
-                                            version's eval
+                       -                    after each step, last: a separate  the critic,
+                                            critic to have learned from it     trainer.step_timeout_s
+                       -                    at the end: all workers to hold    sync (a load, the eval's end)
+                                            the last version, and its eval
                        -                    the previous checkpoint written    checkpoint
     publish            gathered buckets     the trainer's publish              the trainer, weights.timeout_s
     checkpoint         the loop's snapshot  the writer                         disk, checkpoint.timeout_s
@@ -57,59 +57,62 @@
                                                                                report is bounded
 
 Words. A train step takes R groups. K train steps, so W = K * R groups, are a window, numbered like the
-version that it begins with (the last window may be shorter). It ends with a gather: the version rises, which
-begins the next window, and the weights are published then. At most W + floor(`staleness_threshold` * W)
-groups may be running, finished or taken in a window: its budget. A group's deadline is the last window in
-which it may be trained: the oldest version of the workers that its responses start on, plus `max_staleness`.
-(It rises if the responses on the oldest version are lost and start again on newer ones.) A group is takeable
-when it is finished, has all its columns, and, if it is taken now, every other untaken group can still be
-taken in time: inequality (*) of admission.py. (*) applies under `on_stale = "wait"` only, where no group is
-ever late; else late groups are trained (`"accept"`) or ended.
+version that it begins with (the last window may be shorter; a run that is then extended begins a whole one).
+It ends with a gather: the version rises, which begins the next window, and the weights are published then. At
+most W + floor(`staleness_threshold` * W) groups may be running, finished or taken in a window: its budget. A
+group's deadline is the last window in which it may be trained: the oldest version of the workers that its
+responses start on, plus `max_staleness`. (It rises if the responses on the oldest version are lost and start
+again on newer ones.) A group is takeable when it is finished, has all its columns, and, if it is taken now,
+every other untaken group can still be taken in time: inequality (*) of admission.py. (*) applies under
+`on_stale = "wait"` only, where no group is ever late; else late groups are trained (`"accept"`) or ended.
 
 The journey of a prompt group, by file. When admission is open, groups.py takes a `Prompt` from the feed, and
 an `Attempt` at it begins (ledger.py has its stages). admission.py finds room for its n responses at once
-(free slots or, if these are too few, places in queues) and sets its deadline; rollouts.py submits a
-`PartRequest` to each worker that gets some. There an environment and the model take turns, and a reward
-judges. A `PartResult` comes back with the metadata. The arrays go from process to process without the driver:
-data/ declares their fields, and has the stores that can hold them. Joined, the parts are a `GroupResult`, and
-the group is finished. Or it is dropped, and another prompt gets its place: if too few of its responses have a
-reward, or (`algorithm.filter_groups`) if all rewards are equal, which is known once a reward model, if there
-is one, has scored them. scorer_tasks.py has the attempt's missing columns computed. training.py takes R
-takeable groups as a `TrainBatch`: in finish order, passing over those that are not takeable yet. The trainer
-plans the step from the metadata (advantages, which rank trains what), makes its optimizer steps and answers
-with a `TrainReport`. At the window's end it gathers its weights, and the version rises: that opens the next
-window, and under `on_stale = "drop"` or `"requeue"` it ends the attempts that are past their deadline (a
-requeued prompt starts again as another attempt, before the feed's next one; after `max_requeues` of these it
-is dropped, or fails the run). Then publishing.py has the trainer hand its buckets out: a `Published`, which
-each worker prefetches and loads (rollouts.py), and answers with a `LoadReport`. A worker always turns to the
-newest version, and may skip others.
+(free slots or, if all workers together have fewer than n, places in queues) and sets its deadline;
+rollouts.py submits a `PartRequest` to each worker that gets some. There an environment and the model take
+turns, and a reward judges. A `PartResult` comes back with the metadata. The arrays go from process to process
+without the driver: data/ declares their fields, and has the stores that can hold them. Joined, the parts are
+a `GroupResult`, and the group is finished. Or it is dropped, and another prompt gets its place: if too few of
+its responses have a reward, or (`algorithm.filter_groups`) if all rewards are equal, which is known once a
+reward model, if there is one, has scored them. scorer_tasks.py has the attempt's missing columns computed.
+training.py takes R takeable groups as a `TrainBatch`: in finish order, passing over those that are not
+takeable yet. The trainer plans the step from the metadata (advantages, which rank trains what), makes its
+optimizer steps and answers with a `TrainReport`. At the window's end it gathers its weights, and the version
+rises: that opens the next window, and under `on_stale = "drop"` or `"requeue"` it ends the attempts that are
+past their deadline (a requeued prompt starts again as another attempt, before the feed's next one; after
+`max_requeues` of these it is dropped, or fails the run). Then publishing.py has the trainer hand its buckets
+out: a `Published`, which each worker prefetches and loads (rollouts.py), and answers with a `LoadReport`. A
+worker always turns to the newest version, and may skip others.
 
 Evals (evals.py): a worker that has loaded a version whose eval is due works on it beside its groups, and
 loads again only when no tries are left. An eval that runs longer than `eval.timeout_s` has no result. If all
 workers of an eval are lost, another one with that version goes on with it, or a newer version is scored
-instead. Evals take slots, but no place in the window.
+instead. Evals take slots, but no place in the window. One runs at a time: a version that is due meanwhile is
+left out.
 
 A worker's death: the parts that it has returned remain, unless its node is gone with their arrays: then
-finished groups with such parts are requeued. Its other responses start again, in new parts, before any new
-group. They need slots on workers with weights new enough for their group's deadline; every load adds such
-slots. Its new process first loads the newest version.
+finished groups with such parts are requeued (`max_requeues` does not count this), and in running groups these
+parts' responses start again, too. Its other responses start again, in new parts, before any new group. They
+need slots on workers with weights new enough for their group's deadline; every load adds such slots. Its new
+process first loads the newest version.
 
 Checkpoints (checkpointer.py): between two train steps the trainer copies its state, workers report what
 running responses have so far, and the loop's state is frozen: the feed's position, finished groups, and what
 running ones have; no columns. The last one is written while the workers load and score the last version. A
 resumed run first publishes its version again, and a worker starts nothing before it has loaded it. It places
-what ran as if all workers had died, except that responses of a single turn may continue from their tokens, if
-the engine can.
+what ran as if all workers had died, except that responses of a single turn keep their tokens: whole ones only
+need their reward, and others continue if the engine can.
 
 Why there is no deadlock: training waits for groups and loads. Groups run on workers whatever training does.
 Admission is closed by slots (freed by groups, and by evals, which eval.timeout_s bounds), by the window
 (reopened when the version rises, which needs only groups that are already admitted: `takeable_in_time` keeps
-room for every one of them), by deadlines (a worker that lags would start the group too old or, unless
-`on_stale = "accept"`, is about to load; reopened by its load, which waits for a publish and, if loads drain,
-for running responses), or in colocate by loads. A failed worker or scorer is restarted (executor_tasks.py)
-while it has restarts left. After that its failure stops the run as a user would (the train step ends, a
-checkpoint is written), unless the run can continue without it (`rollout.min_workers`). A failed trainer or
-separate critic fails the run at once, without a checkpoint.
+room for every one of them), by deadlines (unless `on_stale = "accept"`: a worker that lags would start the
+group too old, or will soon load; always: lost responses need newer weights; reopened by a load, which waits
+for a publish and, if loads drain, for running responses), or in colocate by loads. A lost worker or a failed
+scorer is restarted (executor_tasks.py) while it has restarts left. After that its failure, like any other
+error of a worker, stops the run as a user would (the train step ends, a checkpoint is written), unless the
+run can continue without it (`rollout.min_workers`). A failed trainer or separate critic fails the run at
+once, without a checkpoint.
 """
 
 from __future__ import annotations
@@ -208,7 +211,7 @@ class Pipeline:
             executors.reports.advance_lost(run.now_s())
             for observer in run.progress.observers:
                 observer.tick(overview(run))
-            # The trainer's call, or a restart, has its own time limit.
+            # Only the trainer's wait for groups has no time limit of its own.
             is_busy = (
                 "trainer" not in changes.waits or not run.admission.fleet.is_whole() or executors.restarting
             )

@@ -108,8 +108,9 @@ class Training:
 
     @property
     def _needs_resources(self) -> bool:
-        """Colocate: whether the trainer has yet to get the resources, at the beginning of a window."""
-        return self._run.settings.profile.placement.colocate and self._step_in_window == 0
+        """Colocate: whether the trainer has yet to get the resources: at the beginning of a window, or after
+        a resume within one."""
+        return self._run.settings.profile.placement.colocate and not self._run.executors.is_lent
 
     @property
     def _step_in_window(self) -> int:
@@ -120,11 +121,11 @@ class Training:
 
     def _may_take(self) -> bool:
         """Whether R groups could be taken, were they scored. Colocate: the first step takes the resources
-        with them, so the whole window must be finished, and nothing else may run on the workers."""
+        with them, so the rest of the window must be finished, and nothing else may run on the workers."""
         run, admission = self._run, self._run.admission
         if not self._needs_resources:
             return run.groups.takeable(run.settings.schedule.step_groups, unscored=True)
-        whole_window = len(admission.ledger.finished) == admission.window_size
+        whole_window = len(admission.ledger.finished) == admission.takes_left
         return whole_window and run.evaluator.running is None and admission.fleet.are_current(run.version)
 
     async def _train(self, groups: tuple[GroupResult, ...]) -> TrainReport:

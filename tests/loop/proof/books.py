@@ -93,6 +93,7 @@ class WorkerBook:
     down: bool = False
     was_lost: bool = False
     away: bool = False
+    paused: bool = False
     held_when_lost: int = -1
     running_tokens: int = 0
     so_far: PartialResult = field(default_factory=PartialResult)

@@ -48,6 +48,9 @@ class StepWatch:
             f"step {step} is {in_window} in its window",
         )
         self._check_held(window)
+        if self._settings.profile.placement.colocate:
+            busy = [name for name, book in books.workers.items() if not book.paused and not book.down]
+            check(not busy, "colocate", f"step {step} is trained on what {busy} have not given up")
         taken = [key for key, attempt in books.live.items() if attempt.account == "training"]
         keys = [group.key for group in groups]
         check(sorted(keys) == sorted(taken), "ledger", f"the trainer got {keys}, the ledger says {taken}")

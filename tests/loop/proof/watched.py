@@ -57,11 +57,10 @@ class WatchedWorker:
         self._on_the_way = on_the_way
         self._load_limit_s = load_limit_s
         self._prefetched = -1
-        self._paused = False
 
     def submit(self, request: PartRequest) -> None:
         check = self._invariants.check
-        check(not self._paused, "colocate", f"{request.key} starts while {self.name} is paused")
+        check(not self._book.paused, "colocate", f"{request.key} starts while {self.name} is paused")
         check(not self._book.down, "restarts", f"{request.key} starts on {self.name}, which is down")
         self._invariants.ledger.submitted(self.name, request)
         if request.partial:
@@ -159,11 +158,11 @@ class WatchedWorker:
         self._invariants.check(not left, "colocate", f"{self.name} is paused with sequences running: {left}")
         self._invariants.is_lent = True
         await self._worker.pause()
-        self._paused = True
+        self._book.paused = True
 
     async def resume(self) -> None:
         await self._worker.resume()
-        self._paused = False
+        self._book.paused = False
 
     async def node_is_gone(self) -> bool:
         return await self._worker.node_is_gone()
@@ -175,7 +174,7 @@ class WatchedWorker:
         check(not book.unfinished, "restarts", f"{self.name} is restarted with {list(book.unfinished)} on it")
         is_lent = self._invariants.is_lent
         check(not is_lent, "restarts", f"{self.name} is restarted while the trainer has the resources")
-        self._prefetched, self._paused = -1, False
+        self._prefetched, self._book.paused = -1, False
         self._invariants.times.restarted(self.name)
         await self._worker.restart()
 
