@@ -2,7 +2,7 @@
 
 `entropy` is the trainer's: its declaration in the module beside the profile, and one line in a loss. `kinds`,
 an integer for every token, is the environment's: its declaration, and one line in an environment. So each
-touches two files of the user's and none of asyncrl's. `letters` is the reward's, `doubled` a scorer's; both
+touches two files of the user's and none of asyncrl's. `digits` is the reward's, `doubled` a scorer's; both
 are written by the module that declares them. (`kinds_seen` and `doubled_seen` are for the test: what the loss
 was given.)
 """
@@ -48,14 +48,15 @@ FIELDS = """
         Field(name="kinds", per="token", by="environment", dtype="int16", fill=-1, in_samples=True,
               in_losses=True),
         Field(name="kinds_seen", per="sampled", by="trainer", dtype="int16", in_samples=True),
-        Field(name="letters", per="trajectory", by="reward", in_samples=True, shown="number"),
+        Field(name="digits", per="trajectory", by="reward", in_samples=True, shown="number"),
         Field(name="doubled", per="sampled", by="scorer", dtype="int32", in_samples=True, in_losses=True),
         Field(name="doubled_seen", per="sampled", by="trainer", dtype="int32", in_samples=True),
     ]
 
 
     def score(item, response):
-        return {"reward": float(response.strip() == str(item["answer"])), "letters": len(response)}
+        reward = float(response.strip() == str(item["answer"]))
+        return {"reward": reward, "digits": sum(map(str.isdigit, response))}
 
 
     class Doubled:
@@ -192,7 +193,7 @@ def test_an_environments_field_arrives_in_the_loss_after_a_kill_element_for_elem
 def test_a_rewards_field_and_a_scorers_are_in_the_samples_and_the_scorers_arrives_in_the_loss(resumed):
     for step in range(1, STEPS + 1):
         for line in resumed.dumped(step):
-            assert line["fields"]["letters"]["values"] == len(line["sampled_text"].replace("<eos>", ""))
+            assert line["fields"]["digits"]["values"] == sum(map(str.isdigit, line["sampled_text"]))
             pairs = zip(line["tokens"], line["mask"], strict=True)
             expected = [2 * token + len(line["uid"]) if is_sampled else None for token, is_sampled in pairs]
             assert line["fields"]["doubled"]["values"] == expected
