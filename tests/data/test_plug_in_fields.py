@@ -94,7 +94,7 @@ def test_a_scorer_without_a_field_of_its_name_is_refused(profile, scorer, source
     monkeypatch.setattr(sys, "path", list(sys.path))
     importlib.invalidate_caches()
     profile.write_text(f'{profile.read_text()}scorers = {{{scorer} = "my_fields:X"}}\n')
-    with pytest.raises(ConfigError, match=f'task.scorers names "{scorer}", which no field is') as refused:
+    with pytest.raises(ConfigError, match=f'task.scorers names "{scorer}", but no field of') as refused:
         schema_of(load(str(profile), environ={}).profile)
     assert 'by="scorer"' in refused.value.hint
 

@@ -221,7 +221,7 @@ def schema_of(profile: Profile) -> Schema:
             why = f'task.scorers: {name} = "{code_name}" is not of the form module:Class'
             raise ConfigError(why, hint=f'for example {{{name} = "my_scorers:Scorer"}}')
         if name in BUILT_IN or name not in schema or schema[name].by != "scorer":
-            why = f'task.scorers names "{name}", which no field is that a scorer of yours writes'
+            why = f'task.scorers names "{name}", but no field of yours has this name and by="scorer"'
             hint = f'task.fields = "module:FIELDS" with Field(name="{name}", per="sampled", by="scorer")'
             raise ConfigError(why, hint=hint)
     return schema

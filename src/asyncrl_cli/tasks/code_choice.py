@@ -163,7 +163,7 @@ def check_fields(profile: Profile) -> None:
     """Check the fields that the profile and installed packages declare, in a child process: the module is the
     user's. Raises ConfigError."""
     name = profile.task.fields
-    if name is None and not entry_points(group="asyncrl.fields"):
+    if name is None and not profile.task.scorers and not entry_points(group="asyncrl.fields"):
         return
     limit_s = max(START_LIMIT_S, profile.env.tool_timeout_s)
     try:
