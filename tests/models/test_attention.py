@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -64,3 +65,26 @@ def test_a_kernel_with_a_soft_cap_of_its_own_is_not_taken_and_the_log_says_why(
     (warning,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert "qwen3 uses its own attention (eager)" in warning
     assert "sdpa differs from it by" in warning
+
+
+@pytest.mark.parametrize("is_causal", [True, False], ids=["causal", "masked"])
+def test_attention_that_is_trained_in_bfloat16_on_a_cpu_has_the_gradients_of_float32(is_causal):
+    generator = torch.Generator().manual_seed(0)
+    heads = [torch.randn(2, 4, 12, 8, generator=generator).bfloat16() for _ in range(3)]
+    seen = torch.ones(12, 12, dtype=torch.bool).tril()[None, None].expand(2, 1, 12, 12)
+    how = {"scaling": 0.5, "is_causal": is_causal}
+    module = SimpleNamespace(num_key_value_groups=1)
+    found, expected = [], []
+    for dtype, results in ((torch.bfloat16, found), (torch.float64, expected)):
+        inputs = [one.detach().clone().to(dtype).requires_grad_() for one in heads]
+        if dtype == torch.bfloat16:
+            output, _ = attention.trained_sdpa(module, inputs, None if is_causal else seen, **how)
+            assert output.dtype == dtype
+        else:  # written out
+            query, key, value = inputs
+            scores = (0.5 * query @ key.mT).masked_fill(~seen, -torch.inf)
+            output = (scores.softmax(-1) @ value).transpose(1, 2)
+        output.square().sum().backward()
+        results += [output.detach(), *(one.grad for one in inputs)]
+    for ours, theirs in zip(found, expected, strict=True):
+        assert (ours - theirs).norm() < 0.01 * theirs.norm()

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
 import torch
@@ -72,6 +72,22 @@ def choose_attention(model: PreTrainedModel) -> Attention:
         message = "%s uses its own attention (eager), with all scores in memory, and its rows are padded: %s"
         logger.warning(message, model.config.model_type, why)
     return chosen
+
+
+def trained_sdpa(
+    module: object,
+    heads: Iterable[torch.Tensor],
+    attention_mask: torch.Tensor | None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """transformers' sdpa of `heads` (query, key and value), for a trainer. In bfloat16 on a CPU it is
+    computed in float32 if there is a backward pass, which in torch 2.13 takes five to eight times as long in
+    bfloat16: for 8 rows of 112 tokens with 9 heads 97 ms of one core, in float32 14."""
+    query, key, value = heads
+    slow = query.device.type == "cpu" and query.dtype == torch.bfloat16 and torch.is_grad_enabled()
+    given = (query, key, value, attention_mask)
+    exact = map(_float32, given) if slow else given
+    return sdpa_attention_forward(module, *exact, **kwargs)[0].to(query.dtype), None
 
 
 def _why_eager(model: PreTrainedModel) -> str:

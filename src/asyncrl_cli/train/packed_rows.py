@@ -29,8 +29,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from transformers import AttentionInterface
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from asyncrl_cli.models.attention import trained_sdpa
 from asyncrl_cli.train.batch import Microbatch
 from asyncrl_cli.train.ranks import Ranks
 
@@ -141,7 +141,7 @@ def in_padded_rows(
         padded.index_copy_(0, layout.slots_P, values_PHD)
         rows.append(padded.unflatten(0, (-1, layout.longest)).transpose(1, 2))
     heads = SimpleNamespace(num_key_value_groups=query.shape[1] // key.shape[1])
-    attended_BTHD, _ = sdpa_attention_forward(heads, *rows, None, scaling=scaling, is_causal=True)
+    attended_BTHD, _ = trained_sdpa(heads, rows, None, scaling=scaling, is_causal=True)
     return attended_BTHD.flatten(0, 1).index_select(0, layout.slots_P)
 
 
@@ -178,7 +178,7 @@ def attend(
     """Attention for transformers on packed rows: query (1, H, t, D), key and value (1, J, t, D); returns (1,
     t, H, D)."""
     if layout is None:  # the model does not pass it on; `_is_same` detects this
-        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+        return trained_sdpa(module, (query, key, value), attention_mask, scaling=scaling, **kwargs)
     size = 1 if layout.sequence is None else layout.sequence.size()
     repeats = size // math.gcd(size, key.shape[1])  # every rank needs a whole key-value head
     query_PHD = _all_positions(query[0], layout.sequence)

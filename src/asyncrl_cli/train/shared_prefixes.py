@@ -24,8 +24,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.nn.functional import pad
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from asyncrl_cli.models.attention import trained_sdpa
 from asyncrl_cli.train.batch import Microbatch, cut_padded
 from asyncrl_cli.train.packed_rows import Divide, Kernel, Layout, RankShare, rank_share
 from asyncrl_cli.train.prefix_trees import PrefixTree
@@ -119,7 +119,7 @@ def in_branches(
             for values_PHD, at in zip((query, key, value), places, strict=True)
         )
         mask, is_causal = block.mask_b1qk, block.mask_b1qk is None
-        attended_bqHD, _ = sdpa_attention_forward(heads, *chosen, mask, scaling=scaling, is_causal=is_causal)
+        attended_bqHD, _ = trained_sdpa(heads, chosen, mask, scaling=scaling, is_causal=is_causal)
         found.append(attended_bqHD.flatten(0, 1))
     return torch.cat(found).index_select(0, layout.slots_P)
 
