@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,22 +18,27 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3Moe
 from asyncrl_cli.base.errors import ConfigError, PreflightError
 from asyncrl_cli.builtin.tiny import tiny_tokenizer
 from asyncrl_cli.cli.app import run
+from asyncrl_cli.contracts.environment import RewardSpec
+from asyncrl_cli.contracts.item import make_item
 from asyncrl_cli.job.driver_preparation import (
     check_adapters,
     check_prompt_lengths,
+    check_prompts,
     check_teachers,
     checked_tokenizer,
     tokens,
 )
+from asyncrl_cli.job.driver_prompts import PromptFeed
 from asyncrl_cli.profile.algorithm_section import TeacherSection
 from asyncrl_cli.profile.schema import LoraSection, Profile
+from asyncrl_cli.tasks.task import Task
 
 
-def profile_of(max_prompt_tokens: int) -> Any:
+def profile_of(max_prompt_tokens: int, overlong_prompts: str = "error") -> Any:
     return SimpleNamespace(
         rollout=SimpleNamespace(max_prompt_tokens=max_prompt_tokens),
         model=SimpleNamespace(trust_remote_code=False),
-        task=SimpleNamespace(source="jsonl:x.jsonl"),
+        task=SimpleNamespace(source="jsonl:x.jsonl", overlong_prompts=overlong_prompts),
     )
 
 
@@ -56,6 +62,48 @@ def test_the_longest_prompt_of_both_splits_is_named_with_its_length(tokenizer):
     ) as caught:
         check_prompt_lengths(profile_of(8), task, partial(tokens, tokenizer))
     assert "--set rollout.max_prompt_tokens=12" in caught.value.hint
+
+
+def test_overlong_prompts_are_dropped_and_counted_and_the_first_one_is_named(tokenizer):
+    def dropped(train: list[str], held_out: list[str], **sets: Any) -> Task:
+        given = task_of(train, held_out)
+        task = Task(
+            name="digits", train=given.train, eval=given.eval, reward=RewardSpec(kind="none"), eval_sets=sets
+        )
+        return check_prompt_lengths(profile_of(8, "drop"), task, partial(tokens, tokenizer))
+
+    def uids(items: Any) -> list[str]:
+        return [item["uid"] for item in items]
+
+    hard = [{"uid": "h-0", "prompt": "3" * 9}, {"uid": "h-1", "prompt": "3"}]
+    task = dropped(["1" * 8, "1" * 9, "1", "2" * 30], ["2" * 12, "3"], hard=hard)
+    assert (uids(task.train), uids(task.eval), uids(task.eval_sets["hard"])) == (
+        ["t-0", "t-2"],
+        ["e-1"],
+        ["h-1"],
+    )
+    assert task.num_overlong == 4
+    (note,) = task.notes
+    assert "left out 4 prompts" in note
+    assert note.endswith("first prompt t-1 with 9")
+    assert PromptFeed([make_item("1", "1", {})], seed=0, num_overlong=4).figures() == {"prompts/overlong": 4}
+    untouched = dropped(["1"], ["2"])
+    assert (untouched.num_overlong, untouched.notes, len(untouched.train)) == (0, (), 1)
+    for name, task in (("training", (["1" * 9], ["1"])), ("evals", (["1"], ["1" * 9, "2" * 10]))):
+        with pytest.raises(ConfigError, match=f"all . prompts for {name} are longer than 8 tokens") as caught:
+            dropped(*task)
+        assert "--set rollout.max_prompt_tokens=" in caught.value.hint
+
+
+def test_a_curriculum_is_refused_where_no_prompt_comes_again():
+    keys = {"model": {"path": "builtin:untaught"}, "task": {"curriculum": 0.5}, "run": {"train_steps": 2}}
+    profile = Profile.model_validate({**keys, "trainer": {"ppo_mini_batch_size": 2}})
+    items = [{"uid": str(index), "prompt": "1"} for index in range(4)]
+    task = Task(name="digits", train=items, eval=(), reward=RewardSpec(kind="none"))
+    with pytest.raises(ConfigError, match="4 groups of 4 prompts, so none comes a second time") as caught:
+        check_prompts(profile, task, None)
+    assert "--set task.train_prompts=1 " in caught.value.hint
+    check_prompts(profile, replace(task, train=items[:3]), None)
 
 
 def test_tokens_are_counted_and_not_bytes(tokenizer):

@@ -50,7 +50,10 @@ def run(tmp_path):
     )
     payload = GroupPayload(uid="p7", epoch=0, attempt=0, trajectories=trajectories)
     trainer = [np.log(np.array([0.5, 0.5, 0.125, 0.5], np.float32)), np.log(np.array([0.5, 0.5], np.float32))]
-    group = SampledGroup(payload=payload, advantages=[0.7, -0.7], logprobs=trainer, answer="[b]7 & 8")
+    parts = [{"right": 1.0, "short": 0.125}, {}]
+    group = SampledGroup(
+        payload=payload, advantages=[0.7, -0.7], parts=parts, logprobs=trainer, answer="[b]7 & 8"
+    )
     decode = "".join
     for step in (20, 40):
         dump_samples(
@@ -75,6 +78,8 @@ def test_a_pipe_tells_everything_in_plain_text_of_80_columns(run):
     assert "\x1b" not in text
     assert all(cell_len(line) <= 80 for line in text.splitlines())
     assert "(v3)one two (load v4)three" in text
+    assert "\nreward right 1, reward short 0.125\n" in text
+    assert "reward right 1 · reward short 0.125" in samples_html(run)
     assert "\nexpected: [b]7 & 8\n" in text
     assert re.search("^given +<tool>", text, re.MULTILINE)
     assert "(v4)<b>&\\x1b[31m" in text

@@ -12,7 +12,7 @@ import pytest
 from tests.observe.conftest import trajectory
 
 from asyncrl_cli.base.errors import ConfigError
-from asyncrl_cli.contracts.environment import MAX_REWARD, Reward, RewardSpec, figures_of
+from asyncrl_cli.contracts.environment import MAX_REWARD, Reward, RewardSpec, figures_of, reward_parts
 from asyncrl_cli.contracts.item import make_item
 from asyncrl_cli.observe.step_values import episode_values
 from asyncrl_cli.profile.check import check
@@ -158,6 +158,22 @@ def test_several_rewards_are_summed_with_their_weights_and_each_is_a_figure(tmp_
     assert own_figures(reward) == parts | {"reward/acc": 0.5}
 
 
+def test_a_reward_may_have_a_name_of_the_users(tmp_path):
+    rewards = {
+        "right": {"use": "exact-match"},
+        "short": {"use": "mine:brief", "weight": 0.5},
+        "mine:slow": 2.0,
+    }
+    spec = spec_of(tmp_path, SEVERAL, rewards)
+    reward = scored(spec, "4")
+    assert reward == 1.0 + 0.5 * 1.0 + 2.0 * 2.0
+    parts = {"reward/right": 1.0, "reward/short": 1.0, "reward/mine.slow": 2.0}
+    assert own_figures(reward) == parts | {"reward/acc": 0.5}
+    assert reward_parts(figures_of(reward).items()) == {
+        "right": 1.0, "short": 1.0, "mine.slow": 2.0, "acc": 0.5, "names_answer": 1.0
+    }  # fmt: skip
+
+
 FIELDS = """
 def mine(item, response):
     if response == "set": return {"reward": 1.0, "parsed": {1}}
@@ -232,7 +248,11 @@ def test_one_of_several_that_is_unknown_is_refused_by_its_name(tmp_path):
         spec_of(tmp_path, SEVERAL, ("mine:right", "exactmatch"))
 
 
-FORMS = ('["exact-match", "mine:right"]', '{exact-match = 1.0, "mine:right" = 0.5}')
+FORMS = (
+    '["exact-match", "mine:right"]',
+    '{exact-match = 1.0, "mine:right" = 0.5}',
+    '{same = {use = "exact-match"}, right = {use = "mine:right", weight = 0.5}}',
+)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -244,7 +264,7 @@ def test_several_rewards_are_written_in_a_profile_or_set_and_survive_being_writt
     file.write_text(f'extends = "base"\n[task]\nreward = {form}\n')
     loaded = load(str(file), environ={})
     assert loaded.profile.task.import_path == str(tmp_path)  # where the module is
-    assert [*loaded.profile.task.rewards] == ["exact-match", "mine:right"]
+    assert [one.use for one in loaded.profile.task.rewards] == ["exact-match", "mine:right"]
     assert load("base", [f"task.reward={form}"], environ={}).profile.task.reward == loaded.profile.task.reward
     assert from_document(to_document(loaded.profile, loaded.origins)).profile == loaded.profile
     file.write_text(to_toml(loaded.profile, loaded.origins))

@@ -65,6 +65,15 @@ def test_every_trajectory_is_a_line_with_all_its_arrays(tmp_path, samples):
     assert {len(second[name]) for name in ("tokens", "logprobs", "versions", "mask")} == {6}
 
 
+def test_the_parts_of_a_reward_are_in_its_line(tmp_path, payloads):
+    group = SampledGroup(
+        payload=payloads[0], advantages=[0.5, None], parts=[{"right": 1.0, "short": 0.25}, {}]
+    )
+    first, second = read_lines(dump_samples(tmp_path, 1, [group], window=0, decode=str))
+    assert first["reward_parts"] == {"right": 1.0, "short": 0.25}
+    assert "reward_parts" not in second
+
+
 def test_logprobs_come_back_bit_for_bit(tmp_path, payloads, samples):
     line = read_lines(dump_samples(tmp_path, 1, samples, window=0, decode=str))[0]
     expected = next(payloads[0].trajectories[0].segments())["logprobs"]

@@ -90,7 +90,7 @@ def train(
         # what a run would refuse, as far as no model has to be made or downloaded for that
         check_surroundings(settings, address)
         task = load_task(settings)
-        check_prompts(settings, task, model_here(settings))
+        task = check_prompts(settings, task, model_here(settings))
         warn(*task.notes)
         if task.ceiling is not None:
             say(expectation(task))

@@ -9,7 +9,7 @@ item ─> start ─> Turn ─> render, generate, parse ─> step ─> Turn ─> 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -225,8 +225,17 @@ class NoReward:
         return "None"
 
 
+REWARD_PART = "reward/"
+"""Prefix of the facts that are parts of a reward."""
+
+
 def figures_of(reward: float) -> dict[str, float]:
     """The parts of a reward as facts of its trajectory, which become the metrics `reward/<part>/mean`;
     `my_rewards.score` is the part `my_rewards:score`."""
     parts = reward.parts.items() if isinstance(reward, Reward) else ()
-    return {f"reward/{re.sub('[:/]', '.', name)}": part for name, part in parts}
+    return {f"{REWARD_PART}{re.sub('[:/]', '.', name)}": part for name, part in parts}
+
+
+def reward_parts(facts: Iterable[tuple[str, float]]) -> dict[str, float]:
+    """The parts of a reward, unweighted, by name, from the facts of its trajectory."""
+    return {name.removeprefix(REWARD_PART): part for name, part in facts if name.startswith(REWARD_PART)}

@@ -76,7 +76,8 @@ class StepRecord:
     already mapped to the driver's clock; the same for `slot_intervals`, if they are recorded. `ended_s` is
     on the driver's clock. `sync`: `WeightSync.summary`. `filtered`: the reward of each group dropped for
     equal rewards since the previous step; None if the filter is off. `restarts`, `failures` (of trajectories,
-    by kind) and `orphans` (keys of the data store) count from the beginning of the run.
+    by kind) and `orphans` (keys of the data store) count from the beginning of the run. `feed`: the feed's
+    figures.
     """
 
     step: int
@@ -98,6 +99,7 @@ class StepRecord:
     restarts: int = 0
     failures: Mapping[str, int] = field(default_factory=dict)
     orphans: int = 0
+    feed: Mapping[str, float] = field(default_factory=dict)
     slot_intervals: Mapping[str, tuple[SlotInterval, ...]] = field(default_factory=dict)
 
 

@@ -260,6 +260,12 @@ class Feed(Protocol):
 
     def restore(self, state: Json) -> None: ...
 
+    def ended(self, group: GroupResult) -> None:
+        """A group has its rewards: which prompts come next may depend on them."""
+
+    def figures(self) -> Mapping[str, float]:
+        """The feed's metrics now, by name."""
+
 
 class CheckpointWriter(Protocol):
     """Writes the loop's snapshot, and the trainer's of the same step, as a directory. The loop makes one call

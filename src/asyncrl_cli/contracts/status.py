@@ -4,7 +4,7 @@ reads.
 `periods` says which time the figures cover (metrics.py): `periods.utilization` holds for `utilization` and
 the executors' `state_s`, `periods.steps` for `staleness`, `partial`, `env`, `filtered_ratio`, and means per
 step (`timing`, `data.bytes_fetched_per_step`). States, waits, gauges, admission, versions, the rest of `data`
-and the ledger are those of this moment; `reward` and `sync` are the last step's.
+and the ledger are those of this moment; `reward`, `prompts` and `sync` are the last step's.
 
     {"schema_version": 2, "name": "brave-otter", "phase": "running", "pid": 4711, "host": "head", ...
      "progress": {"step": 118, "train_steps": 300, ...}, "executors": [{"name": "trainer", ...}, ...], ...}
@@ -187,6 +187,7 @@ class Status(RunFacts):
     staleness: Figures
     partial: Figures
     env: Figures | None = None
+    prompts: Figures | None = None
     filtered_ratio: Figure | None = None
     versions: dict[str, Count]
     restarting: dict[str, str] = field(default_factory=dict)

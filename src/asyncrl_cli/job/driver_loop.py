@@ -69,7 +69,13 @@ def make_pipeline(
         resume_from = ResumeFrom(loop_state=state, payloads=crew.payloads, continues=continues)
     eval_sets = {"": task.eval, **task.eval_sets}
     world = World(
-        feed=PromptFeed(task.train, seed=profile.run.seed, eval_sets=eval_sets),
+        feed=PromptFeed(
+            task.train,
+            seed=profile.run.seed,
+            eval_sets=eval_sets,
+            curriculum=profile.task.curriculum,
+            num_overlong=task.num_overlong,
+        ),
         trainer=crew.trainer,
         workers=crew.workers,
         scorers=crew.scorers,

@@ -33,6 +33,7 @@ from asyncrl_cli.models.model_files import check_model, check_vocabulary
 from asyncrl_cli.observe.sinks import check_sinks
 from asyncrl_cli.plan.cluster import local_cluster
 from asyncrl_cli.plan.compiler import compile_job, device_of
+from asyncrl_cli.profile.arithmetic import Schedule
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.profile.toml_files import shortened
 from asyncrl_cli.sandbox.rehearsal import rehearse
@@ -79,7 +80,7 @@ async def prepare(
             check_chat(profile, model_here(profile) or fetched_tokenizer(profile))
         return task
 
-    def prepare_model(check_cancelled: Callable[[], None]) -> tuple[Path, dict[str, Any]]:
+    def prepare_model(check_cancelled: Callable[[], None]) -> tuple[Task, Path, dict[str, Any]]:
         def progress(text: str, *how_far: object) -> None:
             check_cancelled()
             say(text, *how_far)
@@ -88,9 +89,9 @@ async def prepare(
         model_dir = resolve_model(profile, task, progress=progress)
         further = further_models(profile, model_dir)
         check_cancelled()
-        check_prompts(profile, task, model_dir)
-        check_teachers(profile, task, model_dir, further.get("teacher_dirs", {}))
-        return model_dir, further
+        fitting = check_prompts(profile, task, model_dir)
+        check_teachers(profile, fitting, model_dir, further.get("teacher_dirs", {}))
+        return fitting, model_dir, further
 
     task = await interruptible(load)
     if resumed is None:
@@ -100,7 +101,7 @@ async def prepare(
             show(line)
         rehearsal.check()
         task = replace(task, notes=(*task.notes, *rehearsal.warnings()))
-    return task, *await interruptible(prepare_model)
+    return await interruptible(prepare_model)
 
 
 def expectation(task: Task) -> str:
@@ -139,10 +140,10 @@ def check_surroundings(profile: Profile, address: str | None) -> None:
     model_here(profile)
 
 
-def check_prompts(profile: Profile, task: Task, model_dir: Path | None) -> None:
-    """Check the prompts' lengths in tokens and, if `model_dir` is known, the model, its tokenizer and the
-    adapters. Without a directory only the built-in model's tokens can be counted: its characters. Opening it
-    would take seconds of imports."""
+def check_prompts(profile: Profile, task: Task, model_dir: Path | None) -> Task:
+    """Check the prompts' number and lengths in tokens and, if `model_dir` is known, the model, its tokenizer
+    and the adapters. Without a directory only the built-in model's tokens can be counted: its characters.
+    Opening it would take seconds of imports. Returns the task without the prompts that are left out."""
     if is_builtin(profile):
         if profile.model.path != UNTAUGHT:
             demonstrations_of(task)
@@ -153,13 +154,22 @@ def check_prompts(profile: Profile, task: Task, model_dir: Path | None) -> None:
             texts = ([message["content"] for message in messages_of(item["prompt"])] for item in items)
             return [role_tokens + sum(role_tokens + len(text) for text in prompt) for prompt in texts]
 
-        check_prompt_lengths(profile, task, count_tokens)
+        task = check_prompt_lengths(profile, task, count_tokens)
     elif model_dir is not None:
         tokenizer = checked_tokenizer(profile, model_dir)
-        check_prompt_lengths(profile, task, partial(tokens, tokenizer))
+        task = check_prompt_lengths(profile, task, partial(tokens, tokenizer))
         check_chat(profile, model_dir)
     if model_dir is not None:
         check_adapters(profile, model_dir)
+    groups, prompts = Schedule.of(profile).groups, len(task.train)
+    if (share := profile.task.curriculum) is not None and groups <= prompts:
+        why = f"the run trains {groups:,} groups of {prompts:,} prompts, so none comes a second time"
+        hint = (
+            f"--set task.train_prompts={max(groups // 4, 1)} or a longer run, or leave it out; if the task "
+        )
+        hint += "makes its prompts, task.params may have a difficulty"
+        raise ConfigError(f"task.curriculum = {share:g}: {why}", hint=hint)
+    return task
 
 
 def check_teachers(profile: Profile, task: Task, model_dir: Path, teachers: Mapping[str, str]) -> None:
@@ -246,8 +256,9 @@ def tokens(tokenizer: PreTrainedTokenizerBase, items: Sequence[Item]) -> list[in
 
 def check_prompt_lengths(
     profile: Profile, task: Task, count_tokens: Callable[[Sequence[Item]], list[int]]
-) -> None:
-    """ConfigError if a prompt has more tokens than `rollout.max_prompt_tokens`.
+) -> Task:
+    """ConfigError if a prompt has more tokens than `rollout.max_prompt_tokens`, or the task without such
+    prompts, as `task.overlong_prompts` says.
 
     A token hardly ever has less than a byte, so only prompts with more bytes than the limit are tokenized. A
     prompt that slips through (some tokenizers expand text) fails its group later, with an error that names
@@ -261,15 +272,47 @@ def check_prompt_lengths(
 
     items = chain(task.train, task.eval, *task.eval_sets.values())
     suspects = [item for item in items if num_bytes(item) > limit]
-    lengths = count_tokens(suspects)
-    num_too_long = sum(length > limit for length in lengths)
-    if num_too_long:
-        longest = max(lengths)
-        uid = suspects[lengths.index(longest)]["uid"]
-        others = f" ({num_too_long} prompts are too long)" if num_too_long > 1 else ""
+    lengths = zip(suspects, count_tokens(suspects), strict=True)
+    overlong = {item["uid"]: length for item, length in lengths if length > limit}
+    if profile.task.overlong_prompts == "drop":
+        return _without(overlong, task, limit)
+    if overlong:
+        longest = max(overlong.values())
+        uid = next(uid for uid, length in overlong.items() if length == longest)
+        others = f" ({len(overlong)} prompts are too long)" if len(overlong) > 1 else ""
         what = f"prompt {uid} has {longest} tokens, rollout.max_prompt_tokens is {limit}{others}"
         longer = f"--set rollout.max_prompt_tokens={longest}"
-        raise ConfigError(what, hint=f"{longer}, or leave such prompts out of {profile.task.source}")
+        raise ConfigError(what, hint=f'{longer}, or task.overlong_prompts="drop" to leave such prompts out')
+    return task
+
+
+def _without(overlong: Mapping[str, int], task: Task, limit: int) -> Task:
+    """The task without the prompts of more than `limit` tokens, whose lengths are given by uid. ConfigError
+    if none is left for training, or in an eval set."""
+    splits = {"training": task.train, "evals": task.eval}
+    splits |= {f"eval.sets.{name}": items for name, items in task.eval_sets.items()}
+    left = {
+        name: tuple(item for item in items if item["uid"] not in overlong) for name, items in splits.items()
+    }
+    emptied = [name for name, items in splits.items() if items and not left[name]]
+    if emptied:
+        what = f"all {len(splits[emptied[0]])} prompts for {emptied[0]} are longer than {limit} tokens"
+        longer = f"--set rollout.max_prompt_tokens={max(overlong.values())}"
+        raise ConfigError(f'task.overlong_prompts = "drop": {what}', hint=f"{longer}, or other prompts")
+    if not overlong:
+        return replace(task, num_overlong=0)
+    uid, length = next(iter(overlong.items()))
+    some = f"prompts of more than rollout.max_prompt_tokens = {limit} tokens"
+    note = f"{task.name}: left out {len(overlong):,} {some}, first prompt {uid} with {length}"
+    train, held_out, *sets = left.values()
+    return replace(
+        task,
+        train=train,
+        eval=held_out,
+        eval_sets=dict(zip(task.eval_sets, sets, strict=True)),
+        notes=(*task.notes, note),
+        num_overlong=len(overlong),
+    )
 
 
 async def interruptible(work: Callable[[Callable[[], None]], T]) -> T:

@@ -10,7 +10,8 @@ from asyncrl_cli.base.errors import RefusedError
 from asyncrl_cli.checkpoint.reader import Checkpoint
 from asyncrl_cli.contracts.item import Item, fingerprint
 from asyncrl_cli.contracts.ports import Json
-from asyncrl_cli.contracts.prompt_group import Prompt
+from asyncrl_cli.contracts.prompt_group import GroupResult, Prompt
+from asyncrl_cli.job.driver_curriculum import Curriculum
 from asyncrl_cli.loop.checkpointer import read_state
 from asyncrl_cli.observe import observers
 from asyncrl_cli.profile.arithmetic import LoopSettings
@@ -33,16 +34,23 @@ class PromptFeed:
     any point.
 
     An epoch's order is a function of (seed, epoch) alone, so the state is a position, not a history:
-    `{"seed", "epoch", "cursor", "num_items", "fingerprint", "evals"}`. The uids consumed so far are the first
-    `cursor` of that order and all items of every earlier epoch. The loop does not stop between epochs: the
-    next prompt is one of the next epoch.
+    `{"seed", "epoch", "cursor", "num_items", "fingerprint", "evals"}`, and "curriculum". The uids consumed
+    so far are the first `cursor` of that order and all items of every earlier epoch. The loop does not stop
+    between epochs: the next prompt is one of the next epoch.
 
     `eval_sets`: the feed does not give these items. Their fingerprints (`evals`) tell a resumed run whether
-    they have changed.
+    they have changed. `curriculum`: passes over some prompts. `num_overlong`: prompts that were left out for
+    their length.
     """
 
     def __init__(
-        self, items: Sequence[Item], *, seed: int, eval_sets: Mapping[str, Sequence[Item]] | None = None
+        self,
+        items: Sequence[Item],
+        *,
+        seed: int,
+        eval_sets: Mapping[str, Sequence[Item]] | None = None,
+        curriculum: float | None = None,
+        num_overlong: int | None = None,
     ) -> None:
         if not items:
             raise ValueError("a feed needs at least one item")
@@ -53,14 +61,26 @@ class PromptFeed:
         self._fingerprint = fingerprint(self._items)
         self._evals = {name: fingerprint(evals) for name, evals in (eval_sets or {}).items()}
         self._seed = seed
+        self._curriculum = None if curriculum is None else Curriculum(curriculum, seed)
+        self._num_overlong = num_overlong
         self._enter(epoch=0, cursor=0)
 
     def next(self) -> Prompt:
-        if self._cursor == len(self._items):
-            self._enter(epoch=self._epoch + 1, cursor=0)
-        item = self._items[self._order[self._cursor]]
-        self._cursor += 1
-        return Prompt(uid=item["uid"], epoch=self._epoch, item=item)
+        while True:
+            if self._cursor == len(self._items):
+                self._enter(epoch=self._epoch + 1, cursor=0)
+            item = self._items[self._order[self._cursor]]
+            self._cursor += 1
+            if self._curriculum is None or self._curriculum.lets_come(item["uid"], self._epoch):
+                return Prompt(uid=item["uid"], epoch=self._epoch, item=item)
+
+    def ended(self, group: GroupResult) -> None:
+        if self._curriculum is not None:
+            self._curriculum.ended(group)
+
+    def figures(self) -> dict[str, float]:
+        overlong = {} if self._num_overlong is None else {"prompts/overlong": float(self._num_overlong)}
+        return overlong | (self._curriculum.figures() if self._curriculum is not None else {})
 
     def find(self, uid: str, epoch: int) -> Prompt:
         index = self._index_of.get(uid)
@@ -80,6 +100,7 @@ class PromptFeed:
             "num_items": len(self._items),
             "fingerprint": self._fingerprint,
             "evals": self._evals,
+            **({"curriculum": self._curriculum.state()} if self._curriculum is not None else {}),
         }
 
     def restore(self, state: Json) -> None:
@@ -112,6 +133,11 @@ class PromptFeed:
         epoch, cursor = state["epoch"], state["cursor"]
         if epoch < 0 or not 0 <= cursor <= len(self._items):
             raise _damaged(f"epoch {epoch}, cursor {cursor} of {len(self._items)} items")
+        if self._curriculum is not None:
+            try:
+                self._curriculum.restore(state.get("curriculum"))
+            except ValueError as error:
+                raise _damaged(f"curriculum.{error}") from None
         self._enter(epoch=epoch, cursor=cursor)
 
     def _enter(self, *, epoch: int, cursor: int) -> None:

@@ -23,6 +23,7 @@ from ray import ObjectRef
 from ray.actor import ActorHandle
 
 from asyncrl_cli.base.errors import AsyncrlError, ExecutorFailed, ExecutorLost, timeout
+from asyncrl_cli.contracts.environment import reward_parts
 from asyncrl_cli.contracts.item import Item
 from asyncrl_cli.contracts.ports import CALL_KEY, EvalResult, LoopSnapshot
 from asyncrl_cli.contracts.prompt_group import GroupResult, TrainBatch, TrainReport
@@ -314,6 +315,7 @@ class RayTrainer(RayRanks):
             index: {
                 "advantages": [advantages.get((index, number)) for number in range(size)],
                 "rewards": [meta.reward for meta in groups[index].trajectories],
+                "parts": [reward_parts(meta.facts) for meta in groups[index].trajectories],
                 "answer": self._expected(groups[index].key.uid),
             }
             for index, size in sizes.items()

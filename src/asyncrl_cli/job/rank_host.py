@@ -98,6 +98,7 @@ class SampleFacts(TypedDict):
 
     advantages: Sequence[float | None]
     rewards: Sequence[float]
+    parts: Sequence[Mapping[str, float]]
     answer: str | None
 
 

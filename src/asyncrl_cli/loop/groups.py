@@ -124,7 +124,7 @@ class Groups:
             self._failures_limit.count(group)
             if len(group.trajectories) < least_trajectories(self._profile):
                 self._end(attempt, Stage.DROPPED, "failed", group.response_tokens)
-            elif REWARD not in self.admission.scorers and self.filter.leaves_out(group):
+            elif REWARD not in self.admission.scorers and self._leaves_out(group):
                 self._end(attempt, Stage.DROPPED, EQUAL_REWARDS, group.response_tokens)
             else:
                 attempt.result = group
@@ -133,6 +133,11 @@ class Groups:
                 self.admission.leave(attempt, Stage.FINISHED)
                 self._entered(attempt)
         return bool(whole)
+
+    def _leaves_out(self, group: GroupResult) -> bool:
+        """Whether a group is dropped for its rewards, which are known now."""
+        self.feed.ended(group)
+        return self.filter.leaves_out(group)
 
     def check_limits(self) -> None:
         """Raises AsyncrlError if too many trajectories have failed or too many groups were left out. Call it
@@ -173,7 +178,7 @@ class Groups:
                 continue
             attempt.columns[scorer] = column
             self._event("scored", key=key, scorer=scorer)
-            if scorer == REWARD and self.filter.leaves_out(result := self._rewarded(attempt)):
+            if scorer == REWARD and self._leaves_out(result := self._rewarded(attempt)):
                 self._end(attempt, Stage.DROPPED, EQUAL_REWARDS, result.response_tokens)
 
     def columns_lost(self, scorer: str) -> None:

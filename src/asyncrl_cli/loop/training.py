@@ -221,6 +221,7 @@ class Training:
                 restarts=executors.num_restarts,
                 failures=dict(run.groups.failures),
                 orphans=run.groups.data.orphans,
+                feed=run.groups.feed.figures(),
             )
 
         is_last = progress.step == run.settings.schedule.train_steps

@@ -173,6 +173,7 @@ class LiveStatus:
             staleness={**_under("staleness/", figures), "bound": self._facts.max_staleness},
             partial=_under(PARTIAL, figures),
             env=_under("env/", figures) or None,
+            prompts={**_under("prompts/", self._line), **_under("curriculum/", self._line)} or None,
             filtered_ratio=figures.get("trainer/filtered_ratio"),
             versions={name: version for name, version in versions.items() if version >= 0},
             restarting=dict(overview.restarting) if overview else {},

@@ -153,6 +153,7 @@ class SampleLine(TypedDict, extra_items=Any):  # type: ignore[call-arg]
     group: str
     trajectory: Count
     reward: float
+    reward_parts: NotRequired[dict[str, float]]
     advantage: NotRequired[float | None]
     answer: NotRequired[str | None]
     finish_reason: NotRequired[str]

@@ -6,6 +6,7 @@ The schema checks the type and range of each single key.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator
 from decimal import ROUND_CEILING, Decimal
 from typing import Any
@@ -121,13 +122,18 @@ def _rewards(task: TaskSection) -> Iterator[ConfigError]:
     if not 1 <= len(task.reward) <= MOST_REWARDS:
         hint = f"name 1 to {MOST_REWARDS}, or one as text"
         yield ConfigError(f"{shown}: it has {len(task.reward)} rewards", hint=hint)
-    if len(task.rewards) < len(task.reward):
+    uses = [one.use for one in task.rewards]
+    if len(set(uses)) < len(uses):
         hint = 'give it a weight: {"my_rewards:score" = 2.0}'
         yield ConfigError(f"{shown}: a reward is named twice", hint=hint)
-    if alone := [name for name in ("auto", "none") if name in task.reward]:
+    if alone := [name for name in ("auto", "none") if name in uses]:
         hint = "name each reward, such as exact-match"
         yield ConfigError(f'{shown}: "{alone[0]}" is not one of several rewards', hint=hint)
-    if any(weight == 0 for weight in task.rewards.values()):
+    own = [one.name for one in task.rewards if one.name != one.use]
+    if wrong := [name for name in own if not re.fullmatch(r"[\w.-]+", name) or name == "names_answer"]:
+        hint = "letters, digits, _, - and dots, such as right"
+        yield ConfigError(f'{shown}: "{shortened(wrong[0])}" cannot be the name of a metric', hint=hint)
+    if any(one.weight == 0 for one in task.rewards):
         yield ConfigError(f"{shown}: a weight is 0", hint="leave that reward out, or give it a small weight")
 
 

@@ -147,12 +147,13 @@ def _place_code(values: Table, origins: dict[str, str], directories: Mapping[str
         return
     modules, beside = [], dict[tuple[str, str], Path]()
     for key in CODE_KEYS:
-        given = values.get(
-            key
-        )  # task.reward may be a list or a table of names, task.scorers has them as values
+        # task.reward may be a list or a table of names, also under `use`; task.scorers has them as values
+        given = values.get(key)
         if key == "task.scorers" and isinstance(given, Mapping):
             given = [*given.values()]
-        for name in given if isinstance(given, (list, tuple, Mapping)) else [given]:
+        elif isinstance(given, Mapping):
+            given = [one.get("use") if isinstance(one, Mapping) else name for name, one in given.items()]
+        for name in given if isinstance(given, (list, tuple)) else [given]:
             module, colon, _ = str(name).partition(":")
             if not colon:
                 continue

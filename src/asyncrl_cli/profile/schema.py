@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple, NotRequired
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, with_config
+from typing_extensions import TypedDict  # pydantic reads typing's own from Python 3.12 on
 
 from asyncrl_cli.profile.algorithm_section import (
     AlgorithmSection,
@@ -106,6 +107,22 @@ class ModelSection(Section):
     """Directory for models that asyncrl builds or converts. Default: the user's cache directory."""
 
 
+@with_config(Section.model_config)
+class NamedReward(TypedDict):
+    """A reward under a name of the user's. `use`: what `task.reward` may name."""
+
+    use: str
+    weight: NotRequired[float]
+
+
+class RewardUse(NamedTuple):
+    """One of a task's rewards: `use` says what it is."""
+
+    name: str
+    use: str
+    weight: float = 1.0
+
+
 class TaskSection(Section):
     """Prompts and their rewards."""
 
@@ -134,6 +151,14 @@ class TaskSection(Section):
     answer_key: str = "answer"
     """A file's column with the answer, or a field of a column (`column.field`). By default, where there is no
     column `answer`, it is verl's `reward_model.ground_truth` or SkyRL's `reward_spec.ground_truth`."""
+    overlong_prompts: Literal["error", "drop"] = "error"
+    """What happens if prompts have more tokens than rollout.max_prompt_tokens. `error`: nothing starts.
+    `drop`: they are left out, also of evals, with a warning that names the first one (metric
+    `prompts/overlong`)."""
+    curriculum: Annotated[float, Field(ge=0.01, le=1)] | None = None
+    """The share of epochs in which a prompt comes whose last group had equal rewards: its responses were all
+    right or all wrong. 0.25: every fourth epoch on average. Others come once per epoch. Only for runs long
+    enough for prompts to come again. Default: all prompts come once per epoch."""
     eval_path: PathText | None = None
     """File of eval prompts. Default: `eval.prompts` items of the source are held out."""
     environment: str = "auto"
@@ -144,7 +169,7 @@ class TaskSection(Section):
     agent: str | None = None
     """`module:function`: used instead of an environment. An `async def episode(client, item)` that plays each
     prompt through an OpenAI client and returns the reward (docs/agents.md)."""
-    reward: str | Strings | dict[str, float] = "auto"
+    reward: str | Strings | dict[str, float | NamedReward] = "auto"
     """`dataset` (the dataset's own verifier, which may be lenient: number_sorting's accepts numbers that are
     off by 1), `exact-match`, `math-verify`, `module:function`, or `none`. `auto`: the class's `get_reward`,
     `none` with a reward model, `dataset` for reasoning-gym, `exact-match` for files and `worked`. A function
@@ -152,7 +177,9 @@ class TaskSection(Section):
     verl's `compute_score`; with an environment that is your own class, TRL's. It returns a number, or
     `{"reward": number, "<field>": value}` with declared fields of the trajectory (docs/data.md). Several
     rewards are a list, `["math-verify", "my_rewards:brief"]`, or a table with weights, `{math-verify = 1.0,
-    "my_rewards:brief" = 0.2}`: their weighted sum is the reward, and each has its mean in the metrics."""
+    "my_rewards:brief" = 0.2}`, or with names of your own, `{right = {use = "math-verify"}, short = {use =
+    "my_rewards:brief", weight = 0.2}}`: their weighted sum is the reward, and each has its mean in the
+    metrics (`reward/short/mean`) and its value in samples."""
     fields: str | None = None
     """`module:FIELDS`: fields of your own that travel with every trajectory (docs/data.md), a sequence of
     `asyncrl_cli.data.sample_fields.Field`. Packages add theirs through the entry point group
@@ -186,11 +213,18 @@ class TaskSection(Section):
     long)."""
 
     @property
-    def rewards(self) -> Mapping[str, float]:
-        """The names in `reward` with their weights."""
+    def rewards(self) -> tuple[RewardUse, ...]:
+        """The rewards in `reward`."""
         if isinstance(self.reward, str):
-            return {self.reward: 1.0}
-        return self.reward if isinstance(self.reward, dict) else dict.fromkeys(self.reward, 1.0)
+            return (RewardUse(self.reward, self.reward),)
+        if not isinstance(self.reward, dict):
+            return tuple(RewardUse(use, use) for use in self.reward)
+        return tuple(
+            RewardUse(name, one["use"], one.get("weight", 1.0))
+            if isinstance(one, dict)
+            else RewardUse(name, name, one)
+            for name, one in self.reward.items()
+        )
 
     @property
     def has_agent(self) -> bool:

@@ -92,8 +92,10 @@ class DumpedTrajectory:
 
     @property
     def numbers(self) -> Iterator[tuple[str, str]]:
-        """The fields that are shown as a number of the trajectory: names and values; of those per token the
-        mean over the sampled tokens."""
+        """The parts of the reward, and the fields that are shown as a number of the trajectory: names and
+        values; of those per token the mean over the sampled tokens."""
+        for name, part in self.line.get("reward_parts", {}).items():
+            yield f"reward {name}", f"{part:.4g}"
         for name, one in self.fields.items():
             if one["shown"] != "number":
                 continue

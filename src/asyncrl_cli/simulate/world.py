@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 from asyncrl_cli.base.errors import AsyncrlError
 from asyncrl_cli.contracts.events import Observer, StepRecord
-from asyncrl_cli.contracts.prompt_group import Prompt
+from asyncrl_cli.contracts.prompt_group import GroupResult, Prompt
 from asyncrl_cli.loop.pipeline import Pipeline
 from asyncrl_cli.loop.run_state import World
 from asyncrl_cli.observe.metrics import StepMetrics
@@ -136,6 +136,12 @@ class NumberedFeed:
 
     def restore(self, state: Mapping[str, int]) -> None:
         self._given = state["given"]
+
+    def ended(self, group: GroupResult) -> None:
+        """Every prompt is another one."""
+
+    def figures(self) -> dict[str, float]:
+        return {}
 
 
 class _Recorder(Observer):

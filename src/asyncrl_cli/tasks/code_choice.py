@@ -67,15 +67,14 @@ def resolve_reward(profile: Profile, spec: RewardSpec, run_dir: Path | None) -> 
         return replace(spec, kind="agent", function=tried.code), tried.notes
     spec = replace(spec, answer_key=profile.task.answer_key)
     if has_tool_class(profile):  # it calls the user's functions itself, in TRL's signature
-        names = [name for name in rewards if name != "auto" and not is_user_code(name)]
-        rewards = {name: rewards[name] for name in names}
+        rewards = tuple(one for one in rewards if one.use != "auto" and not is_user_code(one.use))
         if not rewards:
             return replace(spec, kind="episode"), ()
     if isinstance(profile.task.reward, str):
         return _resolved(profile, spec, profile.task.reward, run_dir)
     parts, notes = list[RewardPart](), Notes()
-    for name, weight in rewards.items():
-        one, more = _resolved(profile, spec, name, run_dir)
+    for name, use, weight in rewards:
+        one, more = _resolved(profile, spec, use, run_dir)
         parts.append(RewardPart(name=name, weight=weight, spec=one))
         notes = (*notes, *more)
     return replace(spec, kind="several", parts=tuple(parts)), notes
@@ -92,7 +91,8 @@ def _resolved(
         what = "is for the verifier of a reasoning-gym dataset, and this task.source has none"
         hint = 'task.reward = "exact-match", "math-verify" or "module:function"'
         raise ConfigError(f'task.reward = "dataset" {what}', hint=hint)
-    form, has_mathematics = profile.task.answer_format, "math-verify" in (reward, *profile.task.rewards)
+    uses = (reward, *(one.use for one in profile.task.rewards))
+    form, has_mathematics = profile.task.answer_format, "math-verify" in uses
     if form != "final" and not has_mathematics:
         what = f'is for task.reward = "math-verify", not for "{reward}"'
         raise ConfigError(f'task.answer_format = "{form}" {what}', hint="leave it out")
@@ -113,7 +113,7 @@ def _resolved(
 
 def reward_record(profile: Profile, name: str) -> str:
     """The name of the record of a reward function: `reward`, and `reward-2` and so on for further ones."""
-    number = [reward for reward in profile.task.rewards if is_user_code(reward)].index(name) + 1
+    number = [one.use for one in profile.task.rewards if is_user_code(one.use)].index(name) + 1
     return "reward" if number == 1 else f"reward-{number}"
 
 
@@ -142,14 +142,14 @@ def resolve_tool_class(profile: Profile, run_dir: Path | None) -> tuple[ToolClas
         code = UserCode(name=name)
         tools, has_reward = inspect_class(code)
     form = "the function must take TRL's arguments by name"
-    for reward, weight in profile.task.rewards.items():
+    for reward_name, reward, weight in profile.task.rewards:
         if is_user_code(reward):
             record = reward_record(profile, reward)
             checked = try_out(
                 profile, run_dir, "reward", reward, check_reward, form, least_s=IMPORT_LIMIT_S, record=record
             )
             spec = RewardSpec(kind="function", function=checked.code)
-            rewards.append(RewardPart(name=reward, weight=weight, spec=spec))
+            rewards.append(RewardPart(name=reward_name, weight=weight, spec=spec))
             notes = (*notes, *checked.notes)
     if profile.task.reward == "auto" and not has_reward:
         why = f'task.environment = "{name}" has no method get_reward, and task.reward = "auto"'

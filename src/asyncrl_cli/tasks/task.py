@@ -65,7 +65,7 @@ class Task:
     learns from demonstrations, correct and flawed ones (None if the task has none): texts, or conversations
     if `words` is not None. `words`: texts so frequent that builtin:tiny has a token for each. `ceiling`: the
     mean reward of the best play, where it is known. `notes` tell the user what was left out of the source,
-    and why.
+    and why. `num_overlong`: how many prompts were left out for their length, if that is allowed.
     """
 
     name: str
@@ -79,6 +79,7 @@ class Task:
     notes: tuple[str, ...] = ()
     tool_class: ToolClass | None = None
     eval_sets: Mapping[str, Sequence[Item]] = field(default_factory=dict)
+    num_overlong: int | None = None
 
     @property
     def user_code(self) -> Mapping[str, UserCode]:

@@ -60,14 +60,15 @@ def choose_samples(sizes: Sequence[int], most: int, seed: str) -> dict[int, int]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampledGroup:
     """A group to dump. `advantages`: one per trajectory to dump, None if unknown or not trained. `rewards`:
-    theirs, if a reward model has added to those in the payload. `logprobs`: per trajectory, the logprobs of
-    its sampled tokens under the trainer's weights at the step's start, segments concatenated. `loss_fields`:
-    by trajectory, what the loss has written per sampled token, by field. `answer`: the reference answer, if
-    the task has one."""
+    theirs, if a reward model has added to those in the payload. `parts`: those of each reward, unweighted.
+    `logprobs`: per trajectory, the logprobs of its sampled tokens under the trainer's weights at the step's
+    start, segments concatenated. `loss_fields`: by trajectory, what the loss has written per sampled token,
+    by field. `answer`: the reference answer, if the task has one."""
 
     payload: GroupPayload
     advantages: Sequence[float | None]
     rewards: Sequence[float] = ()
+    parts: Sequence[Mapping[str, float]] = ()
     logprobs: Sequence[NDArray[np.float32]] | None = None
     loss_fields: Mapping[int, Arrays] = field(default_factory=dict)
     answer: str | None = None
@@ -149,6 +150,7 @@ def _line(
         "attempt": of.attempt,
         "trajectory": index,
         "reward": group.rewards[index] if group.rewards else values[REWARD],
+        **({"reward_parts": {**group.parts[index]}} if group.parts and group.parts[index] else {}),
         "advantage": advantage,
         "answer": group.answer,
         "finish_reason": values[FINISH_REASON],

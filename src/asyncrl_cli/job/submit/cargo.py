@@ -57,7 +57,8 @@ def cargo_of(loaded: Loaded, root: Path) -> Cargo:
     if import_dir == root:  # the job works there
         profile = profile.model_copy(update={"task": profile.task.model_copy(update={"import_path": None})})
     task = profile.task
-    names = (*task.rewards, task.environment, task.agent or "", task.fields or "", *task.scorers.values())
+    rewards = (one.use for one in task.rewards)
+    names = (*rewards, task.environment, task.agent or "", task.fields or "", *task.scorers.values())
     modules = {name.partition(":")[0].partition(".")[0] for name in names if is_user_code(name)}
     for module in sorted(modules):
         found = set()
