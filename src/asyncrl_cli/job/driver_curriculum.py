@@ -27,7 +27,7 @@ LastGroup = tuple[Finite, bool]
 
 class CurriculumState(TypedDict):
     groups: dict[str, LastGroup]
-    recent: list[LastGroup]
+    recent: list[str]
     passed: Count
 
 
@@ -36,18 +36,16 @@ class Curriculum:
         """`share`: of the epochs, in which a prompt whose last group had equal rewards comes."""
         self._share, self._seed = share, seed
         self._groups: dict[str, LastGroup] = {}
-        self._recent: deque[LastGroup] = deque(maxlen=RECENT_PROMPTS)
-        """Of the prompts that came, as it was then."""
+        self._recent: deque[str] = deque(maxlen=RECENT_PROMPTS)
+        """The uids of the prompts that came."""
         self._passed = 0
 
     def lets_come(self, uid: str, epoch: int) -> bool:
-        last = self._groups.get(uid)
-        if last is None:
-            return True
-        if last[1] and Random(f"curriculum {self._seed} {epoch} {uid}").random() >= self._share:
+        _, is_equal = self._groups.get(uid, (0.0, False))
+        if is_equal and Random(f"curriculum {self._seed} {epoch} {uid}").random() >= self._share:
             self._passed += 1
             return False
-        self._recent.append(last)
+        self._recent.append(uid)
         return True
 
     def ended(self, group: GroupResult) -> None:
@@ -55,9 +53,11 @@ class Curriculum:
         self._groups[group.key.uid] = (sum(rewards) / len(rewards), len(set(rewards)) == 1)
 
     def figures(self) -> dict[str, float]:
-        """The metrics `curriculum/...`."""
+        """The metrics `curriculum/...`. Both kinds of prompts are judged by the same groups, or a policy that
+        learns would make those that came earlier look more difficult."""
         found: dict[str, float] = {"passed": self._passed}
-        everything, recent = list(self._groups.values()), list(self._recent)
+        everything = list(self._groups.values())
+        recent = [self._groups[uid] for uid in self._recent if uid in self._groups]
         for prefix, groups in (("", everything), ("sampled_", recent)):
             if groups:
                 found[f"{prefix}reward"] = sum(mean for mean, _ in groups) / len(groups)
