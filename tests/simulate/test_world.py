@@ -297,6 +297,16 @@ def test_a_critic_of_its_own_learns_beside_the_policy_and_its_values_come_after(
     assert "timing/critic_s" not in apart
 
 
+@pytest.mark.slow
+def test_an_epoch_more_costs_the_trainer_as_much_as_the_first():
+    """Also the critic's learning; its values are computed once."""
+    gae = "algorithm.adv_estimator=gae"
+    one = means(gae, TRAINER_OF_ONE, *THREE_WORKERS)
+    three = means(gae, "trainer.ppo_epochs=3", TRAINER_OF_ONE, *THREE_WORKERS)
+    assert three["timing/train_s"] == pytest.approx(3 * one["timing/train_s"], rel=0.05)
+    assert three["timing/critic_s"] == pytest.approx(one["timing/critic_s"], rel=0.05)
+
+
 def test_prox_apart_hides_the_pass_behind_training_where_a_window_has_several_steps():
     """With K = 4 a step's groups are scored while the one before is trained; the trainer has no pass of its
     own then."""
