@@ -26,6 +26,9 @@ from asyncrl_cli.base.errors import (
     RefusedError,
     StallError,
 )
+from asyncrl_cli.contracts.item import Item, make_item
+from asyncrl_cli.contracts.ports import Feed
+from asyncrl_cli.job.driver_prompts import PromptFeed
 from asyncrl_cli.loop.data_keys import SETTLE_S
 from asyncrl_cli.loop.pipeline import Pipeline
 from asyncrl_cli.loop.run_state import ResumeFrom, World
@@ -249,6 +252,14 @@ def _check_last_snapshot(invariants: Invariants, steps: Sequence[int], *, is_res
     )
 
 
+def _feed(scenario: Scenario) -> Feed:
+    """Some scenarios have a few prompts that come again, with a curriculum."""
+    if scenario.seed % 8 != 5:
+        return NumberedFeed()
+    items: list[Item] = [{**make_item(str(i), "1", {}), "uid": f"p{i}"} for i in range(12)]
+    return PromptFeed(items, seed=scenario.seed, curriculum=0.2)
+
+
 def _world(
     scenario: Scenario,
     invariants: Invariants,
@@ -268,7 +279,7 @@ def _world(
         data.put(key)
     trainer = KeepingTrainer(_trainer_times(scenario), faults)
     return World(
-        feed=WatchedFeed(NumberedFeed(), invariants),
+        feed=WatchedFeed(_feed(scenario), invariants),
         trainer=WatchedTrainer(trainer, invariants),
         scorers=[
             WatchedScorer(_scorer(name, scenario, invariants, faults), invariants)

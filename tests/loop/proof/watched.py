@@ -362,3 +362,11 @@ class WatchedFeed:
 
     def restore(self, state: Mapping[str, Any]) -> None:
         self._feed.restore(state)
+
+    def ended(self, group: GroupResult) -> None:
+        is_given = (group.key.uid, group.key.epoch) in self._invariants.ledger.fed
+        self._invariants.check(is_given, "ledger", f"the feed hears of {group.key}, which it has not given")
+        self._feed.ended(group)
+
+    def figures(self) -> Mapping[str, float]:
+        return self._feed.figures()
