@@ -31,7 +31,7 @@ def sampled(num_rows: int, num_steps: int, **changes: float) -> list[list[int]]:
     logits = torch.tensor(PROBABILITIES).log().repeat(num_rows, 1)
     for _ in range(num_steps):
         sampler.prepare_tensor_args(requests)  # type: ignore[arg-type]
-        chosen = sampler(logits, torch.zeros(num_rows, dtype=torch.int32))  # type: ignore[arg-type]
+        chosen = sampler(logits.clone(), torch.zeros(num_rows, dtype=torch.int32))  # type: ignore[arg-type]
         assert chosen.argmax(dim=-1).tolist() == [track.tokens[-1] for track in sampler.tracks.values()]
     loop.close()
     assert sampler.sampled_tokens == num_rows * num_steps

@@ -2,25 +2,27 @@
 
 TokenSampler is a logits processor of transformers' continuous batching, which calls it once per forward pass
 in the generation thread. Only there are the untruncated distribution, the version and the token all known, so
-nothing has to be inferred from timestamps afterwards. The sampler returns scores in which only the chosen
-token is high; continuous batching takes the argmax.
+nothing has to be inferred from timestamps afterwards. The sampler makes the chosen token's score infinite;
+continuous batching takes the argmax.
 
 Random numbers depend on the request's seed and the position in the response, not on the rest of the batch. So
 the same prompt, seed and weights give the same response, if the probabilities are the same. (Their last bits
 depend on the batch's shape, which matters when a random number falls on the border between two tokens.)
 
-Legend: N = sequences that get a token in this pass, V = vocabulary.
+Legend: N = sequences that get a token in this pass, V = vocabulary, in P parts of S tokens.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch.nn import functional
 from transformers import TopKLogitsWarper, TopPLogitsWarper
 from transformers.generation.continuous_batching.cb_logits_processors import (
     ContinuousBatchingLogitsProcessor,
@@ -32,6 +34,7 @@ from transformers.generation.continuous_batching.requests import FutureRequestSt
 from asyncrl_cli.engines.port import FinishReason
 from asyncrl_cli.engines.slotted_engine import Track
 
+PART_TOKENS = 128
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 TOP_K = ContinuousBatchingTopKLogitsWarper(TopKLogitsWarper(top_k=1))
 TOP_P = ContinuousBatchingTopPLogitsWarper(TopPLogitsWarper(top_p=1.0))
@@ -104,15 +107,14 @@ class TokenSampler(ContinuousBatchingLogitsProcessor):  # type: ignore[misc]
             logits_NV = logits_NV / torch.tensor(temperatures, device=logits_NV.device)[:, None]
         logprobs_NV = torch.log_softmax(logits_NV, dim=-1)
         tokens_N = self.choose(logprobs_NV, rows)
-        chosen = torch.zeros_like(scores)
-        chosen[: len(rows)].scatter_(1, tokens_N[:, None], 1.0)
+        scores[: len(rows)].scatter_(1, tokens_N[:, None], torch.inf)
         logprobs_N = logprobs_NV.gather(1, tokens_N[:, None])[:, 0]
         before = self.sampled_tokens
         for track, token, logprob in zip(rows, tokens_N.tolist(), logprobs_N.tolist(), strict=True):
             if track is not None and track.finished is None:
                 self.record(track, token, logprob)
         self.decode_steps += self.sampled_tokens > before
-        return chosen
+        return scores
 
     def choose(self, logprobs_NV: torch.Tensor, rows: list[SampledTrack | None]) -> torch.Tensor:
         """The next tokens (N,), by inverse transform sampling: one uniform number per row makes rows
@@ -124,14 +126,21 @@ class TokenSampler(ContinuousBatchingLogitsProcessor):  # type: ignore[misc]
             top_k_N = torch.tensor([k or logprobs_NV.shape[1] for k, _ in limits], device=device).int()
             top_p_N = torch.tensor([p for _, p in limits], dtype=torch.float32, device=device)
             truncated_NV = TOP_P(TOP_K(logprobs_NV, top_k_N), top_p_N.view(torch.int32))
-        probs_NV = truncated_NV.exp()
-        cumulative_NV = probs_NV.cumsum(dim=-1, dtype=torch.float64)
+        # Exact sums over a large vocabulary would cost more than all else here: first the part is drawn.
+        probs_NPS = truncated_NV.exp().unflatten(1, (-1, math.gcd(truncated_NV.shape[1], PART_TOKENS)))
+        ends_NP = probs_NPS.sum(dim=-1).cumsum(dim=-1, dtype=torch.float64)
         streams = np.array([track.stream if track else 0 for track in rows], dtype=np.uint64)
         positions = np.array([len(track.tokens) + 1 if track else 0 for track in rows], dtype=np.uint64)
         # In [0, 1), of 32 bits only: the product with a rounded sum of probabilities stays below the sum.
         numbers = (_mix(streams + positions * _GOLDEN) >> np.uint64(32)).astype(np.float64) / 2.0**32
-        uniform_N1 = torch.from_numpy(numbers).to(device)[:, None]
-        tokens_N = torch.searchsorted(cumulative_NV, uniform_N1 * cumulative_NV[:, -1:], right=True)[:, 0]
+        mass_N1 = torch.from_numpy(numbers).to(device)[:, None] * ends_NP[:, -1:]
+        part_N1 = torch.searchsorted(ends_NP, mass_N1, right=True)
+        begin_N1 = functional.pad(ends_NP, (1, 0)).gather(1, part_N1)
+        share_N1 = (mass_N1 - begin_N1) / (ends_NP.gather(1, part_N1) - begin_N1)
+        ends_NS = probs_NPS.take_along_dim(part_N1[..., None], dim=1)[:, 0].cumsum(-1, dtype=torch.float64)
+        place_N1 = torch.searchsorted(ends_NS, share_N1 * ends_NS[:, -1:], right=True)
+        size = ends_NS.shape[1]
+        tokens_N = (part_N1 * size + place_N1.clamp_(max=size - 1))[:, 0]
         greedy = [track is not None and track.sampling.temperature == 0 for track in rows]
         if any(greedy):
             is_greedy_N = torch.tensor(greedy, device=device)

@@ -41,15 +41,16 @@ OURS = {
 }
 """Arguments of vLLM that users cannot set in `engine_args` -> the profile key to use instead; "" if asyncrl
 needs its own value."""
-PAGE_TOKENS = 128
-"""Largest page of vLLM's KV cache: 16 tokens on GPUs, 128 on CPUs."""
+PAGE_TOKENS = 32
+"""Page of vLLM's KV cache on CPUs. Responses share whole pages of their prompt; in vLLM's own 128 tokens most
+prompts would have none."""
 BATCHED_TOKENS = 2048
 """Smallest `max_num_batched_tokens` that vLLM chooses by default. vLLM refuses to start if it is less than
 the slots."""
 BATCHED_TOKENS_ON_GPUS = 8192
 """`max_num_batched_tokens` on GPUs. vLLM's own default for them depends on how it is started, and for
 AsyncLLM started by other code there is none: it would prefill BATCHED_TOKENS per step."""
-SPARE_CACHE_PAGES = 64
+SPARE_CACHE_PAGES = 256
 """Pages for cached prefixes, in addition to those that the slots need. vLLM reserves one of them."""
 BESIDE_A_TRAINER = 0.5
 """Default share of a GPU for vLLM under colocate, where the trainer's weights and moments stay on the GPU."""
@@ -151,6 +152,7 @@ def engine_arguments(profile: Profile, place: ProcessPlace) -> dict[str, Any]:
         # seeded generator, which a CPU generator does not support: the engine process would end with "CPU
         # Generator does not use offset".
         arguments["enable_chunked_prefill"] = False
+        arguments["block_size"] = PAGE_TOKENS
     if device == "cuda":
         whole = 0 if rollout.engine_args.get("enable_chunked_prefill", True) else longest
         arguments["max_num_batched_tokens"] = max(BATCHED_TOKENS_ON_GPUS, rollout.slots, whole)
@@ -168,8 +170,9 @@ def engine_arguments(profile: Profile, place: ProcessPlace) -> dict[str, Any]:
     elif device == "cpu":
         with contextlib.suppress(ShapeUnknown):  # then vLLM takes its own default
             bytes_per_token = shape_of(place.model_dir).kv_values_per_token * BYTES_OF[profile.model.dtype]
-            pages = rollout.slots * ceil(longest / PAGE_TOKENS) + SPARE_CACHE_PAGES
-            arguments["kv_cache_memory_bytes"] = pages * PAGE_TOKENS * bytes_per_token
+            page_tokens = rollout.engine_args.get("block_size", PAGE_TOKENS)
+            pages = rollout.slots * ceil(longest / page_tokens) + SPARE_CACHE_PAGES
+            arguments["kv_cache_memory_bytes"] = pages * page_tokens * bytes_per_token
     return arguments | rollout.engine_args
 
 
