@@ -33,7 +33,7 @@ def row(index: int) -> dict[str, Any]:
     first, second = index % 5, index // 5
     system = [{"role": "system", "content": "9"}] if index % 2 else []
     return {
-        "data_source": "math_dapo",
+        "data_source": ("math_dapo", "gsm8k")[index % 2],
         "prompt": [*system, {"role": "user", "content": f"{first}+{second}"}],
         "ability": "MATH",
         "reward_model": {"ground_truth": str(first + second), "style": "rule-lighteval/MATH_v2"},
@@ -74,6 +74,7 @@ def trained(directory: Path) -> tuple[set[str], int]:
         f"model.path={directory / 'model'}",
         f"task.source=parquet:{directory / 'train.parquet'}",
         f"task.eval_path={directory / 'val.parquet'}",
+        "model.dtype=float32",
         "task.answer_key=reward_model.ground_truth",
         "task.reward=math-verify",
         "task.answer_format=anywhere",  # the model writes digits, and no word around them
@@ -87,6 +88,10 @@ def trained(directory: Path) -> tuple[set[str], int]:
         "weights.keep_versions=all",
         "logging.samples_every_steps=1",
         "logging.samples_per_step=0",
+        # two teachers, chosen by a column, which only measure: both are the policy's first weights
+        "teacher.path={math_dapo='model',gsm8k='model'}",
+        "teacher.column=data_source",
+        "algorithm.distill_coef=0",
     )
     words = ("--profile", "on-policy-pipeline", "--name", "verl", "--ui", "plain")
     process = start(directory, "train", *words, sets=sets)
@@ -143,6 +148,7 @@ def assert_learned_from_verls_rows(run):
 def assert_on_policy(run):
     steps = lines(run / "metrics.jsonl")
     assert steps[-1]["ledger/trained"] == 24
+    assert abs(steps[0]["distill/kl"]) < 1e-5 < abs(steps[-1]["distill/kl"])
     assert max(step["fully_async/partial/max_partial_span"] for step in steps) == 0
     assert max(step["staleness/max"] for step in steps) == 0
     assert json.loads((run / "status.json").read_text())["phase"] == "done"
