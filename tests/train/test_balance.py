@@ -5,16 +5,22 @@ from __future__ import annotations
 import pickle
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl_cli.train.batch import cut_packed, cut_padded
-from asyncrl_cli.train.step_plan import split_by_tokens, training_order
+from asyncrl_cli.train.step_plan import split_by_tokens, split_groups, training_order, unique_tokens
 from tests.train.train_samples import make_step
 from tests.trainers import planned
 
+groups_lists = st.lists(
+    st.tuples(st.integers(0, 100), st.lists(st.integers(1, 60), min_size=1, max_size=9)),
+    min_size=1,
+    max_size=12,
+)
 lengths_lists = st.lists(st.integers(1, 300), min_size=1, max_size=60)
 
 
@@ -24,6 +30,26 @@ def test_split_gives_every_row_to_one_rank_and_balances_tokens(lengths, ranks):
     assert sorted(i for share in shares for i in share) == list(range(len(lengths)))
     loads = [sum(lengths[i] for i in share) for share in shares]
     assert max(loads) - min(loads) <= max(lengths)
+
+
+@given(groups_lists, st.integers(1, 5))
+def test_groups_are_split_so_that_ranks_compute_no_more_than_whole_groups_or_single_trajectories_would(
+    groups, ranks
+):
+    shared, own = zip(*groups, strict=True)
+    shares = split_groups(own, shared, ranks)
+    group_of = [number for number, lengths in enumerate(own) for _ in lengths]
+    flat = [length for lengths in own for length in lengths]
+    assert sorted(i for share in shares for i in share) == list(range(len(flat)))
+
+    def most(shares):
+        return max(sum(flat[i] for i in s) + sum(shared[g] for g in {group_of[i] for i in s}) for s in shares)
+
+    whole = split_by_tokens([prompt + sum(lengths) for prompt, lengths in groups], ranks)
+    by_group = [[i for i, group in enumerate(group_of) if group in share] for share in whole]
+    apart = split_by_tokens([shared[g] + flat[i] for i, g in enumerate(group_of)], ranks)
+    assert most(shares) <= most(by_group)
+    assert most(shares) <= most(apart) or max(map(len, own)) not in (1, 2, 4, 8)
 
 
 @given(lengths_lists, st.integers(50, 1000), st.integers(0, 500))
@@ -71,6 +97,18 @@ def test_a_plan_covers_every_trajectory_once_with_its_groups_advantage(ranks):
             assert (t.advantage > 0) == (len(set(rewards)) > 1 and rewards[t.trajectory] == 1.0)
     assert pickle.loads(pickle.dumps(plans)) == plans
     assert plans == planned(metas, ranks=ranks, num_minibatches=3)
+
+
+def test_a_prompt_counts_once_per_group_where_that_saves_a_tenth():
+    metas, _ = make_step(0, num_groups=3, n=4)
+    every = sum(m.prompt_tokens + m.response_tokens for group in metas for m in group.trajectories)
+    prompts = sum(group.trajectories[0].prompt_tokens for group in metas)
+    assert every - 3 * prompts < 0.9 * every
+    assert unique_tokens(metas, None) == every - 3 * prompts
+    assert unique_tokens(metas, False) == every
+    assert unique_tokens([replace(g, trajectories=g.trajectories[:1]) for g in metas], None) == sum(
+        g.trajectories[0].prompt_tokens + g.trajectories[0].response_tokens for g in metas
+    )
 
 
 def test_groups_that_do_not_divide_into_mini_batches_are_refused():

@@ -21,7 +21,8 @@ from asyncrl_cli.train.ranks import Ranks
 
 SIZES = dict(vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=2, head_dim=8)
 CONFIG = Qwen3Config(**SIZES, num_attention_heads=4, num_key_value_heads=1)
-SEQUENCES = [[3, 1, 4, 1, 5, 9, 2, 6], [5, 3, 5], [8, 9], [7, 9, 3, 2, 3, 8, 4, 6, 2, 6, 4]]
+SEQUENCES = [[3, 1, 4, 1, 5, 9, 2, 6], [3, 1, 4, 3, 5, 5], [8, 9], [8, 9, 3, 2, 3, 8, 4, 6, 2, 6, 4]]
+"""As a prefix tree, they have 19 positions: an odd number."""
 ALONE = SimpleNamespace(rank=0, sequence_size=1, sequence=None)
 
 
@@ -154,8 +155,8 @@ def test_a_kernel_is_as_far_off_as_its_values_and_infinitely_if_it_does_not_run(
 
 
 def differences(directory: str, rank: int) -> list[tuple[float, float, float]]:
-    """Of one of two ranks that divide sequences, for each way to compute layers again: the largest
-    differences of logprobs, of gradients, and the largest gradient."""
+    """Of one of two ranks that divide sequences, for each way to compute layers again, as rows and as a tree:
+    the largest differences of logprobs, of gradients, and the largest gradient."""
     torch.set_num_threads(1)
     device, init_method = torch.device("cpu"), f"file://{directory}/rendezvous"
     place = ProcessPlace(model_dir=directory, workers=2)
@@ -165,11 +166,12 @@ def differences(directory: str, rank: int) -> list[tuple[float, float, float]]:
     (2 * loss_of(expected)).backward()  # of two microbatches
     exact = {name: parameter.grad for name, parameter in theirs.named_parameters()}
     largest, found = max(gradient.abs().max().item() for gradient in exact.values()), []
-    for recompute in ("none", "selective", "full"):
+    ways = [("none", False), ("selective", False), ("selective", True), ("full", False), ("full", True)]
+    for recompute, is_tree in ways:
         model = PolicyModel(
             Profile(trainer=TrainerSection(activation_checkpointing=recompute)), directory, ranks
         )
-        batch = scoring_microbatch(SEQUENCES, device)
+        batch = scoring_microbatch(SEQUENCES, device, is_tree=is_tree)
         off = (model.numbers_N(batch) - expected).abs().max().item()
         for is_last in (False, True):
             model.gathered.before_backward(is_last=is_last)

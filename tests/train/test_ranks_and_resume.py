@@ -53,6 +53,7 @@ ALGORITHMS = [
 
 # The first mini-batch has no finite gradient: its second one is trained.
 ALGORITHMS += [{"spoiled_step": 1, **SMALL}, {"rank": 4, "alpha": 8.0, **RECOMPUTE}]
+ALGORITHMS += [{"same_prompt": True, **SLOWLY, **SMALL}]
 ALGORITHMS += [{"ppo_epochs": 2, "entropy_coeff": 0.05, **SLOWLY, **SMALL}]
 
 

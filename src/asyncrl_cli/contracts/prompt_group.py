@@ -187,6 +187,11 @@ class _Result:
     def response_tokens(self) -> int:
         return sum(meta.response_tokens for meta in self.trajectories)
 
+    @property
+    def shared_tokens(self) -> int:
+        """An estimate of the tokens that all its trajectories begin with: the prompt, if none has tools."""
+        return min((meta.prompt_tokens for meta in self.trajectories), default=0)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartResult(_Result):

@@ -9,9 +9,10 @@
 
     share            (gpus / reference_gpus) ** -scaling_exponent
 
-Tokens are those of prompt and response. With `algorithm.old_logprobs = "recompute"` the proximal logprobs of
-all mini-batches but the window's first are computed before training (as in `train/policy_trainer.py`: the
-first mini-batch's forward pass gives both).
+Tokens are those of prompt and response; a prompt counts once per group where the trainer shares prefixes
+(`trainer.shared_prefixes`), but not for a reward model. With `algorithm.old_logprobs = "recompute"` the
+proximal logprobs of all mini-batches but the window's first are computed before training (as in
+`train/policy_trainer.py`: the first mini-batch's forward pass gives both).
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ from asyncrl_cli.simulate.responses import Episodes, ResponseLengths, WorkerTime
 from asyncrl_cli.simulate.sequences import UNLIMITED, CacheSize, prefix_tokens
 from asyncrl_cli.simulate.simulated_trainer import ScorerTimes, TrainerTimes
 from asyncrl_cli.simulate.workload import Decoding, Training, Workload
+from asyncrl_cli.train.step_plan import unique_tokens
 
 GIB = 2**30
 LEARNING = 3.0
@@ -234,7 +236,7 @@ class Costs:
     def _train_s(self, batch: TrainBatch) -> float:
         training, mini_batches = self.workload.training, self._mini_batches(batch.groups)
         response_tokens, tokens = _tokens(batch.groups)
-        shared_s = mini_batches * training.step_s + tokens * training.s_per_token
+        shared_s = mini_batches * training.step_s + self._computed(batch.groups) * training.s_per_token
         seconds = mini_batches * training.fixed_step_s + shared_s * self._share(training.scaling_exponent)
         columns_s = {task: self._column_s(task, batch) for task in self._trainer_columns}
         # in the trainer, the critic learns within the train step
@@ -253,7 +255,7 @@ class Costs:
     def _old_logprob_s(self, batch: TrainBatch) -> float:
         training, scored = self.workload.training, self._scored(batch)
         fixed_s = self._mini_batches(scored) * training.old_logprob_fixed_step_s
-        shared_s = _tokens(scored)[1] * training.old_logprob_s_per_token
+        shared_s = self._computed(scored) * training.old_logprob_s_per_token
         return fixed_s + shared_s * self._share(training.old_logprob_scaling_exponent)
 
     def _column_s(self, task: str, batch: TrainBatch) -> float:
@@ -271,7 +273,11 @@ class Costs:
             CRITIC: training.critic_s_per_token,
         }
         each_s = training.s_per_token / 3 if (known := costs.get(task)) is None else known
-        return _tokens(groups)[1] * each_s * self._share(training.old_logprob_scaling_exponent, devices)
+        tokens = _tokens(groups)[1] if task == REWARD else self._computed(groups)
+        return tokens * each_s * self._share(training.old_logprob_scaling_exponent, devices)
+
+    def _computed(self, groups: Sequence[GroupResult]) -> int:
+        return unique_tokens(groups, self.profile.trainer.shared_prefixes)
 
     def _scored(self, batch: TrainBatch) -> Sequence[GroupResult]:
         """Groups that the trainer's old-logprob pass scores, if it has one: all but a window's first

@@ -14,6 +14,9 @@ pass."""
 MOMENTS_SLICE_BYTES = 2**30
 """With `trainer.offload_optimizer`: how many bytes of moments are on the device at a time
 (train/optimizer.py)."""
+LARGEST_SHARE = 0.9
+"""Responses share prefixes (train/prefix_trees.py) if this leaves at most this share of the positions, else
+it is not worth its overhead in attention."""
 WHOLE_GRADIENTS_SHARE = 1 / 8
 """Whole gradients are kept until an optimizer step's last microbatch if they take at most this share of a
 GPU's memory."""

@@ -26,10 +26,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from asyncrl_cli.train import LARGEST_SHARE
+
 Tokens = NDArray[np.integer[Any]]
-LARGEST_SHARE = 0.9
-"""Rows are trees if they have at most this share of their positions, else sharing is not worth its overhead
-in attention."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,22 +15,22 @@ these, H = query heads, J = key-value heads, D = head's size.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.nn.functional import pad
+from torch.nn.functional import pad, scaled_dot_product_attention
 
-from asyncrl_cli.models.attention import trained_sdpa
 from asyncrl_cli.train.batch import Microbatch, cut_padded
 from asyncrl_cli.train.packed_rows import Divide, Kernel, Layout, RankShare, rank_share
 from asyncrl_cli.train.prefix_trees import PrefixTree
 from asyncrl_cli.train.ranks import Ranks
 
+FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 BLOCK_COST_TOKENS = 32
 """Cost of one more block of attention, in padded tokens."""
 
@@ -56,12 +56,26 @@ class SharedPrefixes:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Rows whose own parts attend together. `queries_bq`: places of the own parts; `keys_bk`: of the whole
-    rows; `mask_b1qk`: None if the rows share nothing, so that attention is causal."""
+    """Rows whose own parts attend together. `queries_bq`: places of the own parts, with 0 where `is_own_bq`
+    is not set; `keys_bk`: of the whole rows; `mask_b1qk`: what is added to scores; None if the rows share
+    nothing, so that attention is causal."""
 
     queries_bq: torch.Tensor
+    is_own_bq: torch.Tensor
     keys_bk: torch.Tensor
     mask_b1qk: torch.Tensor | None
+
+    def of(self, *queries_PHD: torch.Tensor) -> Iterator[torch.Tensor]:
+        """Each (b, H, q, D)."""
+        return (_gathered(values_PHD, self.queries_bq) for values_PHD in queries_PHD)
+
+    def whole(self, *keys_PJD: torch.Tensor) -> Iterator[torch.Tensor]:
+        """Each (b, J, k, D)."""
+        return (_gathered(values_PJD, self.keys_bk) for values_PJD in keys_PJD)
+
+    def how(self, dtype: torch.dtype, scaling: float | None) -> dict[str, Any]:
+        mask = self.mask_b1qk if self.mask_b1qk is None else self.mask_b1qk.to(dtype)
+        return {"is_causal": mask is None, "attn_mask": mask, "scale": scaling}
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,8 +102,9 @@ def branches(tree: PrefixTree, added: int, sequence: dist.ProcessGroup | None) -
         last = places_BT.shape[1] - 1
         queries_bq = places_BT[rows_b1, positions_bq.clamp(max=last)].where(is_own_bq, 0)
         keys_bk = places_BT[rows, : max(lengths[b] for b in rows)]
-        is_seen = torch.arange(keys_bk.shape[1], device=device) <= positions_bq[..., None]
-        blocks.append(Block(queries_bq, keys_bk, None if rows[0] in roots else is_seen[:, None]))
+        is_later = torch.arange(keys_bk.shape[1], device=device) > positions_bq[..., None]
+        mask = torch.zeros(is_later.shape, device=device).masked_fill_(is_later, -torch.inf)[:, None]
+        blocks.append(Block(queries_bq, is_own_bq, keys_bk, None if rows[0] in roots else mask))
         slots_bq = begin + torch.arange(queries_bq.numel(), device=device).view_as(queries_bq)
         slots_P[queries_bq[is_own_bq]] = slots_bq[is_own_bq]
         begin += queries_bq.numel()
@@ -110,18 +125,70 @@ def in_branches(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layout: Branches, scaling: float | None
 ) -> torch.Tensor:
     """A `Kernel` that runs everywhere."""
-    heads = SimpleNamespace(num_key_value_groups=query.shape[1] // key.shape[1])
-    found = []
+    if query.is_cpu and query.shape[-1] == value.shape[-1]:
+        # in bfloat16 its backward pass takes five times as long (models/attention.py)
+        exact = (query.float(), key.float(), value.float())
+        attended_PHD: torch.Tensor = _FlashBranches.apply(*exact, layout, scaling)
+        return attended_PHD.to(query.dtype)
+    found, is_grouped = [], query.shape[1] != key.shape[1]
     for block in layout.blocks:
-        places = (block.queries_bq, block.keys_bk, block.keys_bk)
-        chosen = (
-            values_PHD.index_select(0, at.flatten()).unflatten(0, at.shape).transpose(1, 2)
-            for values_PHD, at in zip((query, key, value), places, strict=True)
+        (asked,), (keys, values) = block.of(query), block.whole(key, value)
+        how = block.how(query.dtype, scaling)
+        found.append(
+            _end_to_end(scaled_dot_product_attention(asked, keys, values, enable_gqa=is_grouped, **how))
         )
-        mask, is_causal = block.mask_b1qk, block.mask_b1qk is None
-        attended_bqHD, _ = trained_sdpa(heads, chosen, mask, scaling=scaling, is_causal=is_causal)
-        found.append(attended_bqHD.flatten(0, 1))
     return torch.cat(found).index_select(0, layout.slots_P)
+
+
+class _FlashBranches(torch.autograd.Function):
+    """The same with torch's flash attention for CPUs, of which sdpa would keep all gathered keys and values
+    until the backward pass: here they are gathered again."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        layout: Branches,
+        scaling: float | None,
+    ) -> torch.Tensor:
+        found, sums = list[torch.Tensor](), list[torch.Tensor]()
+        for block in layout.blocks:
+            chosen = (*block.of(query), *block.whole(key, value))
+            attended_bHqD, log_sums = FLASH(*chosen, **block.how(query.dtype, scaling))
+            found.append(_end_to_end(attended_bHqD))
+            sums.append(log_sums)
+        attended_PHD = torch.cat(found).index_select(0, layout.slots_P)
+        ctx.layout, ctx.scaling = layout, scaling
+        ctx.save_for_backward(query, key, value, attended_PHD, *sums)
+        return attended_PHD
+
+    @staticmethod
+    def backward(ctx: Any, gradient_PHD: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        query, key, value, attended_PHD, *sums = ctx.saved_tensors
+        layout: Branches = ctx.layout
+        found, key_sum_PJD, value_sum_PJD = [], torch.zeros_like(key), torch.zeros_like(value)
+        for block, log_sums in zip(layout.blocks, sums, strict=True):
+            asked, attended, gradient = block.of(query, attended_PHD, gradient_PHD)
+            gradient = gradient * block.is_own_bq[:, None, :, None]
+            chosen = (gradient, asked, *block.whole(key, value), attended, log_sums, 0.0)
+            how = block.how(query.dtype, ctx.scaling)
+            of_query, of_key, of_value = FLASH_BACKWARD(*chosen, how.pop("is_causal"), **how)
+            found.append(_end_to_end(of_query))
+            places = block.keys_bk.flatten()
+            key_sum_PJD.index_add_(0, places, _end_to_end(of_key))
+            value_sum_PJD.index_add_(0, places, _end_to_end(of_value))
+        query_sum_PHD = torch.cat(found).index_select(0, layout.slots_P)
+        return query_sum_PHD, key_sum_PJD, value_sum_PJD, None, None
+
+
+def _gathered(values_PHD: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    return values_PHD.index_select(0, places.flatten()).unflatten(0, places.shape).transpose(1, 2)
+
+
+def _end_to_end(values_bHqD: torch.Tensor) -> torch.Tensor:
+    return values_bHqD.transpose(1, 2).flatten(0, 1)
 
 
 @dataclass(frozen=True, slots=True)

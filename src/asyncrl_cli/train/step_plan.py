@@ -32,6 +32,7 @@ from asyncrl_cli.contracts.prompt_group import GroupResult, TrajectoryMeta
 from asyncrl_cli.profile.algorithm_section import AlgorithmSection
 from asyncrl_cli.profile.arithmetic import step_optimizer_steps
 from asyncrl_cli.profile.schema import Profile
+from asyncrl_cli.train import LARGEST_SHARE
 
 STD_EPSILON = 1e-6
 Rewards = Sequence[Sequence[float]]
@@ -136,6 +137,38 @@ def split_by_tokens(lengths: Sequence[int], ranks: int) -> list[list[int]]:
     return [sorted(share) for share in shares]
 
 
+def split_groups(own: Sequence[Sequence[int]], shared: Sequence[int], ranks: int) -> list[list[int]]:
+    """Indices per rank of all groups' trajectories end to end, where those of a group begin with the same
+    `shared` tokens, which a rank computes once, and have so many of their `own`.
+
+    All groups are cut into 1, 2, 4, ... parts: as few as make the most loaded rank's sum smallest."""
+    groups, end = list[range](), 0
+    for lengths in own:
+        groups.append(range(end, end := end + len(lengths)))
+    flat, most = [length for lengths in own for length in lengths], max(map(len, groups), default=1)
+    found = list[tuple[int, list[list[int]]]]()
+    for number in (2**power for power in range(most.bit_length() if ranks > 1 else 1)):
+        parts = [
+            (g, part) for g, group in enumerate(groups) for i in range(number) if (part := group[i::number])
+        ]
+        sums = [shared[g] + sum(flat[index] for index in part) for g, part in parts]
+        split = split_by_tokens(sums, ranks)
+        prompts = [sum(shared[g] for g in {parts[i][0] for i in share}) for share in split]
+        shares = [sorted(index for i in share for index in parts[i][1]) for share in split]
+        loads = [p + sum(flat[index] for index in share) for p, share in zip(prompts, shares, strict=True)]
+        found.append((max(loads), shares))
+    return min(found, key=lambda one: one[0])[1]
+
+
+def unique_tokens(groups: Sequence[GroupResult], shares: bool | None) -> int:
+    """An estimate of the positions that are computed for these groups, if a rank has them whole. `shares`:
+    `trainer.shared_prefixes`."""
+    metas = [meta for group in groups for meta in group.trajectories]
+    every = sum(meta.prompt_tokens + meta.response_tokens for meta in metas)
+    unique = every - sum(max(len(group.trajectories) - 1, 0) * group.shared_tokens for group in groups)
+    return unique if shares is not False and unique <= LARGEST_SHARE * every else every
+
+
 def _plan_optimizer_step(
     groups: Sequence[GroupResult], indices: range, profile: Profile, ranks: int
 ) -> list[OptimizerStepPlan]:
@@ -144,8 +177,11 @@ def _plan_optimizer_step(
     rewards = [[shaped_reward(meta, algorithm, longest) for meta in groups[i].trajectories] for i in indices]
     by_ranks = needs_columns(algorithm)
     advantages = [[0.0] * len(row) for row in rewards] if by_ranks else advantages_of(rewards, algorithm)
-    planned, lengths, num_loss_tokens = list[PlannedTrajectory](), list[int](), 0
-    for group, group_advantages in zip(indices, advantages, strict=True):
+    shares = profile.trainer.shared_prefixes is not False
+    shared = [groups[group].shared_tokens if shares else 0 for group in indices]
+    planned, num_loss_tokens = list[PlannedTrajectory](), 0
+    own: list[list[int]] = [[] for _ in indices]
+    for number, (group, group_advantages) in enumerate(zip(indices, advantages, strict=True)):
         metas = groups[group].trajectories
         for trajectory, (meta, advantage) in enumerate(zip(metas, group_advantages, strict=True)):
             # Only now: a truncated trajectory is not trained, but its reward counts for the others.
@@ -157,7 +193,7 @@ def _plan_optimizer_step(
                     group=group, trajectory=trajectory, advantage=advantage, is_unfinished=unfinished
                 )
             )
-            lengths.append(meta.prompt_tokens + meta.response_tokens)
+            own[number].append(meta.prompt_tokens + meta.response_tokens - shared[number])
             num_loss_tokens += sum(count for _, count in meta.version_tokens)
     return [
         OptimizerStepPlan(
@@ -166,7 +202,7 @@ def _plan_optimizer_step(
             num_trajectories=len(planned),
             rewards=dict(zip(indices, rewards, strict=True)) if by_ranks else {},
         )
-        for share in split_by_tokens(lengths, ranks)
+        for share in split_groups(own, shared, ranks)
     ]
 
 
