@@ -39,7 +39,7 @@ class PlainGrpo:
     """A synchronous GRPO loop with torch and transformers only: no FSDP, whole logits of the sampled
     tokens."""
 
-    def __init__(self, model_dir, lr=2e-4, clip=(0.2, 0.28), grad_clip=1.0):
+    def __init__(self, model_dir, lr=5e-4, clip=(0.2, 0.28), grad_clip=1.0):
         self.model = AutoModelForCausalLM.from_pretrained(
             model_dir, dtype=torch.float32, attn_implementation="sdpa"
         )
