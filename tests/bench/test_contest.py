@@ -79,13 +79,6 @@ def test_other_work_or_resources_are_refused_and_the_sets_of_the_hint_make_them_
     assert len(contest(other, baseline=baseline, sets=words[1::2]).entries) == 2
 
 
-def test_a_learning_rate_is_warned_of_only_where_something_is_trained() -> None:
-    simulated = contest_of("colocate", ["partial-rollout"], workload=load_workload("verl-7b-math-128"))
-    real = contest("partial-rollout", sets=["model.path=Qwen/Qwen3-0.6B"])
-    about_it = [[text for text in one.warnings if "trainer.lr" in text] for one in (simulated, real)]
-    assert list(map(len, about_it)) == [0, 1]
-
-
 def test_groups_and_windows_exclude_each_other() -> None:
     with pytest.raises(ConfigError, match="both set"):
         contest("partial-rollout", groups=64, windows=4)

@@ -107,13 +107,10 @@ class Contest:
 
     @property
     def warnings(self) -> list[str]:
-        """About the profiles and, for real runs, about their placement on this machine. Nothing is trained on
-        the virtual clock: there a learning rate does not matter."""
+        """About the profiles and, for real runs, about their placement on this machine."""
         warnings = [warning for entry in self.entries for warning in entry.loaded.warnings]
         if self.workload is None:
             warnings += [warning for entry in self.entries for warning in entry.plan.warnings]
-        else:
-            warnings = [warning for warning in warnings if not warning.startswith("trainer.lr = ")]
         return list(dict.fromkeys(warnings))
 
 
