@@ -21,6 +21,7 @@ import random
 import statistics
 import tempfile
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -163,8 +164,6 @@ def counting(trainer: PolicyTrainer, divide: Divide, positions: list[int]) -> Ca
         share = divide(microbatch)
         positions.append(share.inputs["input_ids"].numel())
         return share
-
-    from dataclasses import replace
 
     return replace(trainer.model._forward, divide=counted)
 
