@@ -2,18 +2,25 @@
 batch and tokens.
 
     pip install 'trl>=1.16'
-    python -m benchmarks.vs_trl --directory DIR [--steps 40] [--repeat 3] [--side partial-rollout]...
-                                [--goal 0.9]
+    python -m benchmarks.vs_trl --directory DIR [--steps 40] [--repeat 3] [--goal 0.9]
+                                [--profile NAME|FILE]... [--set KEY=VALUE]... [--side SIDE]...
 
-Sides take turns; each repeat runs all of them. TRL generates with transformers' `generate`, in one process
-with all threads and in two processes with one thread each (`accelerate launch --cpu`), which is its best
-here. Both train `--steps` optimizer steps of 16 groups of 8 responses of the default task, from the same
-warm-started model, with the default profile's learning rate, clip widths and temperature, and without a
-reference model. Columns are medians of the repeats (least-most):
+With a pretrained model, the learning rate is given to both:
+
+    python -m benchmarks.vs_trl --directory DIR --profile templates/pretrained/profile.toml \\
+                                --set trainer.lr=2e-5 --goal 0.3
+
+Sides take turns; each repeat runs all of them: those of asyncrl are profiles, those of TRL ways to run it
+(`TRL`): in one process with all threads or in two with one thread each (`accelerate launch --cpu`), in
+float32 or with bfloat16 autocast, generating with transformers' `generate` or with its continuous
+batching. Each trains `--steps` optimizer steps of the first profile's batch, from the same model, with
+its learning rate, clip widths and temperature, and without a reference model. A prompt comes once, so a
+step's reward is that of prompts that were not trained on. Columns are medians of the repeats
+(least-most):
 
     samples/s   trajectories trained per second, from the end of the first two steps to the end of the last
-    CPU s/step  CPU seconds of all processes of a side per step, after the first two; other work on the
-                machine hardly changes it
+    CPU s/1000  CPU seconds of all processes of a side per 1,000 trajectories, after the first two steps;
+                other work on the machine hardly changes it
     goal, s     seconds of training until the mean reward of five steps in a row reaches --goal; "-" if it
                 never does
     reward      mean of the last ten steps
@@ -41,14 +48,22 @@ from benchmarks.training import LIMIT_S, train
 
 from asyncrl_cli.models.model_directory import resolve_model
 from asyncrl_cli.observe.recorded import read_metrics
+from asyncrl_cli.plan.job_plan import for_device
 from asyncrl_cli.profile.loaded import load
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.tasks.reward_functions import build_reward
 from asyncrl_cli.tasks.task import Task, load_task
 
 PROFILES = ("partial-rollout", "stale-samples", "colocate")
-TRL = {"trl": 1, "trl, 2 processes": 2}
-"""Processes of each way to run TRL."""
+TRL: dict[str, dict[str, bool]] = {
+    "trl": {},
+    "trl-bf16": {"bf16": True},
+    "trl-batching": {"use_transformers_continuous_batching": True},
+    "trl-bf16-batching": {"bf16": True, "use_transformers_continuous_batching": True},
+}
+"""Settings of each way to run TRL. In two processes: with "-2" after the name."""
+TRL_SIDES = {name + suffix: count for name in TRL for suffix, count in (("", 1), ("-2", 2))}
+"""Their processes."""
 SKIPPED = 2
 """Steps before the clock of samples/s: imports of the first, compilation, empty pipelines."""
 
@@ -58,7 +73,7 @@ Step = tuple[float, float]
 
 class Figures(NamedTuple):
     samples_per_s: float
-    cpu_s_per_step: float
+    cpu_s_per_1000: float
     goal_s: float | None
     reward: float
 
@@ -69,11 +84,11 @@ def sets_of(options: argparse.Namespace) -> list[str]:
         f"run.seed={options.seed}",
         f"model.cache_dir={options.directory / 'models'}",
     ]
-    return [*sets, "eval.prompts=0", "checkpoint.every_steps=0"]
+    return [*sets, "eval.prompts=0", "checkpoint.every_steps=0", *options.set]
 
 
 def profile_of(name: str, options: argparse.Namespace) -> Profile:
-    return load(name, sets_of(options), environ={}).profile
+    return for_device(load(name, sets_of(options), environ={}), "cpu").profile
 
 
 class CpuClock:
@@ -113,7 +128,7 @@ def _cpu_s(process: psutil.Process) -> float:
 
 
 def asyncrl_side(name: str, repeat: int, options: argparse.Namespace) -> tuple[list[Step], float]:
-    run = options.directory / "runs" / f"{name}-{repeat}"
+    run = options.directory / "runs" / f"{Path(name).stem}-{repeat}"
     with CpuClock(run / "metrics.jsonl") as clock:
         train(name, run.name, sets_of(options), run.parent)
     return [
@@ -121,12 +136,20 @@ def asyncrl_side(name: str, repeat: int, options: argparse.Namespace) -> tuple[l
     ], clock.s_per_step()
 
 
-def trl_side(processes: int, repeat: int, options: argparse.Namespace) -> tuple[list[Step], float]:
-    out = options.directory / f"trl-{processes}-{repeat}.jsonl"
+def trl_side(name: str, repeat: int, options: argparse.Namespace) -> tuple[list[Step], float]:
+    out, processes = options.directory / f"{name}-{repeat}.jsonl", TRL_SIDES[name]
     out.unlink(missing_ok=True)
     launch = [sys.executable]
     if processes > 1:
-        launch = ["accelerate", "launch", "--cpu", "--num_processes", str(processes), "--num_machines", "1"]
+        launch += [
+            "-m",
+            "accelerate.commands.launch",
+            "--cpu",
+            "--num_processes",
+            str(processes),
+            "--num_machines",
+            "1",
+        ]
         launch += ["--mixed_precision", "no", "--dynamo_backend", "no", "--num_cpu_threads_per_process", "1"]
     asked = {
         "--directory": options.directory,
@@ -134,8 +157,9 @@ def trl_side(processes: int, repeat: int, options: argparse.Namespace) -> tuple[
         "--seed": options.seed,
         "--trl-side": out,
     }
-    asked["--accumulation"] = options.accumulation
+    asked |= {"--accumulation": options.accumulation, "--profile": options.profile[0], "--side": name}
     words = ["-m", "benchmarks.vs_trl", *(str(word) for pair in asked.items() for word in pair)]
+    words += [word for setting in options.set for word in ("--set", setting)]
     # As our own processes have it: threads that spin for one another are many times slower beside any other
     # work.
     environment = {
@@ -154,7 +178,7 @@ def train_with_trl(options: argparse.Namespace) -> None:
     from transformers import TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
 
-    profile = profile_of("colocate", options)
+    profile = profile_of(options.profile[0], options)
     task = load_task(profile)
     model, trainer, rollout = resolve_model(profile, task), profile.trainer, profile.rollout
     processes = int(os.environ.get("WORLD_SIZE", "1"))
@@ -162,7 +186,7 @@ def train_with_trl(options: argparse.Namespace) -> None:
     config = GRPOConfig(
         output_dir=str(options.directory / "trl"),
         use_cpu=True,
-        bf16=False,
+        **{"bf16": False} | TRL[options.side[0].removesuffix("-2")],
         max_steps=options.steps,
         per_device_train_batch_size=batch // options.accumulation,
         gradient_accumulation_steps=options.accumulation,
@@ -179,6 +203,7 @@ def train_with_trl(options: argparse.Namespace) -> None:
         epsilon_high=profile.algorithm.clip_ratio_high,
         loss_type="dapo",  # a mean over the batch's tokens: our token-mean
         gradient_checkpointing=False,
+        model_init_kwargs={"dtype": "float32"},
         seed=options.seed,
         logging_steps=1,
         report_to=[],
@@ -208,8 +233,9 @@ def reward_of(task: Task) -> Callable[..., list[float]]:
     """The task's own reward, as TRL calls one."""
     scorer, items = build_reward(task.reward), {item["uid"]: item for item in task.train}
 
-    def reward(completions: Sequence[str], uid: Sequence[str], **kwargs: Any) -> list[float]:
-        return [float(scorer(items[one], text)) for text, one in zip(completions, uid, strict=True)]
+    def reward(completions: Sequence[Any], uid: Sequence[str], **kwargs: Any) -> list[float]:
+        texts = [one if isinstance(one, str) else one[0]["content"] for one in completions]
+        return [float(scorer(items[one], text)) for text, one in zip(texts, uid, strict=True)]
 
     return reward
 
@@ -220,7 +246,7 @@ def figures(steps: Sequence[Step], cpu_s_per_step: float, samples: int, goal: fl
     means = [(times[end - 1], statistics.fmean(rewards[end - 5 : end])) for end in range(5, len(rewards) + 1)]
     return Figures(
         samples_per_s=samples * (len(steps) - SKIPPED) / (times[-1] - times[SKIPPED - 1]),
-        cpu_s_per_step=cpu_s_per_step,
+        cpu_s_per_1000=1000 * cpu_s_per_step / samples,
         goal_s=next((time_s for time_s, mean in means if mean >= goal), None),
         reward=statistics.fmean(rewards[-10:]),
     )
@@ -242,40 +268,43 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--goal", type=float, default=0.9)
-    parser.add_argument("--side", action="append", choices=[*PROFILES, *TRL], help="default: all sides")
+    parser.add_argument("--profile", action="append", help="default: " + ", ".join(PROFILES))
+    parser.add_argument("--set", action="append", default=[], help="KEY=VALUE, for all sides")
+    parser.add_argument("--side", action="append", help="a profile or one of TRL's; default: all sides")
     parser.add_argument(
         "--accumulation", type=int, default=1, help="TRL's gradient accumulation: microbatches per step"
     )
     parser.add_argument("--trl-side", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     options.directory = options.directory.absolute()
+    options.profile = options.profile or list(PROFILES)
     options.directory.mkdir(parents=True, exist_ok=True)
     if options.trl_side:
         return train_with_trl(options)
-    profile = profile_of("colocate", options)
+    profile = profile_of(options.profile[0], options)
     samples = profile.trainer.ppo_mini_batch_size * profile.rollout.n
     resolve_model(profile, load_task(profile))  # no side's clock has the warm start
-    sides = {name: partial(asyncrl_side, name) for name in PROFILES} | {
-        n: partial(trl_side, count) for n, count in TRL.items()
-    }
+    sides = {name: partial(asyncrl_side, name) for name in options.profile}
+    sides |= {name: partial(trl_side, name) for name in TRL_SIDES}
+    if unknown := set(options.side or ()) - sides.keys():
+        parser.error(f"--side {', '.join(sorted(unknown))}: there are {', '.join(sides)}")
     seen: dict[str, list[Figures]] = {}
     for repeat in range(options.repeat):
         for name in options.side or sides:
             seen.setdefault(name, []).append(figures(*sides[name](repeat, options), samples, options.goal))
             print(f"{name} {repeat}: {seen[name][-1]}", file=sys.stderr, flush=True)
     best = max(
-        (statistics.median(f.samples_per_s for f in seen[name]) for name in TRL if name in seen),
+        (statistics.median(f.samples_per_s for f in seen[name]) for name in TRL_SIDES if name in seen),
         default=math.nan,
     )
-    print(f"{'':<20} {'samples/s':>20} {'x TRL':>6} {'CPU s/step':>20} {'goal, s':>20} {'reward':>20}")
+    print(f"{'':<20} {'samples/s':>20} {'x TRL':>6} {'CPU s/1000':>20} {'goal, s':>20} {'reward':>20}")
     for name, found in seen.items():
         speed = statistics.median(f.samples_per_s for f in found)
-        columns = [spread([f.samples_per_s for f in found], ".0f"), f"{speed / best:.2f}"]
-        columns += [spread([f.cpu_s_per_step for f in found], ".2f")]
+        columns = [spread([f.samples_per_s for f in found], ".3g"), f"{speed / best:.2f}"]
+        columns += [spread([f.cpu_s_per_1000 for f in found], ".1f")]
         columns += [spread([f.goal_s for f in found], ".0f"), spread([f.reward for f in found], ".3f")]
-        print(
-            f"{name:<20} {columns[0]:>20} {columns[1]:>6} {columns[2]:>20} {columns[3]:>20} {columns[4]:>20}"
-        )
+        widths = zip(columns, (20, 6, 20, 20, 20), strict=True)
+        print(f"{Path(name).stem:<20}", *(f"{column:>{width}}" for column, width in widths))
 
 
 if __name__ == "__main__":
