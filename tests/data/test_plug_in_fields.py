@@ -26,6 +26,7 @@ from asyncrl_cli.envs.episode import Limits, Means
 from asyncrl_cli.envs.group_runner import GroupRunner
 from asyncrl_cli.envs.slots import Slots
 from asyncrl_cli.profile.loaded import load
+from asyncrl_cli.tasks.code_choice import check_fields
 from tests.waiting import until
 
 DECLARE = "from asyncrl_cli.data.sample_fields import Field\n"
@@ -44,6 +45,10 @@ WRONG = {
         "field tokens is declared twice",
     ),
     "has a taken name": ("FIELDS = [Field(name='advantages', per='token', by='engine')]", "name is taken"),
+    "has the name of all workers": (
+        "FIELDS = [Field(name='rollouter', per='sampled', by='scorer')]",
+        "name is taken",
+    ),
     "is of a trainer for a prompt": (
         "FIELDS = [Field(name='x', per='token', by='trainer')]",
         "the trainer writes one number per sampled token",
@@ -97,6 +102,32 @@ def test_a_scorer_without_a_field_of_its_name_is_refused(profile, scorer, source
     with pytest.raises(ConfigError, match=f'task.scorers names "{scorer}", but no field of') as refused:
         schema_of(load(str(profile), environ={}).profile)
     assert 'by="scorer"' in refused.value.hint
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("scorer", "why"),
+    [
+        ("nowhere:Place", "ModuleNotFoundError: No module named 'nowhere'"),
+        ("my_fields:FIELDS", "TypeError: FIELDS is not a class but tuple"),
+        ("my_fields:Field", "TypeError: Field has no method `score`"),
+        ("my_fields:Good", ""),
+    ],
+)
+def test_a_scorer_that_is_no_class_with_score_is_refused_before_anything_starts(profile, scorer, why):
+    (profile.parent / "my_fields.py").write_text(
+        f"{DECLARE}FIELDS = (Field(name='place', per='sampled', by='scorer'),)\n"
+        "class Good:\n    def score(self, groups, items): ...\n"
+    )
+    profile.write_text(f'{profile.read_text()}scorers = {{place = "{scorer}"}}\n')
+    given = load(str(profile), environ={}).profile
+    if not why:
+        check_fields(given)
+        return
+    with pytest.raises(ConfigError) as refused:
+        check_fields(given)
+    assert refused.value.message.startswith(f'task.scorers.place = "{scorer}" cannot be used: {why}')
+    assert "a class with a method `score(self, groups, items)`" in refused.value.hint
 
 
 @pytest.mark.slow

@@ -15,13 +15,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from importlib import metadata
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import psutil
 import pytest
 import ray
-from ray.exceptions import ObjectLostError
+from ray.exceptions import ActorDiedError, ActorUnavailableError, ObjectLostError
 
 from asyncrl_cli.base.errors import ExecutorFailed, ExecutorLost, PreflightError, SessionLost
 from asyncrl_cli.data import ray_store, transferqueue_client, transferqueue_store
@@ -481,6 +482,31 @@ def test_a_storage_unit_that_is_killed_is_named_by_every_process_long_before_the
         with pytest.raises(SessionLost, match=dead):
             driver.keys()
         assert time.monotonic() - began_s < 30 < worker.limit_s
+
+
+@pytest.mark.parametrize(
+    ("error", "expected", "why"),
+    [
+        (ActorDiedError(), SessionLost, "the controller of TransferQueue has died"),
+        (
+            ActorUnavailableError("cut off", None),
+            ExecutorFailed,
+            "TransferQueue cannot be reached: .*off",
+        ),
+    ],
+)
+def test_a_process_that_ray_cannot_reach_for_now_is_not_called_dead(monkeypatch, error, expected, why):
+    ping = SimpleNamespace(get_zmq_server_info=SimpleNamespace(remote=lambda: "ping"))
+
+    def get(ref: str) -> None:
+        raise error
+
+    monkeypatch.setattr(ray, "wait", lambda refs, **_: (refs, []))
+    monkeypatch.setattr(ray, "get", get)
+    address = transferqueue_client.Address(run="r", controller=0, units={}, actors={"the controller": ping})
+    with pytest.raises(expected, match=why) as raised:
+        transferqueue_client.check_alive(address)
+    assert bool(raised.value.hint) == (expected is ExecutorFailed)
 
 
 DRIVER = """

@@ -366,6 +366,18 @@ async def test_where_the_template_rewrites_earlier_turns_a_new_segment_begins(mo
     assert trained_of(payload) == sampled_of(payload)
 
 
+@pytest.mark.slow
+async def test_the_shown_text_of_an_eval_repeats_no_prompt_of_a_later_segment(model_dir: Path) -> None:
+    forgets = "{{ messages[-1].content }}"
+    async with runner_of(model_dir, Rewards(), Questions, chat_template=forgets) as runner:
+        request = EvalRequest(version=0, tries=(EvalTry(ITEM, is_shown=True),), seed=3)
+        result, (trajectory,) = await runner.evaluate(request, runner.sampling, with_tokens=True)
+        *earlier, last = trajectory.segments()
+        sampled = runner.means.chat.tokenizer.decode(last["tokens"][last["mask"]].tolist())
+    assert len(earlier) == 2
+    assert result.texts == {0: sampled}
+
+
 def trained_of(payload: GroupPayload) -> Counter[tuple[int, int, float]]:
     """(trajectory, token, logprob) of every token in the trainer's microbatches. A trajectory's advantage is
     its number."""

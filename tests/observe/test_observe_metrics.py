@@ -12,10 +12,18 @@ from asyncrl_cli.data.store import Traffic
 from asyncrl_cli.loop.executors import ReportBook
 from asyncrl_cli.measure.states import Span, State
 from asyncrl_cli.observe.metrics import StepMetrics
+from asyncrl_cli.observe.run_lines import meaning_of
 
 
 def metrics(window_steps=1):
     return StepMetrics(trigger_parameter_sync_step=window_steps, started_s=100.0)
+
+
+@pytest.mark.parametrize("figure", ["idle_ratio", "tokens_per_s", "waiting_groups"])
+def test_the_figures_of_a_users_scorer_have_a_meaning_and_built_in_ones_keep_theirs(figure):
+    assert "`task.scorers`" in (meaning_of(f"place/{figure}") or "")
+    for name in ("ref", *(("trainer", "rollouter") if figure != "waiting_groups" else ())):
+        assert "`task.scorers`" not in (meaning_of(f"{name}/{figure}") or "`task.scorers`")
 
 
 def test_staleness_counts_tokens_for_the_mean_and_trajectories_for_oldest_and_newest(make):

@@ -90,6 +90,8 @@ TABLE = (
      ["algorithm.kl_coef = 0", "remain 0"], "algorithm.kl_coef=0.001"),
     ("base", 'task.reward={"a/b"={use="exact-match"},right={use="math-verify"}}',
      ['"a/b" cannot be the name of a metric'], "such as right"),
+    ("base", 'task.reward={get_reward={use="exact-match"},right={use="math-verify"}}',
+     ['"get_reward" cannot be the name of a metric'], "get_reward are taken"),
     ("base", 'task.reward={right={use="math-verify"},math-verify=0.5}', ["named twice"], "weight"),
     ("base", "task.curriculum=0.5 rollout.n=1 algorithm.adv_estimator=gae",
      ["task.curriculum = 0.5", "rollout.n = 1"], "rollout.n=8"),

@@ -53,9 +53,9 @@ def print_plan(
     and `node_memory_gib` of host memory, or for a cluster.
 
     Raises PreflightError if the job cannot run there: before printing if no plan can be made, otherwise after
-    printing the plan. Raises ConfigError for an unknown loss, and for fields that cannot be used. A plan for
-    this machine ends with the error of the model or the task that `train` would be refused with; what only
-    the machine lacks is a warning.
+    printing the plan. Raises ConfigError for an unknown loss, and for fields and scorers that cannot be used.
+    A plan for this machine ends with the error of the model or the task that `train` would be refused with;
+    what only the machine lacks is a warning.
     """
     check_loss(loaded.profile.algorithm.loss_mode)
     check_fields(loaded.profile)

@@ -38,9 +38,10 @@ Writer = Literal["engine", "environment", "reward", "scorer", "trainer"]
 GROUP = "asyncrl.fields"
 RESERVED = (
     *("penalties", "advantages", "returns", "finished", "trainer_logprobs"),
-    *("train", "trainer", "rollout", "feed"),
+    *("train", "trainer", "rollout", "rollouter", "feed"),
 )
-"""Columns of a train step and of dumps that are no fields; and names of executors, as a scorer's is."""
+"""Names that no field may have: columns of a train step or of a dump that are no fields, and what logs and
+metrics call the executors. A scorer's executor is called by the name of its field, so the two would mix."""
 HINT = 'it names a sequence of asyncrl_cli.data.sample_fields.Field, for example "my_fields:FIELDS"'
 NOT_SAMPLED = -1
 """Version of a token that no policy sampled (prompt, tool output)."""

@@ -22,10 +22,10 @@ from typing import Any, TypeVar
 
 import psutil
 import ray
-from ray.exceptions import ActorDiedError, RayError
+from ray.exceptions import ActorDiedError, RayActorError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from asyncrl_cli.base.errors import PreflightError, SessionLost, first_line
+from asyncrl_cli.base.errors import ExecutorFailed, PreflightError, SessionLost, first_line
 from asyncrl_cli.data.transferqueue_package import INSTALL, VERSION, installed_version
 from asyncrl_cli.profile.rollout_sections import DataPlaneSection
 
@@ -97,7 +97,8 @@ def started(run: str, plane: DataPlaneSection) -> Address:
 
 
 def check_alive(address: Address) -> None:
-    """Raises SessionLost if one of the processes has died. Takes a second if one does not answer."""
+    """Raises SessionLost if one of the processes has died, and ExecutorFailed if Ray cannot reach one. Takes
+    a second if one does not answer."""
     pings = {name: actor.get_zmq_server_info.remote() for name, actor in address.actors.items()}
     answered, _ = ray.wait([*pings.values()], num_returns=len(pings), timeout=PING_LIMIT_S)
     for name, ping in pings.items():
@@ -106,6 +107,10 @@ def check_alive(address: Address) -> None:
                 ray.get(ping)
         except ActorDiedError:
             raise SessionLost(f"{name} of TransferQueue has died, and with it the groups' data") from None
+        except RayActorError as error:  # ActorUnavailableError: its node or the network may be cut off
+            why = f"{name} of TransferQueue cannot be reached: {first_line(error)}"
+            hint = "look at its node and the network; `asyncrl resume` continues from the last checkpoint"
+            raise ExecutorFailed(why, hint=hint, executor="the transferqueue store") from None
 
 
 def end(actors: Iterable[Any]) -> None:

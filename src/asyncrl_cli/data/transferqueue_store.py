@@ -174,7 +174,7 @@ class TransferQueueStore(Store):
 
     def keys(self) -> list[str]:
         """The keys that the controller knows, also those of a worker that died before it could tell. Raises
-        the failure of an earlier `clear`, and SessionLost if a process has died."""
+        the failure of an earlier `clear`, and what `check_alive` raises."""
         self._raise_failure()
         check_alive(self.address)
         listed = self._call("the list", len(self._held), self._listed)

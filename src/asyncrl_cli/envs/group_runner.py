@@ -159,11 +159,10 @@ class GroupRunner:
         return EvalResult(outcomes=outcomes, texts=texts), [episode.trajectory() for episode in played]
 
     def _written(self, episode: Episode) -> str:
-        """The episode's text from the model's first token on: its answers, and what it was told between
-        them."""
-        trajectory = episode.trajectory()
-        begin = int(trajectory.per_token[MASK].argmax())
-        tokens = trajectory.per_token[TOKENS][begin:].tolist()
+        """The text of the episode's last segment from its first sampled token on: answers, and what the model
+        was told between them. Earlier segments are left out: the prompt of each next one repeats them."""
+        *_, last = episode.trajectory().segments()
+        tokens = last[TOKENS][int(last[MASK].argmax()) :].tolist()
         text = str(self.means.chat.tokenizer.decode(tokens))[:LONGEST_TEXT]
         return text.encode(errors="backslashreplace").decode()  # some tokenizers decode to lone surrogates
 

@@ -110,7 +110,7 @@ def expectation(task: Task) -> str:
 
 
 def check_surroundings(profile: Profile, address: str | None) -> None:
-    """Check that the loss, the fields and the environment exist and fit, the job fits here (or the cluster
+    """Check that loss, fields, scorers and environment exist and fit, the job fits here (or the cluster
     answers), the engine is installed, the sinks could start, and a model in a directory is complete. Call it
     before transformers is imported: broken engine packages may break that import, too."""
     check_loss(profile.algorithm.loss_mode)

@@ -130,8 +130,9 @@ def _rewards(task: TaskSection) -> Iterator[ConfigError]:
         hint = "name each reward, such as exact-match"
         yield ConfigError(f'{shown}: "{alone[0]}" is not one of several rewards', hint=hint)
     own = [one.name for one in task.rewards if one.name != one.use]
-    if wrong := [name for name in own if not re.fullmatch(r"[\w.-]+", name) or name == "names_answer"]:
-        hint = "letters, digits, _, - and dots, such as right"
+    taken = ("names_answer", "get_reward")  # asyncrl's own part, and that of a tool class
+    if wrong := [name for name in own if not re.fullmatch(r"[\w.-]+", name) or name in taken]:
+        hint = f"letters, digits, _, - and dots, such as right; {' and '.join(taken)} are taken"
         yield ConfigError(f'{shown}: "{shortened(wrong[0])}" cannot be the name of a metric', hint=hint)
     if any(one.weight == 0 for one in task.rewards):
         yield ConfigError(f"{shown}: a weight is 0", hint="leave that reward out, or give it a small weight")

@@ -9,6 +9,7 @@ of the same name. `run_dir` is set for a resumed run.
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
 import os
 from collections.abc import Callable
@@ -40,6 +41,8 @@ EXPECTED = (
 IMPORT_LIMIT_S = 30.0
 """Minimum time allowed for importing a class. It includes the import of transformers, which describes the
 tools."""
+SCORER_IMPORT_LIMIT_S = 120.0
+"""The same for a scorer's class, whose module may import torch."""
 
 
 def environment_of(task: TaskSection) -> str:
@@ -160,28 +163,37 @@ def resolve_tool_class(profile: Profile, run_dir: Path | None) -> tuple[ToolClas
 
 
 def check_fields(profile: Profile) -> None:
-    """Check the fields that the profile and installed packages declare, in a child process: the module is the
-    user's. Raises ConfigError."""
+    """Check the fields that the profile and installed packages declare, and the classes of scorers, in child
+    processes: the modules are the user's. Raises ConfigError."""
     name = profile.task.fields
     if name is None and not profile.task.scorers and not entry_points(group="asyncrl.fields"):
         return
     limit_s = max(START_LIMIT_S, profile.env.tool_timeout_s)
     try:
         call_once(_declare, profile, timeout_s=limit_s)
-    except ChildTimedOut:
-        why = f"its module was not imported within {limit_s:g} s"
     except ChildFailed as failure:
-        why = str(failure)
-    else:
-        return
-    hint = "the module should only declare fields"
-    raise ConfigError(f'task.fields = "{name}" cannot be used: {why}', hint=hint)
+        is_late = isinstance(failure, ChildTimedOut)
+        why = f"its module was not imported within {limit_s:g} s" if is_late else str(failure)
+        hint = "the module should only declare fields"
+        raise ConfigError(f'task.fields = "{name}" cannot be used: {why}', hint=hint) from None
+    expects = "it must be a class with a method `score(self, groups, items)`"
+    for field, scorer in profile.task.scorers.items():
+        key, least_s = f"scorers.{field}", SCORER_IMPORT_LIMIT_S
+        try_out(profile, None, key, scorer, _check_scorer, expects, least_s=least_s)
 
 
 def _declare(profile: Profile) -> None:
     from asyncrl_cli.data.sample_fields import schema_of  # imports numpy, which a plan does not need
 
     schema_of(profile)
+
+
+def _check_scorer(code: UserCode) -> None:
+    scorer = code.load()
+    if not inspect.isclass(scorer):
+        raise TypeError(f"{code.attribute} is not a class but {type(scorer).__name__}")
+    if not callable(getattr(scorer, "score", None)):
+        raise TypeError(f"{code.attribute} has no method `score`")
 
 
 START_LIMIT_S = 10.0
