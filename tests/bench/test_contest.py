@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 
 from asyncrl_cli.base.errors import ConfigError
+from asyncrl_cli.bench import contest as contest_module
 from asyncrl_cli.bench.contest import Contest, contest_of
+from asyncrl_cli.plan.cluster import ClusterResources, NodeResources
 from asyncrl_cli.simulate.workload_files import load_workload
 from tests.simulate.small_workload import COSTS
 
@@ -24,6 +26,17 @@ def test_all_shipped_profiles_can_be_compared_over_384_groups() -> None:
     assert [entry.name for entry in made.entries] == ["colocate", *names]
     assert made.groups == 384
     assert {entry.plan.cpus for entry in made.entries} == {2}
+
+
+def test_a_contest_on_a_cluster_has_the_sizes_of_its_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sizes for CPUs are defaults on this machine only, and a window follows from them."""
+    elsewhere = ClusterResources(nodes=(NodeResources(name="far", cpus=8, gpus=0),), elastic_cpus=False)
+    monkeypatch.setattr(contest_module, "_cluster_at", lambda address: elsewhere)
+    sets = ("placement.device=cpu", "model.path=some/model")
+    for address, groups in (("head:6379", 16), (None, 4)):
+        made = contest_of("colocate", ["partial-rollout"], sets=sets, address=address)
+        assert {entry.profile.trainer.ppo_mini_batch_size for entry in made.entries} == {groups}
+        assert [entry.step_groups for entry in made.entries] == [groups, groups]
 
 
 def test_windows_are_the_baselines() -> None:

@@ -300,6 +300,7 @@ def test_a_plan_for_this_machine_ends_with_a_file_that_is_not_there(name, machin
     [
         (["model.path=./nomodel"], 3, "/nomodel does not exist"),
         (["task.reward=rewards:scor"], 2, "error: task.reward"),
+        (["task.curriculum=0.5", "run.train_steps=2"], 2, "so none comes a second time"),
     ],
 )
 def test_a_plan_and_a_run_end_with_the_same_refusal(sets, code, said, tmp_path, capsys, monkeypatch):

@@ -51,6 +51,15 @@ def taken(feed, num):
     return [(prompt.uid, prompt.epoch) for prompt in prompts]
 
 
+def test_a_state_stays_as_it_was_when_further_groups_end():
+    feed = PromptFeed(items_of(2), seed=3, curriculum=0.25)
+    taken(feed, 1)
+    state = feed.state()
+    before = json.dumps(state)
+    taken(feed, 1)
+    assert json.dumps(state) == before != json.dumps(feed.state())
+
+
 def test_prompts_with_equal_rewards_come_in_their_share_of_the_epochs():
     feed, epochs = PromptFeed(items_of(60), seed=3, curriculum=0.25), 40
     found = Counter[str]()

@@ -21,6 +21,7 @@ from asyncrl_cli.models.shape import ModelShape, shape_of_config
 from asyncrl_cli.plan import processor
 from asyncrl_cli.plan.compiler import compile_job
 from asyncrl_cli.plan.job_plan import for_device, for_job
+from asyncrl_cli.profile.keys import values_of
 from asyncrl_cli.profile.loaded import Loaded, load
 from asyncrl_cli.profile.resolved import changed, from_document, to_document, to_toml
 from asyncrl_cli.profile.schema import CheckpointSection
@@ -107,6 +108,22 @@ def test_a_resumed_run_keeps_its_dtype_on_another_device(tmp_path, monkeypatch):
     assert run.profile.model.dtype == "float32"
 
 
+def test_a_resumed_run_keeps_its_learning_rate_and_sizes_and_derives_time_limits_anew(tmp_path):
+    # as an earlier release wrote it, whose defaults did not follow from the model
+    before = load("base", ["model.path=some/model", "trainer.lr=2e-4"])
+    document = to_document(before.profile, {**before.origins, "trainer.lr": "default"})
+    loaded = from_document(document)
+    run = Run(loaded.profile, loaded.origins, runs_dir=tmp_path, ui="none", checkpoint=SimpleNamespace())  # type: ignore[arg-type]
+    run.resolve_for("cpu")
+    plan = compile_job(run.profile, nodes((4, 0)))
+    assert run.resolve_for_model(plan, qwen_32b()) == ()
+    values = values_of(before.profile)
+    assert {key for key, value in values_of(run.profile).items() if value != values[key]} == set(LIMITS)
+    fresh = Run(loaded.profile, loaded.origins, runs_dir=tmp_path, ui="none")
+    fresh.resolve_for_model(plan, qwen_32b())
+    assert fresh.profile.trainer.lr == 1e-6
+
+
 def test_limits_of_a_large_model_follow_from_its_bytes_and_tokens():
     start_s, step_s, checkpoint_s = limits_of(on_gpus(load("base", LONG), 8))
     # 32.76e9 parameters: 131 GB of files in float32, and 393 GB of weights and moments, at 100 MB/s
@@ -167,6 +184,8 @@ def test_a_profile_that_only_names_a_pretrained_model_gets_its_learning_rate_and
         1e-6,
         "default for a pretrained model of unknown size",
     )
+    adapters = for_device(load("base", ["model.path=some/model", "lora.rank=8"]), "cpu")
+    assert adapters.profile.trainer.lr == pytest.approx(1e-5)
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,8 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+from functools import partial
+from types import SimpleNamespace
 
 import pytest
 
@@ -14,9 +16,11 @@ from asyncrl_cli.data.store import LocalStore
 from asyncrl_cli.job import rank_host
 from asyncrl_cli.job.driver_ranks import RayTrainer
 from asyncrl_cli.job.rank_host import RankHost
-from asyncrl_cli.profile.schema import ModelSection, ProcessPlace, Profile
+from asyncrl_cli.profile.algorithm_section import TeacherSection
+from asyncrl_cli.profile.schema import AlgorithmSection, ModelSection, ProcessPlace, Profile
+from asyncrl_cli.train.step_plan import PlannedTrajectory
 
-from .crew import make_model, small_profile
+from .crew import made_up_group, make_model, small_profile
 
 
 def test_failed_dumps_are_warned_of_once_and_counted(caplog, tmp_path):
@@ -69,6 +73,41 @@ def test_a_dump_asks_for_what_the_losses_kept_before_the_next_step_begins(tmp_pa
         await trainer.finish_dumps()
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize(("coef", "advantage"), [(1.0, None), (0.0, 0.5)])
+def test_samples_have_no_advantage_to_which_a_teacher_adds_for_each_token(coef, advantage, tmp_path):
+    dumped = []
+
+    class Rank:
+        def __getattr__(self, method):
+            return SimpleNamespace(remote=partial(self.call, method))
+
+        def call(self, method, *args):
+            return dumping(args[3]) if method == "dump" else None
+
+    async def dumping(facts):
+        dumped.append(facts)
+
+    profile = small_profile().model_copy(
+        update={
+            "algorithm": AlgorithmSection(distill_coef=coef),
+            "teacher": TeacherSection(path="/models/large"),
+        }
+    )
+    store = LocalStore()
+    one = PlannedTrajectory(group=0, trajectory=0, advantage=0.5, is_unfinished=False)
+    plan = SimpleNamespace(optimizer_steps=[SimpleNamespace(trajectories=[one])])
+
+    async def main() -> None:
+        trainer = RayTrainer(lambda: [Rank()], profile, store, samples_dir=tmp_path)
+        batch = SimpleNamespace(step=1, window=0)
+        _, dump = trainer.chosen_samples(batch, [made_up_group(0, 1, store)], [plan])
+        await dump()
+
+    asyncio.run(main())
+    (facts,) = dumped
+    assert facts[0]["advantages"] == [advantage]
 
 
 def test_what_is_no_failure_of_a_dump_is_not_swallowed(tmp_path):

@@ -20,10 +20,9 @@ from asyncrl_cli.builtin.tiny import tiny_tokenizer
 from asyncrl_cli.cli.app import run
 from asyncrl_cli.contracts.environment import RewardSpec
 from asyncrl_cli.contracts.item import make_item
-from asyncrl_cli.job.driver_preparation import (
-    check_adapters,
+from asyncrl_cli.job.driver_preparation import check_adapters, check_prompts
+from asyncrl_cli.job.driver_prompt_checks import (
     check_prompt_lengths,
-    check_prompts,
     check_teachers,
     checked_tokenizer,
     tokens,
@@ -102,7 +101,7 @@ def test_a_curriculum_is_refused_where_no_prompt_comes_again():
     task = Task(name="digits", train=items, eval=(), reward=RewardSpec(kind="none"))
     with pytest.raises(ConfigError, match="4 groups of 4 prompts, so none comes a second time") as caught:
         check_prompts(profile, task, None)
-    assert "--set task.train_prompts=1 " in caught.value.hint
+    assert "(--set task.train_prompts=2)" in caught.value.hint
     check_prompts(profile, replace(task, train=items[:3]), None)
 
 

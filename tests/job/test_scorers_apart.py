@@ -4,13 +4,14 @@ replaced."""
 from __future__ import annotations
 
 import asyncio
+import json
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from asyncrl_cli.base.errors import ExecutorLost
+from asyncrl_cli.base.errors import ExecutorLost, RefusedError
 from asyncrl_cli.contracts.ports import LoopSnapshot
 from asyncrl_cli.contracts.prompt_group import GroupResult, TrainBatch
 from asyncrl_cli.data.ray_store import RayStore
@@ -44,7 +45,8 @@ def test_all_scorers_score_what_the_trainer_then_trains_and_are_restarted_as_one
 async def _score_and_train(plan: Any, profile: Any, model_dir: Path, tmp_path: Path) -> None:
     import ray
 
-    from asyncrl_cli.job.driver_crew import CrewOrder, make_scorer, make_trainer
+    from asyncrl_cli.job.driver_crew import CrewOrder, make_scorer, make_trainer, share_frozen_logprobs
+    from asyncrl_cli.job.ray.calls import Limit
     from asyncrl_cli.job.ray.placement import placed
     from asyncrl_cli.models.model_directory import further_models
 
@@ -83,6 +85,18 @@ async def _score_and_train(plan: Any, profile: Any, model_dir: Path, tmp_path: P
         assert trained.metrics["distill/kl"].value == pytest.approx(0.0, abs=1e-6)
         assert "train/old_logprob_tokens" not in trained.metrics
         assert not {"ref", "teacher"} & trained.column_s.keys()
+
+        await share_frozen_logprobs(trainer, [*scorers.values()], profile)
+        await trainer.snapshot(1)
+        snapshot = LoopSnapshot(step=1, version=0, at_window_boundary=True, loop_state={})
+        await trainer.write(tmp_path / "step", snapshot)
+        await trainer.restore(tmp_path / "step")
+        counters = json.loads((tmp_path / "step" / "trainer.json").read_text())
+        assert counters["teacher_logprob"] == pytest.approx(counters["reference_logprob"], abs=1e-5)
+        others = {"teacher_logprob": counters["teacher_logprob"] - 1}
+        await trainer.collective("another teacher", "add_frozen_logprobs", others, limit=Limit(60.0))
+        with pytest.raises(RefusedError, match="a teacher that had other weights"):
+            await trainer.restore(tmp_path / "step")
 
         ref = scorers["ref"]
         ray.kill(ref.actors[1])

@@ -211,6 +211,16 @@ def test_a_dry_run_says_what_is_left_out(tmp_path, monkeypatch, capsys):
     assert "data.jsonl: left out its last 30 rows: task.train_prompts = 60" in capsys.readouterr().err
 
 
+def test_a_dry_run_holds_out_as_many_prompts_as_a_run_with_the_models_defaults(tmp_path, monkeypatch, capsys):
+    """64 of 300 for a pretrained model on CPUs, not the 512 of the tiny model."""
+    rows = (json.dumps({"prompt": str(i), "answer": "1"}) + "\n" for i in range(300))
+    (tmp_path / "data.jsonl").write_text("".join(rows))
+    monkeypatch.chdir(tmp_path)
+    sets = ("task.source=jsonl:data.jsonl", "placement.device=cpu", "model.path=Qwen/Qwen3-0.6B")
+    code = run(["train", "-p", "base", "--dry-run", *(f"--set={text}" for text in sets)])
+    assert code == 0, capsys.readouterr().err
+
+
 @pytest.fixture
 def began(tmp_path, monkeypatch) -> Path:
     """The directory of a run that has begun in `home` and is resumed from `elsewhere`, where other modules of

@@ -19,7 +19,7 @@ from asyncrl_cli.bench.results import Contestant
 from asyncrl_cli.checkpoint.run_directory import stem_of
 from asyncrl_cli.job.ray.session import connected
 from asyncrl_cli.plan.cluster import ClusterResources, local_cluster
-from asyncrl_cli.plan.compiler import compile_job
+from asyncrl_cli.plan.compiler import compile_job, device_of
 from asyncrl_cli.plan.job_plan import ROLLOUT, JobPlan, for_device
 from asyncrl_cli.profile.arithmetic import Schedule, mode_of
 from asyncrl_cli.profile.keys import values_of
@@ -147,9 +147,13 @@ def contest_of(
 
     def loaded(reference: str, sets: Sequence[str]) -> Loaded:
         if workload is not None:
-            return profile_for(workload, reference, sets, groups=1)
-        flags = {"run.seed": seeds[0], "run.train_steps": 1}
-        return load(reference, sets, flags | {"eval.every_versions": 0, "checkpoint.every_steps": 0})
+            found = profile_for(workload, reference, sets, groups=1)
+        else:
+            flags = {"run.seed": seeds[0], "run.train_steps": 1}
+            found = load(reference, sets, flags | {"eval.every_versions": 0, "checkpoint.every_steps": 0})
+        # as its runs, or their sizes would be others
+        device = device_of(found.profile, cluster(found.profile))
+        return for_device(found, device, is_here=address is None)
 
     def cluster(profile: Profile) -> ClusterResources:
         if workload is not None:
@@ -231,7 +235,6 @@ def entries_of(
     for reference, sets in references.items():
         loaded = load(reference, sets)
         plan = compile_job(loaded.profile, cluster(loaded.profile))
-        loaded = for_device(loaded, plan.device)
         name, schedule = loaded.profile.name, Schedule.of(loaded.profile)
         if any(name == other.name for other in entries):
             what = f"two of the profiles are named '{name}'"

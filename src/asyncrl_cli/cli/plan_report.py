@@ -149,19 +149,13 @@ def _rehearsed(profile: Profile) -> Rehearsal | AsyncrlError:
     """The rehearsal of the reward on the first training items; or why the task cannot be loaded here, or not
     for the built-in model.
 
-    A file's eval prompts are held out as in a run, so a file that is too small for them is found here,
-    too."""
+    A file's eval prompts are held out as in a run, so a file that is too small for them is found here, too.
+    For a curriculum all prompts are counted."""
     import asyncio
 
     from asyncrl_cli.job.driver_preparation import check_prompts
 
-    # without a rehearsal one item tells whether the task can be loaded
-    items = max(1, profile.task.rehearsal_items)
-    train_prompts = min(items, profile.task.train_prompts or items)
-    update: dict[str, object] = {"task": profile.task.model_copy(update={"train_prompts": train_prompts})}
-    if profile.task.source.partition(":")[0] not in KINDS:  # eval prompts that are generated take time
-        update["eval"] = profile.eval.model_copy(update={"prompts": 0, "sets": {}})
-    few = profile.model_copy(update=update)
+    few = profile if profile.task.curriculum is not None else _with_few_items(profile)
     try:
         task = load_task(few)
         if few.task.overlong_prompts == "error":  # a few may all be too long to be trained
@@ -169,6 +163,17 @@ def _rehearsed(profile: Profile) -> Rehearsal | AsyncrlError:
         return asyncio.run(rehearse(few, task))
     except AsyncrlError as error:
         return error
+
+
+def _with_few_items(profile: Profile) -> Profile:
+    """With as many training items as the rehearsal takes."""
+    # without a rehearsal one item tells whether the task can be loaded
+    items = max(1, profile.task.rehearsal_items)
+    train_prompts = min(items, profile.task.train_prompts or items)
+    update: dict[str, object] = {"task": profile.task.model_copy(update={"train_prompts": train_prompts})}
+    if profile.task.source.partition(":")[0] not in KINDS:  # eval prompts that are generated take time
+        update["eval"] = profile.eval.model_copy(update={"prompts": 0, "sets": {}})
+    return profile.model_copy(update=update)
 
 
 @dataclass(frozen=True, slots=True)

@@ -84,9 +84,14 @@ def train(
     if dry_run:
         from asyncrl_cli.job.driver_preparation import check_prompts, check_surroundings, expectation
         from asyncrl_cli.models.model_directory import model_here
+        from asyncrl_cli.plan.cluster import local_cluster
+        from asyncrl_cli.plan.compiler import device_of
+        from asyncrl_cli.plan.job_plan import for_device
         from asyncrl_cli.tasks.task import load_task
 
         print_plan(loaded, gpus=None, as_json=as_json)
+        device = device_of(settings, local_cluster())
+        settings = for_device(loaded, device, is_here=address is None).profile
         # what a run would refuse, as far as no model has to be made or downloaded for that
         check_surroundings(settings, address)
         task = load_task(settings)

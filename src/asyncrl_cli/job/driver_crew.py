@@ -28,15 +28,17 @@ from asyncrl_cli.job.driver_preflight import Wanted, examined, refuse
 from asyncrl_cli.job.driver_ranks import RayRanks, RayScorer, RayTrainer
 from asyncrl_cli.job.driver_rollout import RayRolloutWorker
 from asyncrl_cli.job.rank_host import THREADS, WEIGHTS_DIR, RankHost
-from asyncrl_cli.job.ray.calls import all_of
+from asyncrl_cli.job.ray.calls import all_of, start_limit
 from asyncrl_cli.job.ray.placement import Options, Say, nodes_of, placed
 from asyncrl_cli.job.rollout_host import RolloutHost
 from asyncrl_cli.plan.cluster import LOOPBACK
 from asyncrl_cli.plan.job_plan import ROLLOUT, TRAINER, JobPlan, place_of
-from asyncrl_cli.profile.arithmetic import CRITIC
+from asyncrl_cli.profile.arithmetic import CRITIC, REF, TEACHER
 from asyncrl_cli.profile.schema import DIRECT_TRANSPORTS, Profile
 from asyncrl_cli.tasks.tool_class import ToolClass
 
+FROZEN_SCORERS = {REF: "reference_logprob", TEACHER: "teacher_logprob"}
+"""Scorers that are never trained, with the counters of their weights in a checkpoint (trainer_state.py)."""
 STOP_TIMEOUT_S = 1.0
 """A kill after that loses nothing of value: checkpoints and publishes were awaited. A second Ctrl-C must end
 a run in 5 s."""
@@ -130,6 +132,7 @@ async def started_crew(order: CrewOrder) -> AsyncIterator[Crew]:
                     await worker.connect(trainer.actors[0])
             for warning in trainer.warnings:
                 order.warn(warning)
+            await share_frozen_logprobs(trainer, scorers, profile)
             payloads = await _restored(trainer, store, order.checkpoint, say) if order.checkpoint else []
             yield Crew(trainer=trainer, workers=workers, scorers=scorers, store=store, payloads=payloads)
         finally:
@@ -187,6 +190,17 @@ def makers_of(
 async def _started(executor: RayRanks | RayRolloutWorker, say: Say) -> None:
     await executor.start()
     say(f"{executor.name} is ready")
+
+
+async def share_frozen_logprobs(trainer: RayTrainer, scorers: Sequence[RayScorer], profile: Profile) -> None:
+    """Tell the trainer what identifies the weights of scorers that are never trained: its checkpoints have
+    it, and a resume compares it."""
+    limit, logprobs = start_limit(profile), dict[str, float]()
+    for scorer in scorers:
+        if (counter := FROZEN_SCORERS.get(scorer.name)) is not None:
+            logprobs[counter], *_ = await scorer.collective("its first scores", "fixed_logprob", limit=limit)
+    if logprobs:
+        await trainer.collective("the scorers' logprobs", "add_frozen_logprobs", logprobs, limit=limit)
 
 
 async def _restored(

@@ -67,7 +67,7 @@ class Curriculum:
         return {f"curriculum/{name}": figure for name, figure in found.items()}
 
     def state(self) -> Json:
-        state = CurriculumState(groups=self._groups, recent=list(self._recent), passed=self._passed)
+        state = CurriculumState(groups=dict(self._groups), recent=list(self._recent), passed=self._passed)
         return {**state}
 
     def restore(self, state: object) -> None:

@@ -309,8 +309,10 @@ class RayTrainer(RayRanks):
         seed = f"samples {self._profile.run.seed}/{batch.step}"
         sizes = choose_samples([len(group.trajectories) for group in groups], logging.samples_per_step, seed)
         planned = (t for plan in plans for step in plan.optimizer_steps for t in step.trajectories)
-        is_planned = not needs_columns(self._profile.algorithm)
-        advantages = {(t.group, t.trajectory): t.advantage for t in planned if is_planned}
+        algorithm = self._profile.algorithm
+        adds_teacher = bool(self._profile.teacher.paths and algorithm.distill_coef)
+        is_whole = not needs_columns(algorithm) and not adds_teacher
+        advantages = {(t.group, t.trajectory): t.advantage for t in planned if is_whole}
         facts: dict[int, SampleFacts] = {
             index: {
                 "advantages": [advantages.get((index, number)) for number in range(size)],

@@ -31,7 +31,7 @@ from asyncrl_cli.job.driver_process import END_S, StopRequests, leave, logged_to
 from asyncrl_cli.job.driver_prompts import check_resumable, refuse_other_prompts
 from asyncrl_cli.job.ray.session import ray_session
 from asyncrl_cli.models.model_files import keep_model_files
-from asyncrl_cli.models.shape import ShapeUnknown, shape_of_directory
+from asyncrl_cli.models.shape import ModelShape, ShapeUnknown, shape_of_directory
 from asyncrl_cli.observe.live_status import facts_of
 from asyncrl_cli.observe.observers import Observers, StartStatus
 from asyncrl_cli.observe.screen import ProgressLine, make_ui
@@ -39,7 +39,7 @@ from asyncrl_cli.observe.sinks import EventsFile, MetricsFile, Sink, StatusFile,
 from asyncrl_cli.observe.terminal import neutral
 from asyncrl_cli.plan.cluster import local_cluster
 from asyncrl_cli.plan.compiler import device_of
-from asyncrl_cli.plan.job_plan import DTYPE, for_device, for_job
+from asyncrl_cli.plan.job_plan import DTYPE, JobPlan, for_device, for_job
 from asyncrl_cli.profile.arithmetic import train_steps_of
 from asyncrl_cli.profile.loaded import DEFAULT, Loaded
 from asyncrl_cli.profile.resolved import changed, read_document, to_document, to_toml
@@ -210,10 +210,7 @@ class Run:
         # only now are the device (of a cluster) and the plan known, from which these defaults follow
         self.resolve_for(plan.device)
         with suppress(ShapeUnknown):  # then the default time limits stay as they are
-            loaded = Loaded(profile=self.profile, origins=self.origins)
-            resolved = for_job(loaded, plan, shape_of_directory(model_dir))
-            self.profile, self.origins = resolved.profile, resolved.origins
-            for text in resolved.warnings:
+            for text in self.resolve_for_model(plan, shape_of_directory(model_dir)):
                 warnings(text)
         keep_model_files(model_dir, directory.path)
         for record, code in task.user_code.items():
@@ -249,6 +246,13 @@ class Run:
             resolved = for_device(loaded, device, is_here=self.address is None)
             self.profile, self.origins = resolved.profile, resolved.origins
         assert self.checkpoint is not None or self.origins.get(DTYPE) != DEFAULT
+
+    def resolve_for_model(self, plan: JobPlan, shape: ModelShape) -> tuple[str, ...]:
+        """Fill in the defaults for the model, and return warnings. A resumed run gets only time limits."""
+        loaded = Loaded(profile=self.profile, origins=self.origins)
+        resolved = for_job(loaded, plan, shape, is_resumed=self.checkpoint is not None)
+        self.profile, self.origins = resolved.profile, resolved.origins
+        return resolved.warnings
 
     def _directory(self) -> RunDirectory:
         """The run's directory, locked: a new one, or the existing one of a resumed run."""

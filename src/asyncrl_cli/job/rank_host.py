@@ -230,9 +230,21 @@ class RankHost:
         if role == CRITIC:
             self._scorer = self._critic = CriticApart(profile, place, ranks)
         elif role == TEACHER:
-            self._scorer = Teachers(profile, place, ranks)
+            self._scorer = teachers = Teachers(profile, place, ranks)
+            self._fixed_logprob = teachers.fixed_logprob
         else:
             self._scorer = self._frozen = frozen_model(role, profile, place, ranks)
+            self._fixed_logprob = self._frozen.fixed_logprob
+
+    @ray.method(concurrency_group="main")
+    def fixed_logprob(self) -> float:
+        """Of the reference, or of the teachers: what identifies their weights."""
+        return self._fixed_logprob()
+
+    @ray.method(concurrency_group="main")
+    def add_frozen_logprobs(self, logprobs: Mapping[str, float]) -> None:
+        """Those of the scorers, which the trainer's checkpoints have and are compared with."""
+        self.trainer.frozen_logprobs |= logprobs
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:

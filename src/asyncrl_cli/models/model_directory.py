@@ -20,7 +20,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NotRequired
 
@@ -163,24 +164,31 @@ def teacher_key(name: str) -> str:
     return f"teacher.path.{name}" if name else "teacher.path"
 
 
+@contextmanager
+def naming_key(key: str) -> Iterator[None]:
+    """Errors about a further model name the key of its path instead of `model.path`, as checks of any model
+    do."""
+    try:
+        yield
+    except PreflightError as error:
+        raise PreflightError(error.message.replace("model.path", key, 1), hint=error.hint) from error
+
+
 def _further(profile: Profile, model_dir: Path, key: str, path: str) -> Path:
     model = profile.model.model_copy(update={"path": path, "chat_template": None})
     other, is_judge = profile.model_copy(update={"model": model}), key.startswith(REWARD_MODEL)
-    try:
-        if is_builtin(other):
-            then = "" if is_judge or key.startswith("teacher") else " to use the run's initial model"
-            raise refused("it must be a directory or a hub name", f"leave out {key}{then}")
+    if is_builtin(other):
+        then = "" if is_judge or key.startswith("teacher") else " to use the run's initial model"
+        raise PreflightError(f"{key}: it must be a directory or a hub name", hint=f"leave out {key}{then}")
+    with naming_key(key):
         directory = model_here(other) or _fetched(other)
-        files = [one / "config.json" for one in (model_dir, directory)]
-        configs = [load_json(file, _Config, error=PreflightError) for file in files]
-        texts = [config.get("text_config") or config for config in configs]
-        policys, found = (int(text.get("vocab_size", 0)) for text in texts)
-        if policys > found and not is_judge:
-            hint = "use a model of the policy's family"
-            raise refused(f"{directory} has {found} tokens, the policy {policys}", hint)
-    except PreflightError as error:
-        why = error.message.replace("model.path", key, 1)
-        raise PreflightError(why, hint=error.hint) from error
+    files = [one / "config.json" for one in (model_dir, directory)]
+    configs = [load_json(file, _Config, error=PreflightError) for file in files]
+    texts = [config.get("text_config") or config for config in configs]
+    policys, found = (int(text.get("vocab_size", 0)) for text in texts)
+    if policys > found and not is_judge:
+        hint = "use a model of the policy's family"
+        raise PreflightError(f"{key}: {directory} has {found} tokens, the policy {policys}", hint=hint)
     return directory
 
 

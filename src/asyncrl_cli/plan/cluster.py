@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 from asyncrl_cli.base.errors import PreflightError, counted
 from asyncrl_cli.plan.job_plan import ROLLOUT, TRAINER, Bundle, JobPlan
-from asyncrl_cli.plan.processor import computes_bfloat16
+from asyncrl_cli.plan.processor import has_bfloat16_instructions
 from asyncrl_cli.profile.schema import Profile
 
 LOOPBACK = "127.0.0.1"
@@ -81,7 +81,7 @@ def local_cluster() -> ClusterResources:
     if (visible := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
         gpus = min(gpus, sum(entry.strip() not in ("", "-1") for entry in visible.split(",")))
     node = NodeResources(name="local", cpus=usable_cores(), gpus=gpus, memory_bytes=host_memory_bytes())
-    return ClusterResources(nodes=(node,), elastic_cpus=True, cpu_bfloat16=computes_bfloat16())
+    return ClusterResources(nodes=(node,), elastic_cpus=True, cpu_bfloat16=has_bfloat16_instructions())
 
 
 def planned_nodes(

@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from asyncrl_cli.base.errors import counted
-from asyncrl_cli.plan.processor import multiplies_bfloat16
+from asyncrl_cli.plan.processor import has_bfloat16_matrix_units
 from asyncrl_cli.profile.arithmetic import Schedule, max_context_tokens
 from asyncrl_cli.profile.check import check
 from asyncrl_cli.profile.keys import values_of, with_values
@@ -63,7 +63,7 @@ LORA_LR_RATIO = 10
 """Adapters learn best at about ten times the rate of all weights (Schulman and Thinking Machines Lab, LoRA
 Without Regret, 2025)."""
 RUINOUS_LR_RATIO = 10
-"""A warning if the given rate is this many times the default for the model."""
+"""A warning if the given rate is more than this many times the default for the model."""
 SMALL_SIZES = {
     "trainer.ppo_mini_batch_size": 4,
     "trainer.max_tokens_per_microbatch": 2048,
@@ -246,10 +246,11 @@ def for_device(loaded: Loaded, device: str, *, is_here: bool = True) -> Loaded:
     other keys exclude the dtype."""
     defaults: dict[str, tuple[str | float, str]] = {DTYPE: (DTYPES[device], device)}
     if not loaded.profile.model.path.startswith("builtin:"):
-        defaults[LR_KEY] = LEAST_LR, "a pretrained model of unknown size"  # `for_job` may know it
+        least = LEAST_LR * (LORA_LR_RATIO if loaded.profile.lora.rank else 1)
+        defaults[LR_KEY] = least, "a pretrained model of unknown size"  # `for_job` may know it
         if is_here and device == "cpu":
             defaults |= {key: (size, "a pretrained model on CPUs") for key, size in SMALL_SIZES.items()}
-            if multiplies_bfloat16():
+            if has_bfloat16_matrix_units():
                 defaults[DTYPE] = "bfloat16", "a pretrained model on CPUs with matrix units"
     open_keys = {key: value for key, value in defaults.items() if loaded.origins.get(key) == DEFAULT}
     if not open_keys:
@@ -265,10 +266,10 @@ def usual_lr(profile: Profile, parameters: int) -> float:
     return float(f"{min(rate, MOST_LR):.0e}")
 
 
-def for_job(loaded: Loaded, plan: JobPlan, shape: ModelShape) -> Loaded:
-    """With the default learning rate for this model, and default time limits for it and this number of ranks,
-    also if an earlier attempt of the run had others. Warns of a given learning rate that may ruin the
-    model."""
+def for_job(loaded: Loaded, plan: JobPlan, shape: ModelShape, *, is_resumed: bool = False) -> Loaded:
+    """With default time limits for this model and this number of ranks, also if an earlier attempt of the run
+    had others, and with the default learning rate for the model, unless the run is resumed. Warns of a given
+    learning rate that may ruin the model."""
     profile, least = loaded.profile, values_of(Profile())
     num_models = 1 + profile.algorithm.has_critic  # a critic's size is about the policy's
     files, state = (each * shape.parameters * num_models for each in (FILE_BYTES, STATE_BYTES))
@@ -298,7 +299,8 @@ def for_job(loaded: Loaded, plan: JobPlan, shape: ModelShape) -> Loaded:
     if not profile.model.path.startswith("builtin:"):
         lr, given = usual_lr(profile, shape.parameters), profile.trainer.lr
         if is_default(loaded.origins.get(LR_KEY, "")):
-            limits[LR_KEY] = lr, f"{size}, {'with' if profile.lora.rank else 'without'} LoRA"
+            if not is_resumed:  # which may have begun with the default of an earlier release
+                limits[LR_KEY] = lr, f"{size}, {'with' if profile.lora.rank else 'without'} LoRA"
         elif given > RUINOUS_LR_RATIO * lr:
             ruin = f"can ruin a pretrained model of {size} within a few steps"
             warnings.append(f"{LR_KEY} = {given:g} {ruin}: without the key it would be {lr:g}")

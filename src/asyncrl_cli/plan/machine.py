@@ -26,7 +26,7 @@ from asyncrl_cli.plan.cluster import (
 )
 from asyncrl_cli.plan.compiler import cpu_counts
 from asyncrl_cli.plan.memory import PAYLOAD_BYTES
-from asyncrl_cli.plan.processor import computes_bfloat16, cpu_facts, matrix_features
+from asyncrl_cli.plan.processor import cpu_facts, has_bfloat16_instructions, matrix_features
 from asyncrl_cli.profile.schema import Profile
 
 NEEDED = {
@@ -146,7 +146,7 @@ def cpu_finding() -> Finding:
     if features is None:
         return Finding("CPU", "its instructions are not known on this system")
     meaning = "computes in bfloat16 as well as in float32"
-    if not computes_bfloat16():
+    if not has_bfloat16_instructions():
         emulated = "would be emulated, several times slower than float32"
         meaning = f"has no bfloat16 instructions: model.dtype = bfloat16 {emulated}"
     name = cpu_facts().get("model name", "CPU")

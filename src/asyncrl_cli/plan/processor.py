@@ -32,13 +32,13 @@ def matrix_features() -> tuple[str, ...] | None:
     return None if flags is None else tuple(name for name in MATRIX_FEATURES if name in flags.split())
 
 
-def computes_bfloat16() -> bool | None:
+def has_bfloat16_instructions() -> bool | None:
     """Whether the CPU has bfloat16 instructions; without them every matrix product in bfloat16 is emulated.
     None: unknown."""
     features = matrix_features()
     return None if features is None else not BFLOAT16_FEATURES.isdisjoint(features)
 
 
-def multiplies_bfloat16() -> bool:
+def has_bfloat16_matrix_units() -> bool:
     """Whether matrix products are far faster in bfloat16 than in float32."""
     return TILES in (matrix_features() or ())

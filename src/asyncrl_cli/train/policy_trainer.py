@@ -69,6 +69,7 @@ class PolicyTrainer:
     """One rank of the trainer; see the module's docstring. `init_method` is tcp://host:port or file://path.
     The learning rate schedule ends after `total_optimizer_steps`. `probe_text`: token ids for the probes.
     `reference`, `teachers` and `critic`: None if there is none, or if it has processes of its own.
+    `frozen_logprobs`: by counter (`trainer_state.FROZEN`), also of those processes.
     `publication`: None before the first `gather`. `loss_fields`: of the last train step. OSError or
     ValueError, from transformers, if `place.model_dir` is not a model.
     """
@@ -113,7 +114,7 @@ class PolicyTrainer:
         # Before anything is trained or loaded: LoRA's adapters are still zero, so the policy is its base.
         base = self.model if profile.lora.rank else None
         frozen = {"base_logprob": base, "reference_logprob": self.reference, "teacher_logprob": self.teachers}
-        self._frozen_logprobs = {name: model.fixed_logprob() for name, model in frozen.items() if model}
+        self.frozen_logprobs = {name: model.fixed_logprob() for name, model in frozen.items() if model}
         self.snapshots: dict[int, tuple[HostState, Counters, Publication | None]] = {}
         self._hand_over()
 
@@ -316,7 +317,7 @@ class PolicyTrainer:
             optimizer_steps=self.optimizer.steps_made,
             has_window_first=int(self._window_first is not None),
         )
-        counters |= cast(Counters, self._frozen_logprobs)
+        counters |= cast(Counters, self.frozen_logprobs)
         if self.profile.algorithm.kl_target is not None:
             counters["kl_coef"] = self._kl.value
         if self.critic is not None:
@@ -348,7 +349,7 @@ class PolicyTrainer:
         """
         saved = SavedState(directory)
         counters = saved.counters
-        saved.check_frozen(self._frozen_logprobs, MAX_LOGPROB_DIFF[self.profile.model.dtype])
+        saved.check_frozen(self.frozen_logprobs, MAX_LOGPROB_DIFF[self.profile.model.dtype])
         if counters["has_window_first"]:
             self._window_first = host_like(self.model.locals())
         elif self._needs_window_first and counters["step"]:
