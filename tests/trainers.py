@@ -102,6 +102,7 @@ def planned(
     head_start_steps: int = 0,
     sequence_parallel_size: int = 1,
     ppo_epochs: int = 1,
+    shares_prefixes: bool = True,
     **algorithm: Any,
 ) -> list[RankPlan]:
     """The plan of a train step on `groups`; `algorithm`: keys of that section."""
@@ -112,7 +113,9 @@ def planned(
         algorithm=AlgorithmSection(**algorithm),
         critic=CriticSection(head_start_steps=head_start_steps),
     )
-    return plan_train_step(groups, profile, ranks=ranks, step=step, window=window)
+    return plan_train_step(
+        groups, profile, ranks=ranks, step=step, window=window, shares_prefixes=shares_prefixes
+    )
 
 
 def rank_batch(

@@ -78,7 +78,7 @@ def test_attention_that_is_trained_in_bfloat16_on_a_cpu_has_the_gradients_of_flo
     for dtype, results in ((torch.bfloat16, found), (torch.float64, expected)):
         inputs = [one.detach().clone().to(dtype).requires_grad_() for one in heads]
         if dtype == torch.bfloat16:
-            output, _ = attention.trained_sdpa(module, inputs, None if is_causal else seen, **how)
+            output, _ = attention.trained_sdpa(module, *inputs, None if is_causal else seen, **how)
             assert output.dtype == dtype
         else:  # written out
             query, key, value = inputs

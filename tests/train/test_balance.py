@@ -52,6 +52,35 @@ def test_groups_are_split_so_that_ranks_compute_no_more_than_whole_groups_or_sin
     assert most(shares) <= most(apart) or max(map(len, own)) not in (1, 2, 4, 8)
 
 
+def test_an_optimizer_step_of_which_a_limit_has_cut_off_every_response_gives_each_rank_nothing():
+    metas, _ = make_step(0, num_groups=2)
+    cut_off = [
+        replace(group, trajectories=[replace(meta, finish_reason="length") for meta in group.trajectories])
+        for group in metas
+    ]
+    for plan in planned(cut_off, ranks=2, mask_truncated=True):
+        (step,) = plan.optimizer_steps
+        assert (step.trajectories, step.num_loss_tokens, step.num_trajectories) == ((), 0, 0)
+
+
+def test_ranks_are_balanced_by_what_they_compute():
+    """Three groups of 8 with prompts of 4000 tokens and responses of 50, on two ranks: if prompts are
+    computed once, dividing a group costs more than it saves, and one rank has two. Else each has half."""
+    metas, _ = make_step(0, num_groups=3, n=8)
+    even = [
+        replace(
+            group,
+            trajectories=tuple(
+                replace(meta, prompt_tokens=4000, response_tokens=50) for meta in group.trajectories
+            ),
+        )
+        for group in metas
+    ]
+    for shares_prefixes, numbers in ((True, [8, 16]), (False, [12, 12])):
+        plans = planned(even, ranks=2, shares_prefixes=shares_prefixes)
+        assert sorted(len(plan.optimizer_steps[0].trajectories) for plan in plans) == numbers
+
+
 @given(lengths_lists, st.integers(50, 1000), st.integers(0, 500))
 def test_microbatches_hold_every_row_once_within_the_budget(lengths, max_tokens, split_cost):
     parts = cut_padded(lengths, max_tokens, split_cost)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -141,6 +142,14 @@ def test_the_weight_of_the_kl_follows_its_target():
         kl.update(metrics, 32)
         assert metrics["reward/kl_coef"].value == before
         assert kl.value == pytest.approx(before * factor, rel=1e-12)
+    kept = kl.value
+    for broken in (math.nan, math.inf):
+        kl.update({"reward/kl": Ratio(broken, 10)}, 32)
+        assert kl.value == kept
+    # 1 - 0.2 * 32 / 2 would be -2.2
+    fast = KlCoefficient(AlgorithmSection(**keys | {"kl_horizon": 2.0}))
+    fast.update({"reward/kl": Ratio(0.0, 10)}, 32)
+    assert fast.value == pytest.approx(0.5 * 0.8, rel=1e-12)
     fixed = KlCoefficient(AlgorithmSection(use_kl_in_reward=True, kl_coef=0.5))
     fixed.update({"reward/kl": Ratio(5.0, 10)}, 32)
     assert fixed.value == 0.5

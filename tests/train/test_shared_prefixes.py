@@ -15,6 +15,7 @@ from asyncrl_cli.contracts.prompt_group import AttemptKey, GroupResult
 from asyncrl_cli.data.sample_fields import BUILT_IN
 from asyncrl_cli.data.trajectories import GroupPayload, trajectory_of
 from asyncrl_cli.measure.values import shown
+from asyncrl_cli.models import attention
 from asyncrl_cli.profile.algorithm_section import AlgorithmSection
 from asyncrl_cli.train import division, shared_prefixes
 from asyncrl_cli.train.batch import scoring_microbatch
@@ -29,6 +30,7 @@ from tests.trainers import rank_batch, trainer_parts
 CPU = torch.device("cpu")
 SIZES = dict(vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=2, head_dim=8)
 CONFIG = Qwen3Config(**SIZES, num_attention_heads=4, num_key_value_heads=2)
+WINDOW = MistralConfig(**SIZES, num_attention_heads=4, num_key_value_heads=2, sliding_window=4)
 EXPERTS = Qwen3MoeConfig(
     **SIZES,
     num_attention_heads=4,
@@ -127,6 +129,13 @@ def test_microbatches_hold_every_row_once_within_the_budget_of_unique_positions(
             assert len(parts) == 1
 
 
+def test_rows_that_are_the_same_do_not_fill_a_microbatch_without_end():
+    row = np.arange(2000)
+    parts = cut_trees([row] * 64, 2048)
+    assert sorted(b for part in parts for b in part) == list(range(64))
+    assert max(len(part) * 2000 for part in parts) <= 8 * 2048
+
+
 def make_groups(seed: int) -> tuple[list[GroupResult], list[GroupPayload]]:
     """Two groups, each of one tree: trajectories of two segments, whose second halves are sampled."""
     rng, metas, payloads = random.Random(seed), [], []
@@ -191,21 +200,64 @@ def test_every_loss_and_estimator_has_the_gradients_and_metrics_of_rows(tmp_path
         assert trees[1] == pytest.approx(rows[1], rel=1e-4, abs=1e-5), algorithm
 
 
-def made(model_config, **keys):
+def decoder_of(model_config):
     torch.manual_seed(0)
     decoder = AutoModelForCausalLM.from_config(model_config).eval().model
     decoder.set_attn_implementation("sdpa")
-    return division.choose_division(decoder, "sdpa", OneRank(), **keys)
+    return decoder
+
+
+def made(model_config, **keys):
+    return division.choose_division(decoder_of(model_config), "sdpa", OneRank(), **keys)
 
 
 def test_prefixes_are_shared_unless_the_model_or_the_key_forbids_it():
-    window = MistralConfig(**SIZES, num_attention_heads=4, num_key_value_heads=2, sliding_window=4)
     assert isinstance(made(CONFIG), shared_prefixes.SharedPrefixes)
     assert isinstance(made(EXPERTS), shared_prefixes.SharedPrefixes)
     assert made(CONFIG, shares=False) is padded
-    assert made(window) is padded
+    assert made(WINDOW) is padded
     with pytest.raises(ConfigError, match=r"shared_prefixes = true: a mistral model .*sliding windows"):
-        made(window, shares=True)
+        made(WINDOW, shares=True)
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without", "ignore:The .grad attribute of a Tensor")
+def test_positions_that_are_added_for_other_ranks_do_not_count_against_a_kernel(monkeypatch, caplog):
+    # as in the test of both kernels
+    monkeypatch.setattr("torch.nn.attention.flex_attention._validate_device", lambda *_: None)
+    two = OneRank()
+    two.sequence_size = 2
+    assert len(division.sample_batch(61, CPU).tree.rows_P) % 2, "one is added"
+    assert division.runs(shared_prefixes.in_blocks, decoder_of(CONFIG), two)
+
+    def doubled(*values):
+        return 2 * shared_prefixes.in_branches(*values)
+
+    monkeypatch.setattr(division, "in_blocks", doubled)
+    monkeypatch.setitem(shared_prefixes.LAYOUTS, doubled, shared_prefixes.branches)
+    assert not division.runs(doubled, decoder_of(CONFIG), two)
+    assert "attention by doubled is not used: it differs by" in caplog.text
+
+
+def test_rows_on_a_cpu_are_trained_in_bfloat16_with_attention_in_float32(monkeypatch):
+    def recorded(module, query, *others, **how):
+        seen.append(query.dtype)
+        return sdpa(module, query, *others, **how)
+
+    sdpa, seen = attention.sdpa_attention_forward, []
+    monkeypatch.setattr(attention, "sdpa_attention_forward", recorded)
+    for config, shares in ((CONFIG, False), (WINDOW, None)):
+        decoder = decoder_of(config).bfloat16()
+        assert division.choose_division(decoder, "sdpa", OneRank(), shares) is padded
+        hidden = {}
+        for dtype in (torch.bfloat16, torch.float32):
+            seen.clear()
+            hidden[dtype] = decoder.to(dtype)(input_ids=torch.arange(24)[None]).last_hidden_state
+            assert set(seen) == {torch.float32}
+        # (with a window of 4 it matters which mask the attention gets)
+        decoder.set_attn_implementation("eager")
+        exact = decoder(input_ids=torch.arange(24)[None]).last_hidden_state
+        torch.testing.assert_close(hidden[torch.float32], exact, rtol=0, atol=1e-5)
+        assert (hidden[torch.bfloat16] - exact).norm() < 0.02 * exact.norm()
 
 
 def test_a_tree_that_is_wrong_is_noticed_at_the_start(monkeypatch):

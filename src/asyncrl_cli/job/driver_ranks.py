@@ -77,6 +77,7 @@ class RayRanks:
         self._hosts: dict[int, str] = {}
         self.warnings: list[str] = []
         """Of the last start, for the user."""
+        self._shares_prefixes = False
 
     async def prepare(self) -> list[str]:
         """Wait until every process exists and has imported what it needs; none uses its device yet. Returns
@@ -90,6 +91,9 @@ class RayRanks:
         init_method = await self._answer(meeting, "its start", self._starts)
         answers = await self.collective("its start", "start", init_method, nodes, limit=self._starts)
         self.warnings = list(dict.fromkeys(chain.from_iterable(answers)))
+        if self.name in (TRAINER, CRITIC):
+            shares = await self.collective("its start", "shares_prefixes", limit=self._starts)
+            self._shares_prefixes = all(shares)
         self._hosts = {rank: shown_host(node) for rank, node in enumerate(nodes)}
 
     async def report(self) -> ExecutorReport:
@@ -121,7 +125,14 @@ class RayRanks:
         columns it needs, and what it takes to get the data of the plan's groups."""
         minibatches, seed = profile.async_training.require_batches, profile.run.seed
         groups = training_order(batch.groups, num_minibatches=minibatches, seed=seed, step=batch.step)
-        plans = plan_train_step(groups, profile, ranks=len(self.actors), step=batch.step, window=batch.window)
+        plans = plan_train_step(
+            groups,
+            profile,
+            ranks=len(self.actors),
+            step=batch.step,
+            window=batch.window,
+            shares_prefixes=self._shares_prefixes,
+        )
         given: list[Arguments] = []
         for plan in plans:
             given.append([plan, names, [self._keys(groups[index]) for index in plan.groups]])

@@ -253,6 +253,11 @@ class RankHost:
         return load_tokenizer(self._place.model_dir, trust_remote_code=self._profile.model.trust_remote_code)
 
     @ray.method(concurrency_group="main")
+    def shares_prefixes(self) -> bool:
+        """Trainer and critic: whether the models compute once what trajectories share."""
+        return (self._critic if self._role == CRITIC else self.trainer).shares
+
+    @ray.method(concurrency_group="main")
     def stop(self) -> None:
         self._end_ranks()
 

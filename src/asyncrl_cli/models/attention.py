@@ -15,20 +15,20 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import eager_mask
+from transformers.masking_utils import eager_mask, sdpa_mask
 
 Attention = Literal["sdpa", "eager"]
 AttentionOutput = tuple[torch.Tensor, object]
 """The second is the attention's weights, or None."""
 AttentionFunction = Callable[..., AttentionOutput]
 
-COMPARISON = "asyncrl_comparison"
+COMPARISON, TRAINED_SDPA = "asyncrl_comparison", "asyncrl_trained_sdpa"
 SAMPLE_BT = (2, 32)
 LARGEST_LOGIT = 300.0
 """Attention is also compared with logits scaled up to this size: small weights give logits too small for a
@@ -76,18 +76,23 @@ def choose_attention(model: PreTrainedModel) -> Attention:
 
 def trained_sdpa(
     module: object,
-    heads: Iterable[torch.Tensor],
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """transformers' sdpa of `heads` (query, key and value), for a trainer. In bfloat16 on a CPU it is
-    computed in float32 if there is a backward pass, which in torch 2.13 takes five to eight times as long in
-    bfloat16: for 8 rows of 112 tokens with 9 heads 97 ms of one core, in float32 14."""
-    query, key, value = heads
+    """transformers' sdpa for a trainer. In bfloat16 on a CPU it is computed in float32 if there is a backward
+    pass, which in torch 2.13 takes five to eight times as long in bfloat16: for 8 rows of 112 tokens with 9
+    heads 97 ms of one core, in float32 14."""
     slow = query.device.type == "cpu" and query.dtype == torch.bfloat16 and torch.is_grad_enabled()
     given = (query, key, value, attention_mask)
     exact = map(_float32, given) if slow else given
     return sdpa_attention_forward(module, *exact, **kwargs)[0].to(query.dtype), None
+
+
+AttentionInterface.register(TRAINED_SDPA, trained_sdpa)
+AttentionMaskInterface.register(TRAINED_SDPA, sdpa_mask)
 
 
 def _why_eager(model: PreTrainedModel) -> str:

@@ -272,7 +272,11 @@ def _microbatch(
     is_policy: bool,
     trains_head: bool,
 ) -> Iterator[MemoryItem]:
-    """Activations and logits of one microbatch. A critic has no logits, and its ranks divide no sequence."""
+    """Activations and logits of one microbatch. A critic has no logits, and its ranks divide no sequence.
+
+    Not counted: the hidden states of sampled tokens that share a position, because only responses that begin
+    with the same tokens have them. They are bounded (train/prefix_trees.py).
+    """
     trainer, e = job.profile.trainer, job.value_bytes
     # A rank has no more than its part of an optimizer step: B * n trajectories of the greatest length, each
     # divided by `sharing` ranks, without forks. One that is longer than a microbatch has its own.

@@ -102,7 +102,7 @@ class AlgorithmSection(Section):
     kl_target: PositiveFloat | None = None
     """`use_kl_in_reward`: the KL (`reward/kl`, nats per sampled token) that the weight of the KL term is led
     to: after each train step it rises or falls by at most a fifth of trajectories / kl_horizon (Ziegler et
-    al. 2019). `reward/kl_coef` shows it. Default: the weight is fixed."""
+    al. 2019), and falls by a fifth at most. `reward/kl_coef` shows it. Default: the weight is fixed."""
     kl_horizon: PositiveFloat = 10000.0
     """`kl_target`: how fast the weight follows, in trajectories. The smaller, the faster."""
     filter_groups: bool = False

@@ -20,8 +20,8 @@ advantages are the returns.
 
 Sources: Schulman et al. 2016 (arXiv:1506.02438), equations 11 and 16, for GAE; Ouyang et al. 2022
 (arXiv:2203.02155), section 3.5, for the penalty; Fan et al. 2025, T-PPO (arXiv:2506.15050), section 3, for
-the extended GAE; Schulman et al. 2017 (arXiv:1707.06347), section 5, for the
-loss, whose clip is that of OpenAI's baselines, as in verl.
+the extended GAE; Schulman et al. 2017 (arXiv:1707.06347), section 5, for the loss, whose clip is that of
+OpenAI's baselines, as in verl.
 
 What it is not: the critic shares no layer with the policy, and the value of a state depends only on the
 tokens before a sampled token. Without `bootstrap_truncated`, responses that a limit has cut off count as

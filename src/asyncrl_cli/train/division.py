@@ -5,13 +5,14 @@ what rows share is computed once (shared_prefixes.py). Each way is tried on a sa
 from __future__ import annotations
 
 import logging
+import math
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
 from asyncrl_cli.base.errors import ConfigError, first_line
-from asyncrl_cli.models.attention import Attention
+from asyncrl_cli.models.attention import TRAINED_SDPA, Attention
 from asyncrl_cli.models.model_files import check_heads
 from asyncrl_cli.train.batch import Microbatch, scoring_microbatch
 from asyncrl_cli.train.packed_rows import (
@@ -73,6 +74,8 @@ def choose_division(
             # On a GPU, the masks of `in_branches` are in the way of its fast kernels.
             if (shares or kernel is in_blocks or not is_gpu) and is_same(decoder, trees, ranks):
                 return trees
+    if attention == "sdpa" and rows is padded and decoder.dtype == torch.bfloat16 and not is_gpu:
+        is_same(decoder, padded, ranks, TRAINED_SDPA)
     if size > 1 and rows is padded:
         asked, without = f"trainer.sequence_parallel_size = {size}", "trainer.sequence_parallel_size=1"
     elif shares:
@@ -95,7 +98,11 @@ def runs(kernel: Kernel, decoder: PreTrainedModel, ranks: Ranks) -> bool:
     config = decoder.config.get_text_config()
     if not getattr(config, "num_attention_heads", None):
         return False
-    return bool(ranks.max(kernel_diff(kernel, config, decoder.dtype, ranks)) < MAX_KERNEL_DIFF)
+    diff = float(ranks.max(kernel_diff(kernel, config, decoder.dtype, ranks)))
+    if MAX_KERNEL_DIFF <= diff < math.inf:
+        message = "attention by %s is not used: it differs by %.2g, relatively (at most %g)"
+        logger.warning(message, kernel.__name__, diff, MAX_KERNEL_DIFF)
+    return diff < MAX_KERNEL_DIFF
 
 
 def sample_batch(vocab_size: int, device: torch.device) -> Microbatch:
@@ -107,13 +114,13 @@ def sample_batch(vocab_size: int, device: torch.device) -> Microbatch:
 
 
 @torch.no_grad()
-def is_same(decoder: PreTrainedModel, divide: Divide, ranks: Ranks) -> bool:
-    """Whether `divide` gives a sample the same hidden states, up to rounding, on all ranks. If so, its
-    attention stays set."""
+def is_same(decoder: PreTrainedModel, divide: Divide, ranks: Ranks, attention: str = UNPADDED) -> bool:
+    """Whether `divide`, with `attention`, gives a sample the same hidden states as sdpa of padded rows, up to
+    rounding, on all ranks. If so, this attention stays set."""
     before = decoder.config._attn_implementation
     microbatch, found = sample_batch(int(decoder.config.get_text_config().vocab_size), ranks.device), []
     part = divide(microbatch)
-    for implementation, tried in (("sdpa", padded(microbatch)), (UNPADDED, part)):
+    for implementation, tried in (("sdpa", padded(microbatch)), (attention, part)):
         decoder.set_attn_implementation(implementation)
         hidden = decoder(**tried.inputs, use_cache=False).last_hidden_state
         found.append(hidden.flatten(0, 1)[tried.select_n].float())
@@ -121,16 +128,23 @@ def is_same(decoder: PreTrainedModel, divide: Divide, ranks: Ranks) -> bool:
     diffs = (ours - expected).norm(dim=-1) / expected.norm(dim=-1).clamp(min=1e-30)
     # a rank may have no token
     largest = torch.cat([diffs, diffs.new_zeros(1)]).nan_to_num(nan=torch.inf).max()
-    is_same = bool(ranks.max(largest) < MAX_TOKEN_DIFF[hidden.dtype])
-    if not is_same:
+    diff, limit = float(ranks.max(largest)), MAX_TOKEN_DIFF[hidden.dtype]
+    if not diff < limit:
         decoder.set_attn_implementation(before)
-    return is_same
+        name = "padded rows" if divide is padded else type(divide).__name__
+        message = "%s with attention %s: a token's hidden state differs by %.2g, relatively (at most %g)"
+        logger.warning(message, name, attention, diff, limit)
+    return diff < limit
 
 
 def kernel_diff(kernel: Kernel, config: Any, dtype: torch.dtype, ranks: Ranks) -> torch.Tensor:
     """The largest difference of a kernel from the one that runs everywhere, with the model's heads; infinite
     if it does not run."""
     microbatch = sample_batch(1 << 15, ranks.device)
+    tree = microbatch.tree
+    assert tree is not None
+    # results of positions that are added for other ranks differ, and nobody reads them
+    read = slice(len(tree.rows_P) if kernel is in_blocks else None)
     everywhere: Kernel = in_branches if kernel is in_blocks else in_padded_rows
     heads = config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
@@ -148,7 +162,7 @@ def kernel_diff(kernel: Kernel, config: Any, dtype: torch.dtype, ranks: Ranks) -
                 .requires_grad_()
                 for number in each
             )
-            attended = one(query, key, value, inputs["layout"], None)
+            attended = one(query, key, value, inputs["layout"], None)[read]
             gradients = torch.autograd.grad(attended.float().square().sum(), [query, key, value])
             found.append([attended, *gradients])
         except (RuntimeError, ValueError, TypeError, ImportError) as error:

@@ -141,7 +141,8 @@ def in_padded_rows(
         padded.index_copy_(0, layout.slots_P, values_PHD)
         rows.append(padded.unflatten(0, (-1, layout.longest)).transpose(1, 2))
     heads = SimpleNamespace(num_key_value_groups=query.shape[1] // key.shape[1])
-    attended_BTHD, _ = trained_sdpa(heads, rows, None, scaling=scaling, is_causal=True)
+    asked, keys, values = rows
+    attended_BTHD, _ = trained_sdpa(heads, asked, keys, values, None, scaling=scaling, is_causal=True)
     return attended_BTHD.flatten(0, 1).index_select(0, layout.slots_P)
 
 
@@ -177,8 +178,8 @@ def attend(
 ) -> tuple[torch.Tensor, None]:
     """Attention for transformers on packed rows: query (1, H, t, D), key and value (1, J, t, D); returns (1,
     t, H, D)."""
-    if layout is None:  # the model does not pass it on; `_is_same` detects this
-        return trained_sdpa(module, (query, key, value), attention_mask, scaling=scaling, **kwargs)
+    if layout is None:  # the model does not pass it on; `is_same` detects this
+        return trained_sdpa(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
     size = 1 if layout.sequence is None else layout.sequence.size()
     repeats = size // math.gcd(size, key.shape[1])  # every rank needs a whole key-value head
     query_PHD = _all_positions(query[0], layout.sequence)

@@ -118,6 +118,15 @@ class PolicyTrainer:
         self.snapshots: dict[int, tuple[HostState, Counters, Publication | None]] = {}
         self._hand_over()
 
+    @property
+    def _models(self) -> list[PolicyModel | Critic]:
+        return [model for model in (self.model, self.reference, self.critic) if model is not None]
+
+    @property
+    def shares(self) -> bool:
+        """Whether what trajectories share is computed once, by all models that take the microbatches."""
+        return all(model.shares for model in self._models)
+
     def close(self) -> None:
         """Leave the process group."""
         self.ranks.close()
@@ -137,7 +146,6 @@ class PolicyTrainer:
         into `loss_fields`.
         """
         began_s, algorithm, ranks = time.monotonic(), self.profile.algorithm, self.ranks
-        models = [model for model in (self.model, self.reference, self.critic) if model is not None]
         batches = step_batches(
             plan,
             payloads,
@@ -145,8 +153,8 @@ class PolicyTrainer:
             max_tokens=self.profile.trainer.max_tokens_per_microbatch,
             ranks=ranks,
             # all of them take the same microbatches
-            are_packed=all(model.is_packed for model in models),
-            are_trees=all(model.shares for model in models),
+            are_packed=all(model.is_packed for model in self._models),
+            are_trees=self.shares,
             schema=self.schema,
         )
         # Columns come first, while no weights have changed. Those that were passed in are not computed.

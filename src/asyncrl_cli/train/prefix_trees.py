@@ -29,6 +29,9 @@ from numpy.typing import NDArray
 from asyncrl_cli.train import LARGEST_SHARE
 
 Tokens = NDArray[np.integer[Any]]
+MAX_ROW_TOKENS_PER_POSITION = 8
+"""All rows of a microbatch have at most so many tokens per position that it may have. Identical rows add no
+position, but scored tokens, and keys and values that attention gathers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,15 +76,17 @@ def shared_lengths(rows: Sequence[Tokens]) -> list[int]:
 
 
 def cut_trees(rows: Sequence[Tokens], max_tokens: int) -> list[list[int]]:
-    """Row indices per microbatch, in lexicographic order: each is filled up to `max_tokens` unique positions.
-    None at all if the rows share too little to be trees."""
+    """Row indices per microbatch, in lexicographic order: each is filled up to `max_tokens` unique positions
+    (and MAX_ROW_TOKENS_PER_POSITION). None at all if the rows share too little to be trees."""
     order = sorted(range(len(rows)), key=lambda b: rows[b].astype(">u4").tobytes())
-    cut, used, total = list[list[int]](), max_tokens, 0
+    cut, used, total, all_tokens = list[list[int]](), max_tokens, 0, 0
     for b, shared in zip(order, shared_lengths([rows[b] for b in order]), strict=True):
-        if used + len(rows[b]) - shared > max_tokens:
+        is_full = used + len(rows[b]) - shared > max_tokens
+        if is_full or all_tokens + len(rows[b]) > MAX_ROW_TOKENS_PER_POSITION * max_tokens:
             cut.append([])
-            used = shared = 0
+            used = shared = all_tokens = 0
         cut[-1].append(b)
         used += len(rows[b]) - shared
+        all_tokens += len(rows[b])
         total += len(rows[b]) - shared
     return cut if total <= LARGEST_SHARE * sum(map(len, rows)) else []

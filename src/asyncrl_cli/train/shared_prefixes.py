@@ -65,15 +65,15 @@ class Block:
     keys_bk: torch.Tensor
     mask_b1qk: torch.Tensor | None
 
-    def of(self, *queries_PHD: torch.Tensor) -> Iterator[torch.Tensor]:
+    def own_parts(self, *queries_PHD: torch.Tensor) -> Iterator[torch.Tensor]:
         """Each (b, H, q, D)."""
         return (_gathered(values_PHD, self.queries_bq) for values_PHD in queries_PHD)
 
-    def whole(self, *keys_PJD: torch.Tensor) -> Iterator[torch.Tensor]:
+    def whole_rows(self, *keys_PJD: torch.Tensor) -> Iterator[torch.Tensor]:
         """Each (b, J, k, D)."""
         return (_gathered(values_PJD, self.keys_bk) for values_PJD in keys_PJD)
 
-    def how(self, dtype: torch.dtype, scaling: float | None) -> dict[str, Any]:
+    def sdpa_arguments(self, dtype: torch.dtype, scaling: float | None) -> dict[str, Any]:
         mask = self.mask_b1qk if self.mask_b1qk is None else self.mask_b1qk.to(dtype)
         return {"is_causal": mask is None, "attn_mask": mask, "scale": scaling}
 
@@ -87,6 +87,8 @@ class Branches(Layout):
 
 
 def branches(tree: PrefixTree, added: int, sequence: dist.ProcessGroup | None) -> Branches:
+    """The layout for `in_branches`: rows that begin with nothing shared are in blocks apart from the others.
+    The `added` last positions have any result."""
     shared, lengths, places_BT = tree.shared, tree.lengths, tree.places_BT
     device, own = places_BT.device, [n - first for n, first in zip(lengths, shared, strict=True)]
     slots_P = torch.zeros(len(tree.rows_P) + added, dtype=torch.int64, device=device)
@@ -132,11 +134,10 @@ def in_branches(
         return attended_PHD.to(query.dtype)
     found, is_grouped = [], query.shape[1] != key.shape[1]
     for block in layout.blocks:
-        (asked,), (keys, values) = block.of(query), block.whole(key, value)
-        how = block.how(query.dtype, scaling)
-        found.append(
-            _end_to_end(scaled_dot_product_attention(asked, keys, values, enable_gqa=is_grouped, **how))
-        )
+        (asked,), (keys, values) = block.own_parts(query), block.whole_rows(key, value)
+        arguments = block.sdpa_arguments(query.dtype, scaling)
+        attended = scaled_dot_product_attention(asked, keys, values, enable_gqa=is_grouped, **arguments)
+        found.append(_end_to_end(attended))
     return torch.cat(found).index_select(0, layout.slots_P)
 
 
@@ -155,8 +156,8 @@ class _FlashBranches(torch.autograd.Function):
     ) -> torch.Tensor:
         found, sums = list[torch.Tensor](), list[torch.Tensor]()
         for block in layout.blocks:
-            chosen = (*block.of(query), *block.whole(key, value))
-            attended_bHqD, log_sums = FLASH(*chosen, **block.how(query.dtype, scaling))
+            chosen = (*block.own_parts(query), *block.whole_rows(key, value))
+            attended_bHqD, log_sums = FLASH(*chosen, **block.sdpa_arguments(query.dtype, scaling))
             found.append(_end_to_end(attended_bHqD))
             sums.append(log_sums)
         attended_PHD = torch.cat(found).index_select(0, layout.slots_P)
@@ -170,15 +171,16 @@ class _FlashBranches(torch.autograd.Function):
         layout: Branches = ctx.layout
         found, key_sum_PJD, value_sum_PJD = [], torch.zeros_like(key), torch.zeros_like(value)
         for block, log_sums in zip(layout.blocks, sums, strict=True):
-            asked, attended, gradient = block.of(query, attended_PHD, gradient_PHD)
+            asked, attended, gradient = block.own_parts(query, attended_PHD, gradient_PHD)
             gradient = gradient * block.is_own_bq[:, None, :, None]
-            chosen = (gradient, asked, *block.whole(key, value), attended, log_sums, 0.0)
-            how = block.how(query.dtype, ctx.scaling)
-            of_query, of_key, of_value = FLASH_BACKWARD(*chosen, how.pop("is_causal"), **how)
-            found.append(_end_to_end(of_query))
+            chosen = (gradient, asked, *block.whole_rows(key, value), attended, log_sums, 0.0)
+            arguments = block.sdpa_arguments(query.dtype, ctx.scaling)
+            is_causal = arguments.pop("is_causal")
+            query_gradient, key_gradient, value_gradient = FLASH_BACKWARD(*chosen, is_causal, **arguments)
+            found.append(_end_to_end(query_gradient))
             places = block.keys_bk.flatten()
-            key_sum_PJD.index_add_(0, places, _end_to_end(of_key))
-            value_sum_PJD.index_add_(0, places, _end_to_end(of_value))
+            key_sum_PJD.index_add_(0, places, _end_to_end(key_gradient))
+            value_sum_PJD.index_add_(0, places, _end_to_end(value_gradient))
         query_sum_PHD = torch.cat(found).index_select(0, layout.slots_P)
         return query_sum_PHD, key_sum_PJD, value_sum_PJD, None, None
 
@@ -198,6 +200,7 @@ class TreeMask(Layout):
 
 
 def tree_mask(tree: PrefixTree, added: int, sequence: dist.ProcessGroup | None) -> TreeMask:
+    """The layout for `in_blocks`. The `added` last positions see nothing and are not seen."""
     from torch.nn.attention.flex_attention import create_block_mask
 
     ends_P, number = pad(tree.ends_P, (0, added)), len(tree.ends_P) + added

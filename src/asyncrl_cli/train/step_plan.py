@@ -102,10 +102,17 @@ def training_order(
 
 
 def plan_train_step(
-    groups: Sequence[GroupResult], profile: Profile, *, ranks: int, step: int, window: int
+    groups: Sequence[GroupResult],
+    profile: Profile,
+    *,
+    ranks: int,
+    step: int,
+    window: int,
+    shares_prefixes: bool = True,
 ) -> list[RankPlan]:
     """Plan the `require_batches` optimizer steps of an epoch on the groups of train step `step` (from 1), in
-    order. Raises ValueError if the groups do not divide evenly.
+    order. `shares_prefixes`: whether a rank computes once what its trajectories share. Raises ValueError if
+    the groups do not divide evenly.
 
     Ranks that divide sequences between them (`trainer.sequence_parallel_size`) get the same share.
     """
@@ -115,7 +122,7 @@ def plan_train_step(
     size, sharing = len(groups) // num_minibatches, profile.trainer.sequence_parallel_size
     starts = range(0, len(groups), size)
     per_step = [
-        _plan_optimizer_step(groups, range(start, start + size), profile, ranks // sharing)
+        _plan_optimizer_step(groups, range(start, start + size), profile, ranks // sharing, shares_prefixes)
         for start in starts
     ]
     num_steps = step_optimizer_steps(profile)
@@ -145,7 +152,8 @@ def split_groups(own: Sequence[Sequence[int]], shared: Sequence[int], ranks: int
     groups, end = list[range](), 0
     for lengths in own:
         groups.append(range(end, end := end + len(lengths)))
-    flat, most = [length for lengths in own for length in lengths], max(map(len, groups), default=1)
+    # a limit may have cut off every trajectory (`mask_truncated`)
+    flat, most = [length for lengths in own for length in lengths], max([1, *map(len, groups)])
     found = list[tuple[int, list[list[int]]]]()
     for number in (2**power for power in range(most.bit_length() if ranks > 1 else 1)):
         parts = [
@@ -170,15 +178,14 @@ def unique_tokens(groups: Sequence[GroupResult], shares: bool | None) -> int:
 
 
 def _plan_optimizer_step(
-    groups: Sequence[GroupResult], indices: range, profile: Profile, ranks: int
+    groups: Sequence[GroupResult], indices: range, profile: Profile, ranks: int, shares_prefixes: bool
 ) -> list[OptimizerStepPlan]:
     """Each rank's share of an optimizer step on these groups."""
     algorithm, longest = profile.algorithm, profile.rollout.max_response_tokens
     rewards = [[shaped_reward(meta, algorithm, longest) for meta in groups[i].trajectories] for i in indices]
     by_ranks = needs_columns(algorithm)
     advantages = [[0.0] * len(row) for row in rewards] if by_ranks else advantages_of(rewards, algorithm)
-    shares = profile.trainer.shared_prefixes is not False
-    shared = [groups[group].shared_tokens if shares else 0 for group in indices]
+    shared = [groups[group].shared_tokens if shares_prefixes else 0 for group in indices]
     planned, num_loss_tokens = list[PlannedTrajectory](), 0
     own: list[list[int]] = [[] for _ in indices]
     for number, (group, group_advantages) in enumerate(zip(indices, advantages, strict=True)):
