@@ -201,6 +201,12 @@ class _Feed:
     def restore(self, state: Mapping[str, Any]) -> None:
         self._given = state["given"]
 
+    def ended(self, group: GroupResult) -> None:
+        pass
+
+    def figures(self) -> dict[str, float]:
+        return {}
+
 
 class _ByChance(Environment):
     """One turn, rewarded by chance."""

@@ -22,7 +22,7 @@ from tests.simulate.small_workload import COSTS
 
 PROFILES = ("on-policy-pipeline", "stream-off-policy", "stale-samples", "partial-rollout", "one-step-off")
 CHUNK_SEEDS = 3
-FULL = 0.9
+FULL = 0.85
 
 
 def drawn(rng: random.Random) -> Workload:

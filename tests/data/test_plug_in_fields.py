@@ -44,6 +44,11 @@ WRONG = {
         "FIELDS = [Field(name='tokens', per='group', by='engine')]",
         "field tokens is declared twice",
     ),
+    "has no such part": (
+        "FIELDS = [Field(name='x', per='sample', by='scorer')]",
+        "is not one of token, sampled",
+    ),
+    "has no such writer": ("FIELDS = [Field(name='x', per='token', by='rewards')]", "is not one of engine"),
     "has a taken name": ("FIELDS = [Field(name='advantages', per='token', by='engine')]", "name is taken"),
     "has the name of all workers": (
         "FIELDS = [Field(name='rollouter', per='sampled', by='scorer')]",

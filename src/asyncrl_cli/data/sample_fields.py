@@ -23,7 +23,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from importlib.metadata import entry_points
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -76,6 +76,10 @@ class Field:
     def __post_init__(self) -> None:
         if not self.name.isidentifier():
             raise ValueError(f"field {self.name!r}: its name is not an identifier")
+        for key, literal in (("per", Per), ("by", Writer)):
+            if getattr(self, key) not in get_args(literal):
+                known = ", ".join(get_args(literal))
+                raise ValueError(f"field {self.name}: {key} = {getattr(self, key)!r} is not one of {known}")
         if self.is_array:
             try:
                 is_number = np.dtype(self.dtype).kind in "biuf"
@@ -83,12 +87,12 @@ class Field:
                 is_number = False
             if not is_number:
                 raise ValueError(f"field {self.name}: dtype {self.dtype!r} is no number of numpy's")
-        elif self.in_losses or self.shape or self.shown == "colour":
+        if self.by in ("trainer", "scorer") and (self.per != "sampled" or self.shape):
+            raise ValueError(f"field {self.name}: the {self.by} writes one number per sampled token")
+        if not self.is_array and (self.in_losses or self.shape or self.shown == "colour"):
             raise ValueError(f"field {self.name}: only a field per token has a shape, a colour or a loss")
         if self.in_losses and self.shape:
             raise ValueError(f"field {self.name}: losses take one number per token")
-        if self.by in ("trainer", "scorer") and (self.per != "sampled" or self.shape):
-            raise ValueError(f"field {self.name}: the {self.by} writes one number per sampled token")
         if self.by == "reward" and self.is_array:
             raise ValueError(f"field {self.name}: the reward writes values of the trajectory")
 

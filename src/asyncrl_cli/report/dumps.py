@@ -252,7 +252,7 @@ class Scale:
         if not any(name in one.columns for one in chosen):
             known = ", ".join([VERSIONS, *dict.fromkeys(name for one in chosen for name in one.columns)])
             what = f"these trajectories have no field '{name}' with a number for each token"
-            raise ConfigError(what, hint=f"known: {known}")
+            raise ConfigError(what, hint=f"known: {known}; a field of yours needs in_samples=True")
         self.name, most = name, len(LEVEL_COLOURS)
         doc = next((one.fields[name].get("doc") for one in chosen if name in one.fields), "")
         self._doc = f" ({doc})" if doc else ""
