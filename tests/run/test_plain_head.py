@@ -79,7 +79,9 @@ def plain_head(**own: str) -> Iterator[Head]:
         _wait_for(ray, home / "log")
         yield head
     finally:
-        doomed = [psutil.Process(ray.pid), *psutil.Process(ray.pid).children(recursive=True)]
+        doomed = list[psutil.Process]()
+        with suppress(psutil.NoSuchProcess):  # it has ended: the failure says why
+            doomed = [psutil.Process(ray.pid), *psutil.Process(ray.pid).children(recursive=True)]
         for process in doomed:
             with suppress(psutil.NoSuchProcess):
                 process.kill()
