@@ -136,7 +136,9 @@ def test_a_token_of_another_session_gives_way_to_the_users(monkeypatch):
 
     async def receive(client: job_client.BoundedClient, *request: object) -> tuple[int, bytes]:
         headers = vars(client)["_headers"]
-        asked.append(headers.setdefault("authorization", "Bearer of another session"))
+        if not asked:
+            headers["authorization"] = "Bearer of another session"
+        asked.append(headers["authorization"])
         return (200, VERSION) if asked[-1] == "Bearer 0123456789abcdef" else (401, b"Unauthorized")
 
     monkeypatch.setattr(job_client.BoundedClient, "_receive", receive)

@@ -25,7 +25,7 @@ def test_kept_responses_start_again_if_the_engine_would_miss_a_stop_string_that_
 ):
     given: list[World] = []
     monkeypatch.setattr(driver_loop, "Pipeline", lambda settings, world: given.append(world))
-    task = SimpleNamespace(train=[{"uid": "a", "metadata": {}}], eval=[], eval_sets={})
+    task = SimpleNamespace(train=[{"uid": "a", "metadata": {}}], eval=[], eval_sets={}, num_overlong=0)
     checkpoint = SimpleNamespace(step=2, version=1, loop_state={})
     crew: Any = SimpleNamespace(
         trainer=SimpleNamespace(write=None), workers=[], scorers=[], payloads=[], store=LocalStore()

@@ -43,8 +43,8 @@ def test_a_cpu_worker_has_one_more_process_and_the_cache_that_vllm_is_told_to_al
     assert str(estimate.plan).startswith("1 trainer + 1 rollout with vllm (apart)")
     assert items["vLLM"].how.startswith("EngineCore, a process of its own")
     assert 390 * MIB < items["vLLM"].num_bytes < 500 * MIB  # as measured: 396 to 464 MiB
-    # 64 slots of 352 tokens in pages of 128, and 64 pages for cached prefixes; float32.
-    assert items["KV cache"].num_bytes == (64 * math.ceil(352 / 128) + 64) * 128 * TINY_KV_VALUES * 4
+    # 64 slots of 352 tokens in pages of 32, and 256 pages for cached prefixes; float32.
+    assert items["KV cache"].num_bytes == (64 * math.ceil(352 / 32) + 256) * 32 * TINY_KV_VALUES * 4
     (need,) = device_needs(estimate)
     assert need.num_bytes > items["vLLM"].num_bytes
 
