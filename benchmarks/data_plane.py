@@ -1,6 +1,6 @@
 """What a group's data costs on its way from a rollout worker to a trainer rank, by store.
 
-    python benchmarks/data_plane.py [--groups 32] [--repeat 5] [--store memcpy ray transferqueue pickled]
+    python benchmarks/data_plane.py [--groups 32] [--repeat 5] [--store ray transferqueue pickled]
     [--units 2] [--json]
 
 A process puts groups of 16 trajectories, one key each. Another one gets them in batches of 8 keys, and copies
