@@ -219,6 +219,7 @@ def _convert(file: Path, working: Path, progress: Progress) -> None:
         model = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32)
         tokenizer = AutoTokenizer.from_pretrained(**where)
     except (ValueError, KeyError, IndexError, TypeError, NotImplementedError, RuntimeError) as error:
+        # The header was whole: what transformers and gguf raise for bad contents has no common class.
         why = f"transformers cannot convert {file}: {first_line(error)}"
         raise refused(why, "copy or download it again, or use the model's safetensors") from error
     finally:
