@@ -78,6 +78,7 @@ async def runner_of(
     tokenizer = AutoTokenizer.from_pretrained(model_dir)
     tokenizer.chat_template = changes.pop("chat_template", None)
     on_waiting, hold = changes.pop("on_waiting", lambda episode, for_what: None), changes.pop("hold", True)
+    most_requeues = changes.pop("most_requeues", None)
     sampling, limits = changes.pop("sampling", SAMPLING), Limits(64, 192, max_turns=8)._replace(**changes)
     means = Means(
         engine,
@@ -86,11 +87,12 @@ async def runner_of(
         limits,
         Slots(8, hold=hold),
         on_waiting,
+        mixes=most_requeues is None,
     )
     try:
         async with asyncio.timeout(60):
             await engine.start()
-            yield GroupRunner(means, sampling)
+            yield GroupRunner(means, sampling, most_requeues or 0)
     finally:
         await engine.close()
 
@@ -314,6 +316,45 @@ async def test_every_span_of_every_turn_has_the_logprobs_of_the_weights_that_sam
     assert len(result.trajectories) > 8
     assert max(meta.span for meta in result.trajectories) == 2
     assert {meta.num_forks for meta in result.trajectories} == ({0} if template == TEMPLATE else {2})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("turns", "most_requeues"), [(1, 0), (1, 5), (3, 1)])
+async def test_what_several_versions_sampled_is_left_out_or_sampled_again(
+    model: Qwen3ForCausalLM, model_dir: Path, turns: int, most_requeues: int
+) -> None:
+    """Two loads, some responses being sampled at each. Each try counts as one failure, with its tokens."""
+    weights = {version: tiny.weights_after(model, version) for version in (0, 1, 2)}
+    how, freed = Sampling(temperature=0.9, max_response_tokens=40), list[int]()
+    made = {"make_environment": Questions} if turns > 1 else {}
+    async with runner_of(model_dir, Rewards(), sampling=how, most_requeues=most_requeues, **made) as runner:
+        engine = runner.means.engine
+        running = asyncio.create_task(runner.run(group(n=24), freed.append))
+        for version, after_tokens in ((1, 150), (2, 300)):
+            while engine.sampled_tokens < after_tokens:  # noqa: ASYNC110
+                await asyncio.sleep(0)
+            await engine.load(weights[version], version, "keep-kv")
+        result, payload = await running
+        sampled = engine.sampled_tokens
+    mixed = [failure for failure in result.failures if failure.kind == "mixed"]
+    others = len(result.failures) - len(mixed)
+    assert mixed[0].text.startswith("sorting-7@2.1/")
+    assert mixed[0].text.endswith(("by the versions 0, 1", "by the versions 1, 2", "by the versions 0, 1, 2"))
+    assert result.trajectories
+    assert not any(meta.span for meta in result.trajectories)
+    if most_requeues == 5:
+        assert len(result.trajectories) == 24 - others, "after the second load nothing can be mixed"
+    elif most_requeues == 0:
+        assert len(result.trajectories) == 24 - len(result.failures)
+    trained = sum(meta.response_tokens for meta in result.trajectories)
+    assert trained + result.failed_tokens == sampled
+    assert (freed[-1], max(freed)) == (24, 24)
+    for meta, trajectory in zip(result.trajectories, payload.trajectories, strict=True):
+        ((version, _),) = meta.version_tokens
+        for segment in trajectory.segments():
+            found = tiny.plain_logprobs(model, weights[version], segment["tokens"].tolist(), 0.9)
+            expected_T, mask_T = np.array([0.0, *found]), segment["mask"]
+            assert segment["logprobs"][mask_T].tolist() == pytest.approx(expected_T[mask_T], abs=1e-4)
 
 
 class Broken(Questions):

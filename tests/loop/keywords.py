@@ -23,6 +23,7 @@ KEYS = {
     "on_stale": "async_training.on_stale",
     "max_requeues": "async_training.max_requeues",
     "on_exhausted": "async_training.on_exhausted",
+    "mixed_versions": "async_training.mixed_versions",
     "n": "rollout.n",
     "hold_slots": "rollout.hold_slots",
     "prefetch_groups": "rollout.prefetch_groups",

@@ -64,6 +64,8 @@ TABLE = (
     ("partial-rollout", "async_training.staleness_threshold=0.05 trainer.ppo_mini_batch_size=3",
      ["partial_rollout = true", "staleness_threshold = 0.05",
      "floor((1 + 0.05) * W) = W = 12"], "staleness_threshold=0.08334 or more"),
+    ("stale-samples", "async_training.mixed_versions=reject",
+     ['async_training.mixed_versions = "reject"', "none has tokens of two versions"], "partial_rollout=true"),
     ("stale-samples", "rollout.interrupt=keep-kv",
      ['rollout.interrupt = "keep-kv"', "async_training.partial_rollout"], "partial_rollout=true"),
     ("colocate", "async_training.staleness_threshold=0.5",

@@ -148,6 +148,21 @@ def test_a_crowded_timeline_is_merged_to_what_a_page_holds_and_keeps_where_time_
             "In 50% of the rewarded responses the reference answer does not stand",
         ),
         ({"env/failed/tool-timeout": 3}, "Without a reward: tool-timeout 3."),
+        (
+            {"bias/run/length": -0.245, "bias/run/length_error": 0.02, "bias/tokens/aborted": 58.0},
+            "Trained responses were 0.24 standard deviations shorter than all that ended (standard error "
+            "0.02; left out: aborted); aborted ones, which would have become longer, count with the tokens "
+            "that they had.",
+        ),
+        (
+            {"bias/run/difficulty": 0.04, "bias/run/difficulty_error": 0.02, "bias/tokens/filtered": 8.0},
+            "Trained prompts were 0.04 standard deviations easier than all that came (standard error "
+            "0.02; left out: filtered): within noise.",
+        ),
+        (
+            {"bias/run/length": 0.0, "bias/run/length_error": 0.0},
+            "Every group that ended was trained, with all its responses.",
+        ),
         ({}, "6 train steps in 0:01:00, resumed 1 time. Held-out reward went from 0.250 to 0.500."),
     ],
 )

@@ -93,7 +93,7 @@ class EpisodeFailed(Exception):
     Metrics count failures by `kind`; `text` gives the details.
 
     Kinds: prompt, template, cut, engine, environment, agent, tool-timeout, tool-died, episode-timeout,
-    reward, aborted.
+    reward, mixed, aborted.
     """
 
     def __init__(self, kind: str, text: str) -> None:

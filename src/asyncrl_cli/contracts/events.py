@@ -13,6 +13,7 @@ from asyncrl_cli.contracts.prompt_group import AttemptKey, GroupResult, TrainRep
 from asyncrl_cli.contracts.status import DataStatus
 from asyncrl_cli.measure.intervals import Interval, mean_interval
 from asyncrl_cli.measure.states import ExecutorReport, SlotInterval, Span
+from asyncrl_cli.measure.values import Value
 
 ENDED = ("done", "failed", "stopped")
 """The phases of a run that is over."""
@@ -77,7 +78,7 @@ class StepRecord:
     on the driver's clock. `sync`: `WeightSync.summary`. `filtered`: the reward of each group dropped for
     equal rewards since the previous step; None if the filter is off. `restarts`, `failures` (of trajectories,
     by kind) and `orphans` (keys of the data store) count from the beginning of the run. `feed`: the feed's
-    figures.
+    figures. `bias`: what was trained of what has ended since the previous step (loop/bias.py).
     """
 
     step: int
@@ -100,6 +101,7 @@ class StepRecord:
     failures: Mapping[str, int] = field(default_factory=dict)
     orphans: int = 0
     feed: Mapping[str, float] = field(default_factory=dict)
+    bias: Mapping[str, Value] = field(default_factory=dict)
     slot_intervals: Mapping[str, tuple[SlotInterval, ...]] = field(default_factory=dict)
 
 

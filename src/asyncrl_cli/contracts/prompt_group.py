@@ -100,7 +100,7 @@ class PartialResponse(NamedTuple):
         """Whether it may continue with weights of `version`. `mixes`: a response may have tokens of several
         versions. `at_once`: it gets a slot now. If it had to queue, a load could come first, because a drain
         does not wait for queued responses."""
-        return self.is_whole or mixes or (at_once and self.version_tokens[-1][0] == version)
+        return self.is_whole or mixes or (at_once and self.oldest == self.version_tokens[-1][0] == version)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,6 +118,11 @@ class PartRequest:
     seed: int
     partial: Mapping[int, PartialResponse] = field(default_factory=dict)
     partial_tokens: DataKey | None = None
+
+
+MIXED = "mixed"
+"""The kind of failure of a trajectory that several versions sampled (`async_training.mixed_versions`). It was
+left out, or sampled again."""
 
 
 class TrajectoryFailure(NamedTuple):
@@ -174,7 +179,8 @@ class TrajectoryMeta:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Result:
-    """What became of a set of responses. A failed one is not in `trajectories`; `failures` has its reason.
+    """What became of a set of responses. A failed one is not in `trajectories`; `failures` has its reason,
+    and those of tries that were sampled again.
 
     Checkpoints hold it unchanged, except for the keys (`payload`): a resumed run has its data under others.
     """

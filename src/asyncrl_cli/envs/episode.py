@@ -33,7 +33,7 @@ from asyncrl_cli.contracts.environment import (
     figures_of,
 )
 from asyncrl_cli.contracts.item import Item
-from asyncrl_cli.contracts.prompt_group import TrajectoryFailure, TrajectoryMeta
+from asyncrl_cli.contracts.prompt_group import MIXED, TrajectoryFailure, TrajectoryMeta
 from asyncrl_cli.data.sample_fields import BUILT_IN, Schema
 from asyncrl_cli.data.trajectories import Trajectory, trajectory_of
 from asyncrl_cli.engines.port import Completion, Engine, FinishReason, Sampling
@@ -67,7 +67,8 @@ class Limits(NamedTuple):
 
 class Means(NamedTuple):
     """What the episodes of a worker share. `on_waiting(episode, for_what)` is called when one begins to wait
-    between turns, for a tool of that name, say; and with "" when the wait ends."""
+    between turns, for a tool of that name, say; and with "" when the wait ends. `mixes`: tokens of several
+    versions are no failure."""
 
     engine: Engine
     chat: Chat
@@ -76,6 +77,7 @@ class Means(NamedTuple):
     slots: Slots
     on_waiting: Callable[[str, str], None] = lambda episode, for_what: None
     schema: Schema = BUILT_IN
+    mixes: bool = True
 
 
 @dataclass(slots=True, eq=False)
@@ -104,6 +106,8 @@ class Episode:
     conversation: Conversation = field(init=False)
     lost_tokens: int = 0
     """Sampled tokens of discarded conversations."""
+    earlier_failures: tuple[TrajectoryFailure, ...] = ()
+    """Of the tries before this one."""
     _slot: TrajectorySlot = field(init=False)
     _stopped: EpisodeFailed | None = None
     _wait: asyncio.Future[Any] | None = None
@@ -126,6 +130,7 @@ class Episode:
                 raise self._failed(error) from error
             try:
                 end = await self._end_of(environment)
+                self._check_mixed()  # an agent's answers come by another way
                 if not abs(end.reward) <= MAX_REWARD:
                     what = f"it is {end.reward:g}, not a number up to {MAX_REWARD:g}"
                     raise EpisodeFailed("reward", f"reward of {self.id}: {what}")
@@ -247,7 +252,24 @@ class Episode:
         self._check_stopped()
         if completion.finish_reason == "abort":
             raise EpisodeFailed("aborted", "")
+        self._check_mixed()
         return answer
+
+    def _check_mixed(self) -> None:
+        if not self.means.mixes and len(versions := self.conversation.version_tokens()) > 1:
+            sampled = ", ".join(str(version) for version, _ in versions)
+            raise EpisodeFailed(MIXED, f"{self.id} was sampled by the versions {sampled}")
+
+    def again(self, number: int) -> Episode:
+        """The failed episode from its beginning, for the `number`-th time, with random numbers of its own. It
+        needs a slot again."""
+        assert self.failure is not None
+        self.on_slot(-1)
+        seed = derived_seed(self.seed, f"again {number}")
+        again = Episode(self.id, self.item, seed, self.means, self.sampling, self.on_slot)
+        again.lost_tokens = self.num_sampled
+        again.earlier_failures = (*self.earlier_failures, self.failure)
+        return again
 
     def so_far(self) -> Completion | None:
         """The tokens from which a later episode with the same seed can continue, or its whole answer; None if

@@ -22,7 +22,14 @@ from typing import cast
 
 from asyncrl_cli.base.errors import ExecutorFailed
 from asyncrl_cli.contracts.ports import LONGEST_TEXT, EvalRequest, EvalResult, PartialResult
-from asyncrl_cli.contracts.prompt_group import AttemptKey, PartialResponse, PartKey, PartRequest, PartResult
+from asyncrl_cli.contracts.prompt_group import (
+    MIXED,
+    AttemptKey,
+    PartialResponse,
+    PartKey,
+    PartRequest,
+    PartResult,
+)
 from asyncrl_cli.data.sample_fields import BUILT_IN, FINISH_REASON, LOGPROBS, MASK, TOKENS, VERSIONS, Schema
 from asyncrl_cli.data.store import Stored
 from asyncrl_cli.data.trajectories import GroupPayload, Trajectory, trajectory_of
@@ -54,10 +61,12 @@ class _Running:
 
 @dataclass(slots=True, eq=False)
 class GroupRunner:
-    """`sampling`: for groups; evals bring their own."""
+    """`sampling`: for groups; evals bring their own. `most_requeues`: how often a trajectory is sampled again
+    that several versions have sampled, if that is a failure (`Means.mixes`)."""
 
     means: Means
     sampling: Sampling
+    most_requeues: int = 0
     _running: list[_Running] = field(default_factory=list)
 
     @property
@@ -84,6 +93,7 @@ class GroupRunner:
             for index, episode in zip(request.indices, part.episodes, strict=True):
                 if (completion := episode.so_far()) is not None and completion.tokens:
                     has[index] = completion
+                    rest_tokens += episode.lost_tokens
                 else:
                     rest_tokens += self._tokens_of(episode)
             if not has:
@@ -179,19 +189,25 @@ class GroupRunner:
         ExceptionGroup."""
         running_slots = asyncio.Semaphore(at_once)
 
-        async def play(episode: Episode) -> None:
+        async def play(number: int) -> None:
             async with running_slots:
-                limit = tasks.create_task(episode.stop_late())
-                try:
-                    await episode.play()
-                finally:
-                    limit.cancel()
+                for requeues in range(self.most_requeues + 1):
+                    episode = running.episodes[number]
+                    if requeues:
+                        episode = running.episodes[number] = episode.again(requeues)
+                    limit = tasks.create_task(episode.stop_late())
+                    try:
+                        await episode.play()
+                    finally:
+                        limit.cancel()
+                    if running.aborted or episode.failure is None or episode.failure.kind != MIXED:
+                        break
 
         self._running.append(running)
         try:
             async with asyncio.TaskGroup() as tasks:
-                for episode in running.episodes:
-                    tasks.create_task(play(episode))
+                for number in range(len(running.episodes)):
+                    tasks.create_task(play(number))
         except ExceptionGroup as errors:
             raise errors.exceptions[0] from None
         finally:
@@ -221,7 +237,8 @@ def _result(request: PartRequest, part: _Running) -> tuple[PartResult, GroupPayl
     `PartResult.payload`."""
     ended = [episode for episode in part.episodes if episode.end is not None and not part.aborted]
     lost = [episode for episode in part.episodes if episode not in ended]
-    failures = [episode.failure for episode in lost if episode.failure is not None and not part.aborted]
+    failures = [] if part.aborted else [failure for one in part.episodes for failure in one.earlier_failures]
+    failures += [episode.failure for episode in lost if episode.failure is not None and not part.aborted]
     lost_tokens = sum(episode.num_sampled for episode in lost) + sum(one.lost_tokens for one in ended)
     result = PartResult(
         key=request.key,

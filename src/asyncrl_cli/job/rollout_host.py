@@ -171,8 +171,10 @@ class RolloutHost:
         else:
             environment = partial(find_environment(environment_of(profile.task)), self._rewards)
         waiting = self._meter.waiting
-        means = Means(self._engine, chat, environment, limits, self._places, waiting, schema)
-        return GroupRunner(means, sampling)
+        training = profile.async_training
+        mixes = training.mixed_versions == "train"
+        means = Means(self._engine, chat, environment, limits, self._places, waiting, schema, mixes)
+        return GroupRunner(means, sampling, training.mixed_requeues)
 
     async def connect(self, rank_zero: ActorHandle) -> None:
         """For `nccl` and `ipc`: connect the engine's processes to the trainer's first actor. Both have

@@ -97,7 +97,7 @@ class Admission:
         self._on_stale = settings.profile.async_training.on_stale
         self.scorers = scorers
         self._n = rollout.n
-        self._mixes = settings.interrupt != "drain"
+        self._mixes = settings.mixes
         self._together = settings.profile.placement.colocate
 
     @property

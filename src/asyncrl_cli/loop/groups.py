@@ -21,12 +21,15 @@ from functools import partial
 from asyncrl_cli.base.errors import AsyncrlError
 from asyncrl_cli.contracts.ports import DataStore, Feed
 from asyncrl_cli.contracts.prompt_group import (
+    MIXED,
     AttemptKey,
     GroupResult,
     PartRequest,
     PartResult,
+    TrajectoryFailure,
 )
 from asyncrl_cli.loop.admission import Admission
+from asyncrl_cli.loop.bias import BiasMeter
 from asyncrl_cli.loop.data_keys import DataKeys
 from asyncrl_cli.loop.fleet import Placement
 from asyncrl_cli.loop.ledger import Attempt, Part, Stage
@@ -51,13 +54,15 @@ class Groups:
         self.admission = admission
         self.ledger = admission.ledger
         self.filter = GroupFilter(settings)
+        self.bias = BiasMeter(settings.profile.rollout.n)
         self.tokens_discarded = self.tokens_trained = 0
         self.failures: Counter[str] = Counter()
         """Failed trajectories so far, by kind."""
         self.is_learning = False
         """A separate critic is still learning from the groups that were taken last. It scores no others until
         then."""
-        self._failures_limit = FailuresLimit(settings.profile.task.max_failed_ratio)
+        most, n = settings.profile.task.max_failed_ratio, settings.profile.rollout.n
+        self._failures_limit = FailuresLimit(most, n)
         self._profile, self._step_groups = settings.profile, settings.schedule.step_groups
         self.feed = feed
         self._event = event
@@ -112,6 +117,7 @@ class Groups:
             part = attempt.parts.get(result.key.number) if attempt is not None else None
             if attempt is None or part is None:  # the group was given up, or the part was lost, meanwhile
                 self.tokens_discarded += result.response_tokens
+                self.bias.returned(result)
                 self.data.clear([result.payload])
             else:
                 part.result = result
@@ -122,8 +128,9 @@ class Groups:
             group = GroupResult.of(attempt.key, attempt.ended_parts())
             self.failures.update(failure.kind for failure in group.failures)
             self._failures_limit.count(group)
-            if len(group.trajectories) < least_trajectories(self._profile):
-                self._end(attempt, Stage.DROPPED, "failed", group.response_tokens)
+            if len(group.trajectories) < (least := least_trajectories(self._profile)):
+                reason = MIXED if self._profile.rollout.n - len(_broken(group)) >= least else "failed"
+                self._end(attempt, Stage.DROPPED, reason, group.response_tokens)
             elif REWARD not in self.admission.scorers and self._leaves_out(group):
                 self._end(attempt, Stage.DROPPED, EQUAL_REWARDS, group.response_tokens)
             else:
@@ -137,6 +144,7 @@ class Groups:
     def _leaves_out(self, group: GroupResult) -> bool:
         """Whether a group is dropped for its rewards, which are known now."""
         self.feed.ended(group)
+        self.bias.judged(group)
         return self.filter.leaves_out(group)
 
     def check_limits(self) -> None:
@@ -213,6 +221,7 @@ class Groups:
         for attempt in list(self.ledger.training.values()):
             tokens = attempt.outcome().response_tokens
             self.tokens_trained += tokens
+            self.bias.trained(self._rewarded(attempt))
             self.ledger.move(attempt, Stage.TRAINED)
             self.data.release(attempt, Stage.TRAINED)
             self._entered(attempt, tokens=tokens)
@@ -226,6 +235,7 @@ class Groups:
         """
         late, training = self.admission.open_window(), self._profile.async_training
         self.columns_lost(PROX)  # the next window begins with newer weights
+        self.bias.open_window()
         if training.on_stale not in ("drop", "requeue"):
             return []
         running = [(part.worker, attempt.key) for attempt in late for part in attempt.running_parts()]
@@ -266,6 +276,7 @@ class Groups:
     def _end(self, attempt: Attempt, stage: Stage, reason: str, tokens: int) -> None:
         """End an attempt untrained. Its `tokens` count as discarded."""
         self.tokens_discarded += tokens
+        self.bias.left_out(attempt, is_filtered=reason == EQUAL_REWARDS)
         self.admission.leave(attempt, stage, reason)
         self.data.release(attempt, f"{stage}: {reason}")
         self._entered(attempt, reason=reason)
@@ -275,19 +286,24 @@ class Groups:
         self._event(attempt.stage.value, key=attempt.key, **fields)
 
 
+def _broken(group: GroupResult) -> list[TrajectoryFailure]:
+    """The failures but for mixed versions, which are left out by choice."""
+    return [failure for failure in group.failures if failure.kind != MIXED]
+
+
 class FailuresLimit:
     """`task.max_failed_ratio`."""
 
-    def __init__(self, max_failed_ratio: float) -> None:
-        self._most = max_failed_ratio
+    def __init__(self, max_failed_ratio: float, group_trajectories: int) -> None:
+        self._most, self._group_trajectories = max_failed_ratio, group_trajectories
         self._trajectories = self._failed = 0
         self._last = ""
 
     def count(self, result: GroupResult) -> None:
-        self._trajectories += len(result.trajectories) + len(result.failures)
-        self._failed += len(result.failures)
-        if result.failures:
-            self._last = result.failures[-1].text
+        self._trajectories += self._group_trajectories
+        self._failed += len(failures := _broken(result))
+        if failures:
+            self._last = failures[-1].text
 
     def check(self) -> None:
         """Raises AsyncrlError if too many trajectories have failed."""

@@ -222,6 +222,7 @@ class Training:
                 failures=dict(run.groups.failures),
                 orphans=run.groups.data.orphans,
                 feed=run.groups.feed.figures(),
+                bias=dict(run.groups.bias.values),
             )
 
         is_last = progress.step == run.settings.schedule.train_steps
@@ -232,6 +233,7 @@ class Training:
         ended = replace(record(), timing_s=self._times.close(), spans=spans, slot_intervals=slot_intervals)
         run.evaluator.ended.clear()
         run.groups.filter.rewards.clear()
+        run.groups.bias.values.clear()
         for observer in progress.observers:
             observer.step(ended)
         every = run.settings.profile.checkpoint.every_steps

@@ -137,8 +137,80 @@ class Quantiles:
         return later if later.points else self
 
 
+Cluster = tuple[float, float, float, float, float]
+"""Of members that came together: how many were selected, the sum of their x; how many there are, the sums of
+their x and of x squared."""
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """How far the mean of x of the selected members is from that of all members, in standard deviations of
+    all. Members come in clusters, whose sums over clusters and products of two sums are kept."""
+
+    sums: tuple[float, ...]
+    products: tuple[float, ...]
+
+    @classmethod
+    def of(cls, clusters: Sequence[Cluster]) -> Self:
+        return cls(
+            tuple(map(sum, zip(*clusters, strict=True))),
+            tuple(sum(one[i] * one[j] for one in clusters) for i in range(5) for j in range(5)),
+        )
+
+    @property
+    def value(self) -> float | None:
+        weights = self._weights()
+        return weights[0] if weights else None
+
+    def merge(self, later: Self) -> Self:
+        if not self.sums or not later.sums:
+            return self if self.sums else later
+        return type(self)(_summed(self.sums, later.sums), _summed(self.products, later.products))
+
+    def _weights(self) -> tuple[float, tuple[float, ...]] | None:
+        """The difference, and its derivatives by the five sums. None if nothing was selected, or if all x are
+        equal."""
+        if not self.sums or not self.sums[0]:
+            return None
+        chosen, chosen_x, members, x, squares = self.sums
+        mean, chosen_mean = x / members, chosen_x / chosen
+        variance = squares / members - mean * mean
+        if variance <= 1e-12 * squares / members:
+            return None
+        deviation = variance**0.5
+        difference = (chosen_mean - mean) / deviation
+        turn = difference / (2 * variance)  # by the variance
+        return difference, (
+            -chosen_mean / (chosen * deviation),
+            1 / (chosen * deviation),
+            (mean / deviation + turn * (variance - mean * mean)) / members,
+            (2 * turn * mean - 1 / deviation) / members,
+            -turn / members,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class SelectionError(Selection):
+    """The standard error of a `Selection`, by the delta method: clusters are independent, their members need
+    not be (the sandwich estimator: Liang and Zeger, Biometrika 73, 1986)."""
+
+    @property
+    def value(self) -> float | None:
+        weights = self._weights()
+        if weights is None:
+            return None
+        by = weights[1]
+        variance = sum(by[i] * by[j] * self.products[5 * i + j] for i in range(5) for j in range(5))
+        return float(max(variance, 0.0) ** 0.5)
+
+
+def _summed(some: Sequence[float], others: Sequence[float]) -> tuple[float, ...]:
+    return tuple(a + b for a, b in zip(some, others, strict=True))
+
+
 KINDS: Mapping[str, type[Value]] = {
-    kind.__name__: kind for kind in (Last, Sum, Max, Ratio, Spread, Overlap, Histogram, Quantiles)
+    kind.__name__: kind
+    for kind in (Last, Sum, Max, Ratio, Spread, Overlap, Histogram, Quantiles, Selection, SelectionError)
 }
 
 

@@ -23,9 +23,9 @@ from asyncrl_cli.base.safe_files import Count
 from asyncrl_cli.contracts.events import StepRecord
 from asyncrl_cli.contracts.status import CoveredTime
 from asyncrl_cli.measure.states import ExecutorReport
-from asyncrl_cli.measure.values import Last, Scalar, Value, from_json, merge_into, shown, to_json
+from asyncrl_cli.measure.values import Last, Scalar, Selection, Value, from_json, merge_into, shown, to_json
 from asyncrl_cli.observe.format import clock, duration
-from asyncrl_cli.observe.step_values import PARTIAL, STALE, STATES, step_values, stretches, utilization
+from asyncrl_cli.observe.step_values import BIAS, PARTIAL, STALE, STATES, step_values, stretches, utilization
 
 RECENT_S = 60.0
 RECENT_STEPS = 120
@@ -85,7 +85,12 @@ class StepMetrics:
             self._steps.popleft()
         self._time_s, self._recent = to_s, None
         line = values | {"time_s": Last(self._time_s)}
-        line |= {key: value for key, value in self._in_window.items() if key.startswith(PARTIAL)}
+        line |= {key: value for key, value in self._in_window.items() if key.startswith((PARTIAL, BIAS))}
+        line |= {
+            key.replace(BIAS, f"{BIAS}run/"): value
+            for key, value in self._run.items()
+            if isinstance(value, Selection)
+        }
         line |= {key: value for key, value in self._run.items() if key.startswith(STALE)}
         return _without_states(shown(line))
 

@@ -22,6 +22,7 @@ from asyncrl_cli.measure.values import Histogram, Last, Max, Overlap, Quantiles,
 NAMES_REFERENCE = f"reward/{NAMES_ANSWER}"
 """The fact of a trajectory that says whether it names the reference answer."""
 PARTIAL = "fully_async/partial/"
+BIAS = "bias/"
 STALE = "fully_async/count/"
 TRAINER, ROLLOUT, SCORER = "trainer", "rollout", "scorer"
 FLOW = ("feed", ROLLOUT, "reward", SCORER, TRAINER)
@@ -63,6 +64,7 @@ def step_values(
     values["waste/tokens_discarded"] = Last(record.tokens_discarded)
     values |= filter_values(record.groups, record.filtered)
     values |= {name: Last(figure) for name, figure in record.feed.items()}
+    values |= record.bias
     values |= record.train.metrics
     return values | {f"ledger/{account}": Last(number) for account, number in record.ledger.items()}
 

@@ -250,6 +250,11 @@ class LoopSettings:
         return (self.profile.rollout.interrupt or "keep-kv") if is_partial else "drain"
 
     @property
+    def mixes(self) -> bool:
+        """Whether a trajectory with tokens of several versions may be trained."""
+        return self.interrupt != "drain" and self.profile.async_training.mixed_versions == "train"
+
+    @property
     def sync_timeout_s(self) -> float:
         """Seconds without any progress after which the trainer gives up waiting for loads."""
         return self.load_timeout_s + (self._silence_s if self.interrupt == "drain" else 0.0)

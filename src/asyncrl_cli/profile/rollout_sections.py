@@ -126,11 +126,21 @@ class AsyncTrainingSection(Section):
     on_stale: Literal["wait", "accept", "drop", "requeue"] = "wait"
     """What happens to a group that would exceed max_staleness. With `wait` no group ever does."""
     max_requeues: NonNegativeInt = 2
-    """How often one prompt may be requeued because its group is too stale."""
+    """How often one prompt may be requeued because its group is too stale, and one trajectory because its
+    tokens come from more than one version (`mixed_versions`)."""
     on_exhausted: Literal["fail", "drop"] = "drop"
     """What happens to a prompt whose group is too stale again after `max_requeues` requeues."""
+    mixed_versions: Literal["train", "reject", "requeue"] = "train"
+    """With partial_rollout: what happens to a trajectory whose tokens come from more than one version.
+    `train`: it is trained. `reject`: it leaves its group, as a failed one does. `requeue`: it is sampled
+    again on its worker, at most `max_requeues` times, and then leaves its group."""
     use_rollout_log_probs: bool | None = None
     """verl's name for algorithm.old_logprobs: true means "rollout", false means "recompute"."""
+
+    @property
+    def mixed_requeues(self) -> int:
+        """How often a trajectory may be sampled again because of its versions."""
+        return self.max_requeues if self.mixed_versions == "requeue" else 0
 
 
 class DataPlaneSection(Section):

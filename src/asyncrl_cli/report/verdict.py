@@ -34,6 +34,11 @@ CLIPPED = 0.2
 """Share of clipped tokens above which much of a batch teaches nothing."""
 WITHOUT_REFERENCE = 0.2
 """Share of rewarded responses without the reference answer above which they are worth a look."""
+CLEAR_ERRORS = 3.0
+"""A selection is biased if it is more standard errors than this from all: those of few groups are a bit too
+small."""
+BIASED = 0.1
+"""Standard deviations between what was trained and all above which it is worth a change."""
 FAILED_CALLS = 0.2
 """Failed tool calls per trajectory above which it is worth a look: a model that learns a tool makes a few."""
 SIGNS = {
@@ -120,7 +125,8 @@ def verdict_of(totals: Totals, settings: LoopSettings, *, is_divisible: bool) ->
     """The findings, in the order in which a page shows them. `is_divisible`: a side has more than one
     process, so that resources could be divided differently."""
     idle = _idle(totals, settings.schedule.mode, is_divisible)
-    return [*([idle] if idle else []), *_costs(totals), *_data(totals, settings), *_losses(totals)]
+    data = [*_data(totals, settings), *_selection(totals, settings)]
+    return [*([idle] if idle else []), *_costs(totals), *data, *_losses(totals)]
 
 
 def _idle(totals: Totals, mode: str, is_divisible: bool) -> Remark | None:
@@ -226,6 +232,49 @@ def _data(totals: Totals, settings: LoopSettings) -> Iterator[Remark]:
         doubt = "See docs/weights.md: a worker may be computing with other weights than it was sent."
         is_close = apart <= most_apart
         yield Remark("weight syncs", "good" if is_close else "bad", text, "" if is_close else doubt)
+
+
+def _selection(totals: Totals, settings: LoopSettings) -> Iterator[Remark]:
+    """Whether what was trained is a biased selection of what was admitted."""
+    fates = [
+        fate for fate in ("dropped", "filtered", "aborted") if totals.most(f"bias/tokens/{fate}") is not None
+    ]
+    words = {
+        "length": ("Trained responses were", "shorter", "longer", "than all that ended"),
+        "difficulty": ("Trained prompts were", "harder", "easier", "than all that came"),
+    }
+    for name, (what, below, above, others) in words.items():
+        apart, error = totals.last.get(f"bias/run/{name}"), totals.last.get(f"bias/run/{name}_error")
+        if apart is None or error is None:
+            continue
+        if not fates:
+            if name == "length":
+                yield Remark(
+                    "selection", "good", "Every group that ended was trained, with all its responses."
+                )
+            continue
+        figure = f"{abs(apart):.2f} standard deviations {below if apart < 0 else above}"
+        text = f"{what} {figure} {others} (standard error {error:.2f}; left out: {', '.join(fates)})"
+        if abs(apart) <= CLEAR_ERRORS * error:
+            yield Remark("selection", "good", f"{text}: within noise.")
+            continue
+        if name == "length" and "aborted" in fates:
+            text += "; aborted ones, which would have become longer, count with the tokens that they had"
+        training, changes = settings.profile.async_training, []
+        if "filtered" in fates:
+            changes.append("algorithm.filter_groups leaves prompts out by intention")
+        if training.on_stale in ("drop", "requeue"):
+            changes.append('async_training.on_stale = "wait" leaves out none for its age')
+        if training.mixed_versions != "train":
+            changes.append('async_training.mixed_versions = "train" leaves out none for its versions')
+        change = "; ".join(changes)
+        is_bad = abs(apart) > BIASED
+        yield Remark(
+            "selection",
+            "bad" if is_bad else "note",
+            f"{text}.",
+            f"{change[:1].upper()}{change[1:]}." if change else "",
+        )
 
 
 def _losses(totals: Totals) -> Iterator[Remark]:

@@ -22,6 +22,7 @@ from statistics import NormalDist, fmean
 
 from asyncrl_cli.contracts.ports import EvalOutcome, EvalRequest, EvalResult
 from asyncrl_cli.contracts.prompt_group import (
+    MIXED,
     PartialResponse,
     PartRequest,
     PartResult,
@@ -40,6 +41,7 @@ MOST_LOG = 40.0
 """The largest logarithm of a lognormal draw, so that no number overflows."""
 RAISED = TrajectoryFailure("reward", "the reward raised")
 ABORTED = TrajectoryFailure("aborted", "")
+CROSSED = TrajectoryFailure(MIXED, "several versions sampled it")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,11 +52,13 @@ class WorkerTimes:
     seeded by the group's request and fresh. `tool_calls(rng, tokens)`: the calls of one trajectory whose
     first turn has `tokens` tokens, with a generator of its own; None for single turns. `reward_s(rng)`: for
     one trajectory, with another generator of the group. A share `failure_ratio` of rewards raises, and for a
-    share `equal_ratio` of prompts all trajectories have the same luck. `prefetch_s(rng)`, `load_s(rng)`,
-    `restart_s(rng)`: with the worker's own generator. `pause_s`: interrupting and resuming, without the load
-    itself. `fetch_s`: receiving weights during the interrupt, if there is no second buffer. `cache`: one
-    engine's. Progress is reported at the earliest `progress_s` after the last report, and after `poll_s` even
-    without a change. Long runs of many workers need larger values than the real worker's.
+    share `equal_ratio` of prompts all trajectories have the same luck. Unless it `mixes`, a trajectory that
+    several versions have sampled is sampled again, up to `mixed_requeues` times, and then fails.
+    `prefetch_s(rng)`, `load_s(rng)`, `restart_s(rng)`: with the worker's own generator. `pause_s`:
+    interrupting and resuming, without the load itself. `fetch_s`: receiving weights during the interrupt, if
+    there is no second buffer. `cache`: one engine's. Progress is reported at the
+    earliest `progress_s` after the last report, and after `poll_s` even without a change. Long runs of many
+    workers need larger values than the real worker's.
     """
 
     decoding: Decoding
@@ -68,6 +72,8 @@ class WorkerTimes:
     reward_s: Callable[[random.Random], float] = lambda rng: 0.0
     failure_ratio: float = 0.0
     equal_ratio: float = 0.0
+    mixes: bool = True
+    mixed_requeues: int = 0
     prefetch_s: Callable[[random.Random], float] = lambda rng: 0.0
     restart_s: Callable[[random.Random], float] = lambda rng: 0.0
     load_s: Callable[[random.Random], float] = lambda rng: 0.0
@@ -175,7 +181,8 @@ class Responses:
     """Trajectories of one part or eval call. `on_slot` is called when one ends (and, unless slots are held,
     when it completes a turn), `on_waiting(name, for_what)` when it begins to wait for a tool and, with "",
     when it continues, and `on_done(self)` once, after the last reward or by `abort`. `partial`: the tokens
-    that they had in the run being resumed, by index."""
+    that they had in the run being resumed, by index. `draw_again(index)` draws a trajectory anew; None if
+    none can be mixed."""
 
     def __init__(
         self,
@@ -186,11 +193,15 @@ class Responses:
         on_waiting: Callable[[str, str], None],
         on_slot: Callable[[], None],
         partial: Mapping[int, PartialResponse],
+        draw_again: Callable[[int], SimulatedSequence] | None = None,
     ) -> None:
         self.aborted = self.is_done = False
         self.num_ended = 0
         self.ended_tokens = 0
-        self._responses = responses
+        """Of those that have ended, and of the tries at others that were mixed."""
+        self._responses = list(responses)
+        self._draw_again = draw_again
+        self._lost_tokens = self._num_mixed = 0
         self._times = times
         self._engine = engine
         self._on_done = on_done
@@ -217,7 +228,7 @@ class Responses:
     def partial_responses(self) -> tuple[dict[int, PartialResponse], int]:
         """The tokens, by index, from which trajectories can continue in a resumed run, and the token count of
         those that cannot."""
-        kept, rest_tokens = dict[int, PartialResponse](), 0
+        kept, rest_tokens = dict[int, PartialResponse](), self._lost_tokens
         for response in self._responses:
             versions = self._engine.version_tokens(response)
             if self._times.tool_calls is not None:  # as in the real runner, episodes with turns start again
@@ -239,11 +250,12 @@ class Responses:
         aborted."""
         outcomes = () if self.aborted else tuple(map(self._outcome, self._responses))
         metas = tuple(outcome for outcome in outcomes if isinstance(outcome, TrajectoryMeta))
-        tokens = sum(response.tokens for response in self._responses)
+        tokens = sum(response.tokens for response in self._responses) + self._lost_tokens
+        tries = () if self.aborted else (CROSSED,) * self._num_mixed
         return PartResult(
             key=request.key,
             trajectories=metas,
-            failures=tuple(outcome for outcome in outcomes if isinstance(outcome, TrajectoryFailure)),
+            failures=(*tries, *(one for one in outcomes if isinstance(one, TrajectoryFailure))),
             failed_tokens=tokens - sum(meta.response_tokens for meta in metas),
             payload=str(request.key),
         )
@@ -297,8 +309,13 @@ class Responses:
     def _ended(self, response: SimulatedSequence) -> None:
         if self.aborted:
             return
-        self.num_ended += 1
         self.ended_tokens += response.tokens
+        if not self._times.mixes and len(self._engine.version_tokens(response)) > 1 and not response.failure:
+            if self._draw_again is not None and response.requeues < self._times.mixed_requeues:
+                self._sample_again(response, self._draw_again(response.index))
+                return
+            response.failure, response.reward_s = CROSSED, 0.0
+        self.num_ended += 1
         response.rewarded_s = self._loop.time() + response.reward_s
         self._on_slot()
         # one timer for all rewards: nobody asks for one of them before the last
@@ -308,6 +325,13 @@ class Responses:
                 self._loop.call_at(last_s, self._finish)
             else:
                 self._finish()
+
+    def _sample_again(self, mixed: SimulatedSequence, anew: SimulatedSequence) -> None:
+        self._lost_tokens += mixed.tokens
+        self._num_mixed += 1
+        anew.requeues, anew.on_end, anew.on_turn = mixed.requeues + 1, self._ended, self._call_tool
+        self._responses[self._responses.index(mixed)] = anew
+        self._engine.submit([anew])
 
     def _finish(self) -> None:
         if not self.is_done:

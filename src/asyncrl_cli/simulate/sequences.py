@@ -81,6 +81,7 @@ class SimulatedSequence:
     order: int = 0
     kept: VersionTokens = ()
     kept_tokens: int = 0
+    requeues: int = 0
     has_begun: bool = False
     is_aborted: bool = False
     has_ended: bool = False

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from asyncrl_cli.base.errors import ExecutorLost
@@ -22,7 +22,7 @@ from asyncrl_cli.contracts.weight_version import LoadReport, Published
 from asyncrl_cli.measure.meters import LongPoll, RolloutMeter
 from asyncrl_cli.profile.schema import Interrupt
 from asyncrl_cli.simulate.responses import Responses, WorkerTimes, trajectories_of
-from asyncrl_cli.simulate.sequences import NEVER
+from asyncrl_cli.simulate.sequences import NEVER, SimulatedSequence
 from asyncrl_cli.simulate.simulated_engine import SimulatedEngine
 from asyncrl_cli.simulate.simulated_trainer import SharedMachine
 
@@ -109,14 +109,18 @@ class SimulatedWorker:
             self._store.put(str(request.key))
             self._poll.note(is_urgent=not self._parts)
 
+        def draw(indices: Sequence[int]) -> list[SimulatedSequence]:
+            return trajectories_of(request.seed, indices, self._times, request.key.attempt)
+
         self._parts[request.key] = Responses(
-            trajectories_of(request.seed, request.indices, self._times, request.key.attempt),
+            draw(request.indices),
             self._times,
             self.engine,
             end,
             on_waiting=self._meter.waiting,
             on_slot=self._poll.note,
             partial=request.partial,
+            draw_again=lambda index: draw((index,))[0],
         )
 
     async def partial_responses(self) -> PartialResult:

@@ -50,7 +50,8 @@ class PartBook:
 class LiveAttempt:
     """An attempt that is running, finished or in training. `parts` by number, without those that were lost;
     `num_lost` responses of these have not been placed again, and go on from what was `kept` of them.
-    `tokens`, `num_kept`, `rewards` and `payloads`: of what has ended. `columns` by scorer."""
+    `tokens`, `num_kept`, `num_broken` (failed, but not for their versions), `rewards` and `payloads`: of what
+    has ended. `columns` by scorer."""
 
     account: str
     deadline: int = -1
@@ -59,6 +60,7 @@ class LiveAttempt:
     num_lost: int = 0
     kept: dict[int, PartialResponse] = field(default_factory=dict)
     num_kept: int = 0
+    num_broken: int = 0
     rewards: set[float] = field(default_factory=set)
     tokens: int = 0
     payloads: dict[int, Any] = field(default_factory=dict)
@@ -299,17 +301,28 @@ class Books:
                 kept |= self.workers[part.worker].so_far.responses.get(PartKey(key, number), {})
         shown = [[index, one.version_tokens, one.is_whole] for index, one in kept.items()]
         payloads, rewards = list(live.payloads.items()), sorted(live.rewards)
-        tokens = [live.account, live.deadline, live.tokens, payloads, live.num_kept, rewards]
+        tokens = [live.account, live.deadline, live.tokens, payloads, live.num_kept, live.num_broken, rewards]
         return [*key, *tokens, ended, live.num_parts, shown]
 
     def restore(self, state: Mapping[str, Any]) -> None:
         self.version, self.taken_in_window = state["version"], state["taken_in_window"]
         self.admitted, n = state["admitted"], self.settings.profile.rollout.n
-        for *key, account, deadline, tokens, payloads, num_kept, rewards, parts, num_parts, kept in state[
-            "live"
-        ]:
+        for (
+            *key,
+            account,
+            deadline,
+            tokens,
+            payloads,
+            num_kept,
+            num_broken,
+            rewards,
+            parts,
+            num_parts,
+            kept,
+        ) in state["live"]:
             live = LiveAttempt(account=account, deadline=deadline, tokens=tokens, payloads=dict(payloads))
             live.num_parts, live.num_kept, live.rewards = num_parts, num_kept, set(rewards)
+            live.num_broken = num_broken
             for number, version, indices in parts:
                 part = PartBook(worker="", version=version, num_responses=len(indices), has_ended=True)
                 part.indices = tuple(indices)

@@ -93,6 +93,7 @@ class LedgerWatch:
         self._same("slots", f"the worker that returns {result.key}", worker, part.worker)
         part.has_ended = True
         attempt.num_kept += len(result.trajectories)
+        attempt.num_broken += sum(failure.kind != "mixed" for failure in result.failures)
         attempt.rewards.update(meta.reward for meta in result.trajectories)
         attempt.tokens += tokens
         attempt.payloads[number] = result.payload
@@ -110,12 +111,12 @@ class LedgerWatch:
             self.check(in_reach, "token versions", f"{tokens}, on weights {began} to {newest}")
             sampled = sum(count for _, count in meta.version_tokens)
             self._same("token versions", "tokens with a version", sampled, meta.response_tokens)
-            if self.settings.interrupt == "drain":
+            if not self._trains_mixed:
                 self._same("spans", f"{tokens}, without partial rollouts: the span", meta.span, 0)
 
     def _check_kept(self, result: PartResult, part: PartBook) -> None:
         """What its responses went on from is among its tokens."""
-        if result.failures:
+        if result.failures or self.settings.profile.async_training.mixed_versions == "requeue":
             return
         kept, has = Counter[int](), Counter[int]()
         for one in part.partial.values():
@@ -186,7 +187,7 @@ class LedgerWatch:
             if (kept := attempt.kept.pop(index, None)) is None:
                 continue
             is_of_now = {v for v, _ in kept.version_tokens} == {version} and place < free_slots
-            if kept.is_whole or self.settings.interrupt != "drain" or is_of_now:
+            if kept.is_whole or self._trains_mixed or is_of_now:
                 part.partial[index] = kept
                 part.version = min(part.version, *(v for v, _ in kept.version_tokens))
             else:
@@ -219,8 +220,13 @@ class LedgerWatch:
         self.books.finish_order.append(key)
 
     def _count(self, key: AttemptKey) -> None:
-        """A group has ended. (Responses without a reward are not kept.)"""
-        self.limits.group_ended(self.settings.profile.rollout.n - self.books.live[key].num_kept)
+        self.limits.group_ended(self.books.live[key].num_broken)
+
+    @property
+    def _trains_mixed(self) -> bool:
+        """Whether a trajectory of several versions may be trained."""
+        mixed = self.settings.profile.async_training.mixed_versions
+        return self.settings.interrupt != "drain" and mixed == "train"
 
     def _is_equal(self, key: AttemptKey) -> bool:
         """Whether the group is to be left out for equal rewards."""
@@ -289,10 +295,12 @@ class LedgerWatch:
 
     def _dropped(self, key: AttemptKey, event: Event) -> None:
         reason = event.fields["reason"]
-        if reason == "failed":
+        if reason in ("failed", "mixed"):
             self._check_whole(key)
-            kept = self.books.live[key].num_kept
+            kept, broken = self.books.live[key].num_kept, self.books.live[key].num_broken
             self.check(kept < 2, "ledger", f"{key} is dropped with {kept} trajectories")
+            why = "mixed" if self.settings.profile.rollout.n - broken >= 2 else "failed"
+            self._same("ledger", f"why {key} is dropped, {broken} of its trajectories failed", reason, why)
             self._count(key)
             self.discarded_tokens += self.books.live[key].tokens
         elif reason == "equal rewards":

@@ -311,6 +311,7 @@ def _scorer(name: str, scenario: Scenario, invariants: Invariants, faults: Fault
 
 def _worker_times(scenario: Scenario) -> WorkerTimes:
     length, step_s = LENGTHS[scenario.lengths], scenario.step_s
+    training = scenario.settings.profile.async_training
     return WorkerTimes(
         decoding=Decoding(
             step_s=step_s,
@@ -323,6 +324,8 @@ def _worker_times(scenario: Scenario) -> WorkerTimes:
         hold_slots=scenario.settings.profile.rollout.hold_slots,
         reward_s=lambda rng: rng.random() * 2 * scenario.reward_s,
         failure_ratio=scenario.failed_rewards,
+        mixes=training.mixed_versions == "train",
+        mixed_requeues=training.mixed_requeues,
         prefetch_s=lambda rng: rng.random() * 2 * scenario.prefetch_lag_s,
         load_s=lambda rng: rng.random() * 2 * scenario.load_lag_s,
         restart_s=lambda rng: rng.random() * 2 * scenario.restart_s,
