@@ -181,6 +181,46 @@ def test_it_agrees_with_decoding_token_by_token():
     assert min(happened.values()) > 15, f"a case that never happens proves nothing: {happened}"
 
 
+def test_contexts_that_grow_make_later_steps_longer():
+    # token j of a sequence is sampled with its prompt and j - 1/2 tokens, on average, in the cache
+    step_s, per_sequence_s, per_token_s = 0.01, 0.002, 0.0001
+    given = [(40, 7), (0, 30), (100, 30), (13, 90)]
+
+    async def main():
+        loop, ended = asyncio.get_running_loop(), {}
+        times = Decoding(
+            step_s=step_s, step_s_per_sequence=per_sequence_s, step_s_per_context_token=per_token_s
+        )
+        engine = SimulatedEngine(4, times)
+        engine.submit(
+            SimulatedSequence(prompt, tokens, lambda one: ended.setdefault(one.tokens, loop.time()))
+            for prompt, tokens in given
+        )
+        for pause_s in (0.13, 0.4, 0.001):  # whoever looks, and a slowdown that ends, changes nothing after
+            await asyncio.sleep(pause_s)
+            engine.counters()
+        await asyncio.sleep(100)
+        return ended
+
+    expected, now_s = {}, 0.0
+    for token in range(1, 91):
+        running = [(prompt, tokens) for prompt, tokens in given if tokens >= token]
+        context = sum(prompt + token - 0.5 for prompt, _ in running)
+        now_s += step_s + per_sequence_s * len(running) + per_token_s * context
+        expected |= {tokens: now_s for _, tokens in running if tokens == token}
+    assert run_virtual(main()) == pytest.approx(expected)
+
+
+def test_a_batch_reads_as_many_experts_as_its_tokens_choose():
+    rng = random.Random(0)
+    times = Decoding(step_s=1.0, step_s_per_sequence=0.0, experts_s=10.0, expert_ratio=8 / 128)
+    for batch in (1, 4, 16, 64):
+        chosen = [
+            len(set().union(*(rng.sample(range(128), 8) for _ in range(batch)))) / 128 for _ in range(300)
+        ]
+        assert times.batch_step_s(batch) == pytest.approx(1 + 10 * sum(chosen) / 300, rel=0.02)
+
+
 def test_the_worked_example_of_the_docstring():
     load = [(Fraction(5, 2), "freeze", ()), (Fraction(4), "thaw", (3, False))]
     ends, spans, *_ = in_the_engine(PLAIN, [(Fraction(0), "submit", ([(0, 0, 5, None)],)), *load])

@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 
 from asyncrl_cli.base.errors import ConfigError
-from asyncrl_cli.cli.app import run
 from asyncrl_cli.profile.arithmetic import Schedule
 from asyncrl_cli.profile.rollout_sections import AsyncTrainingSection
 from asyncrl_cli.profile.toml_files import shipped_profiles, shipped_workloads
@@ -49,11 +48,10 @@ def test_workloads_are_no_profiles() -> None:
     assert not set(shipped_workloads()) & set(shipped_profiles())
 
 
-def test_the_help_of_bench_names_every_workload(capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "200")
-    assert run(["bench", "--help"]) == 0
-    out = capsys.readouterr().out
-    assert [name for name in shipped_workloads() if name not in out] == []
+def test_a_wrong_name_lists_every_workload():
+    with pytest.raises(ConfigError) as refused:
+        load_workload("verl")
+    assert [name for name in shipped_workloads() if name not in (refused.value.hint or "")] == []
 
 
 @pytest.mark.parametrize(

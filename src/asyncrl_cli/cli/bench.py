@@ -61,8 +61,8 @@ def bench(
         text_option(
             "--simulate",
             "WORKLOAD",
-            "Train nothing, use a virtual clock. laptop-tiny, verl-7b-math-128, verl-7b-retool-32, or a "
-            "workload's TOML file.",
+            "Train nothing, use a virtual clock. laptop-tiny, verl-7b-math-128, another shipped workload (a "
+            "wrong name lists all), or a workload's TOML file.",
             workload_names,
         ),
     ] = None,

@@ -14,6 +14,8 @@ eval or a checkpoint, are left out. The workload's notes say what one run cannot
 
 from __future__ import annotations
 
+import math
+import random
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -52,12 +54,13 @@ from asyncrl_cli.simulate.observations import (
     train_points,
     turns_of,
 )
-from asyncrl_cli.simulate.workload import Decoding, Reference, Syncing, Training, Workload
+from asyncrl_cli.simulate.workload import Decoding, Reference, Syncing, Training, Unknown, Workload
 from asyncrl_cli.simulate.world import virtual_cluster
 
 LEAST_STEPS, ENOUGH_STEPS = 3, 8
 """Train steps without which there is no calibration; those from which its times are more than a rough
 guess."""
+NUM_DRAWS = 24
 COMMON_KEYS = {
     "trainer": ("ppo_mini_batch_size", "ppo_epochs", "max_tokens_per_microbatch"),
     "rollout": ("workers", "slots", "n", "prefetch_groups", "max_prompt_tokens", "max_response_tokens"),
@@ -163,7 +166,26 @@ def _calibrated(run_directory: Path) -> Workload:
         ),
         syncing=_syncing(published, loaded, lines, profile),
         references=(_reference(lines, profile, run_directory),),
+        unknowns=(
+            *_unknowns(
+                "decoding", {"step_s": decoding.constant, "step_s_per_sequence": decoding.slope}, decoding
+            ),
+            *_unknowns("training", {"step_s": training.constant, "s_per_token": train_s}, training),
+        ),
     )
+
+
+def _unknowns(section: str, times: Mapping[str, float], fit: Fit) -> list[Unknown]:
+    """Draws of the times on a fitted line: its height is known to within its error. All times of a section
+    have the same factor."""
+    rng = random.Random(section)
+    factors = tuple(math.exp(fit.error * rng.gauss(0.0, 1.0)) for _ in range(NUM_DRAWS))
+    spread = max(fit.error, 1e-9)
+    return [
+        Unknown(key=f"{section}.{name}", prior=(seconds, spread), factors=factors)
+        for name, seconds in times.items()
+        if seconds > 0
+    ]
 
 
 def _check_enough(found: Sequence[object], run_directory: Path, what: str) -> None:

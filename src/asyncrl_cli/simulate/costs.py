@@ -131,6 +131,8 @@ class Costs:
         slowed = {
             "step_s": decoding.step_s * slowdown,
             "step_s_per_sequence": decoding.step_s_per_sequence * slowdown,
+            "experts_s": decoding.experts_s * slowdown,
+            "step_s_per_context_token": decoding.step_s_per_context_token * slowdown,
             "prefill_s_per_token": decoding.prefill_s_per_token * slowdown,
         }
         latency_s, spread = workload.rewarding.latency_s, workload.rewarding.latency_spread
@@ -155,7 +157,7 @@ class Costs:
             fetch_s=0.0 if weights.dual_buffer else send_s,
             load_s=lambda rng: load_s,
             pause_s=0.0 if self._is_colocated else syncing.pause_s,
-            poll_s=max(POLL_S, _POLL_RATIO * lengths.mean * decoding.step_s),
+            poll_s=max(POLL_S, _POLL_RATIO * lengths.mean * decoding.batch_step_s(rollout.slots)),
             weights_timeout_s=weights.timeout_s,
         )
 
@@ -163,9 +165,9 @@ class Costs:
         """Capacity of each phase alone, for the trajectories trained between these two counts of groups; in
         response tokens per second, the unit of `tokens_trained`.
 
-        rollout   a full worker makes `slots` tokens per `step_s + step_s_per_sequence * slots`, and computes
-                  a group's prompt and its tools' results once; waits for tools, and a cache that holds fewer
-                  than `slots`, are ignored
+        rollout   a full worker makes `slots` tokens per decode step, whose contexts are at least those of
+                  responses of equal lengths, and computes a group's prompt and its tools' results once;
+                  waits for tools, and a cache that holds fewer than `slots`, are ignored
         trainer   train steps and old-logprob passes as they were, without overhead
 
         Neither is slowed by the other phase. When colocated, all workers or all ranks of a phase work at once
@@ -178,7 +180,9 @@ class Costs:
         tokens, trajectories = max(done.response_tokens, 1), max(done.trajectories, 1)
         result_tokens = done.prompt_tokens - trajectories * self._prompt_tokens
         decoding = self.workload.decoding
-        token_s = decoding.step_s / self.profile.rollout.slots + decoding.step_s_per_sequence
+        slots = self.profile.rollout.slots
+        context_tokens = self._prompt_tokens + tokens / trajectories / 2
+        token_s = decoding.batch_step_s(slots) / slots + decoding.step_s_per_context_token * context_tokens
         # of a group's prompt, the full blocks are computed once and the rest by each response
         prefix = prefix_tokens(self._prompt_tokens, self._cache_size().block_tokens)
         prefilled = self._prompt_tokens - prefix + prefix / self.profile.rollout.n
@@ -211,7 +215,7 @@ class Costs:
         memory = self.workload.memory
         if memory is None:
             return UNLIMITED
-        gpus = self.profile.placement.gpus_per_rollout_worker
+        gpus = self.workload.worker_gpus(self.profile.placement)
         longest = self._prompt_tokens + self.profile.rollout.max_response_tokens
         if self.workload.turns is not None:
             longest = max(longest, max_context_tokens(self.profile))

@@ -13,6 +13,7 @@ the time:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from statistics import fmean
 from typing import NamedTuple, TypeVar
@@ -56,12 +57,14 @@ class Point(NamedTuple):
 
 
 class Fit(NamedTuple):
-    """`tells_interference`: whether the points could determine `interference` (else it is 0)."""
+    """`tells_interference`: whether the points could determine `interference` (else it is 0). `error`: the
+    relative standard error of the line's height, from how much the points scatter around it."""
 
     constant: float
     slope: float
     interference: float
     tells_interference: bool
+    error: float = 0.0
 
 
 def alone(seconds: Seconds, shared: Seconds, interference: float) -> Seconds:
@@ -88,7 +91,8 @@ def fit_line(points: Sequence[Point]) -> Fit:
     _, coefficients, interference = min(fits, key=lambda fit: fit[0])
     predicted_s = lines @ coefficients / alone(np.ones_like(shares), shares, interference)
     constant, slope = (float(coefficient) for coefficient in coefficients * seconds.sum() / predicted_s.sum())
-    return Fit(constant, slope, interference, tells)
+    scatter = float(np.std(seconds / predicted_s, ddof=1)) if len(points) > 1 else 0.0
+    return Fit(constant, slope, interference, tells, error=scatter / math.sqrt(len(points)))
 
 
 def reasons_against(lines: Sequence[Line]) -> list[str]:

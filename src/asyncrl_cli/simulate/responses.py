@@ -98,12 +98,18 @@ class ResponseLengths:
 
     def __call__(self, rng: random.Random, n: int) -> list[int]:
         common = self._between * rng.gauss(0.0, 1.0)
-        normals = [common + self._within * rng.gauss(0.0, 1.0) for _ in range(n)]
+        return [self._length(common + self._within * rng.gauss(0.0, 1.0)) for _ in range(n)]
+
+    def _length(self, normal: float) -> int:
         if self._is_list:
             last = len(self._sorted) - 1
-            return [self._sorted[min(int(STANDARD.cdf(x) * (last + 1)), last)] for x in normals]
-        tokens = (math.exp(min(self._mu + self._sigma * x, MOST_LOG)) for x in normals)
-        return [max(1, min(round(each), self._most)) for each in tokens]
+            return self._sorted[min(int(STANDARD.cdf(normal) * (last + 1)), last)]
+        tokens = math.exp(min(self._mu + self._sigma * normal, MOST_LOG))
+        return max(1, min(round(tokens), self._most))
+
+    def quantile(self, share: float) -> int:
+        """The length that this share of responses does not exceed."""
+        return self._length(STANDARD.inv_cdf(share))
 
     @property
     def mean(self) -> float:

@@ -8,11 +8,13 @@
 
 All running sequences advance together, one token per decode step of
 
-    (step_s + step_s_per_sequence * running) * speed * slowdown   seconds
+    (step_s + step_s_per_sequence * running + step_s_per_context_token * context) * speed * slowdown   seconds
 
-so the engine needs no event per token. It counts the steps that have passed (a real number), and a sequence
-of T tokens that begins at step count s ends at s + T. A heap holds those ends. Steps pass at a constant rate
-until a sequence begins or ends, the engine freezes, or its slowdown changes. A sequence may begin in the
+(and the time for a batch's experts), so the engine needs no event per token. It counts the steps that have
+passed (a real number), and a sequence of T tokens that begins at step count s ends at s + T. A heap holds
+those ends. Until a sequence begins or ends, the engine freezes, or its slowdown changes, steps pass at a
+constant rate or, if contexts cost time, at one that falls as they grow: s steps of R sequences with C tokens
+of context together take time in proportion to C s + R s^2 / 2. A sequence may begin in the
 middle of a step of the others: its first token still takes a whole step. A prefill occupies the whole engine:
 decoding waits for it. Loads are also placed by step count: token j of a sequence that begins at s belongs to
 the last load before s + j. A token that is half done at a load is finished with the new weights and counts as
@@ -41,6 +43,7 @@ from __future__ import annotations
 
 import asyncio
 import heapq
+import math
 from collections import deque
 from collections.abc import Callable, Collection, Iterable
 
@@ -82,6 +85,9 @@ class SimulatedEngine:
         self.running = 0
         self.preemptions = 0
         self._times = times
+        self._step_times_s = [times.batch_step_s(running) for running in range(slots + 1)]
+        self._input_tokens = 0
+        """Those of prompts and tools in the contexts of running sequences."""
         self._speed = speed
         self._slowdown = 1.0
         self._on_running = on_running
@@ -216,14 +222,32 @@ class SimulatedEngine:
         work_s = elapsed_s / (self._speed * self._slowdown)
         prefill_s = min(work_s, self._prefill_s)
         self._prefill_s -= prefill_s
-        self._step_on((work_s - prefill_s) / self._step_s())
+        self._step_on(self._steps_within(work_s - prefill_s))
 
     def _step_on(self, steps: float) -> None:
         self._steps += steps
         self._sampled_tokens += steps * self.running
 
-    def _step_s(self) -> float:
-        return self._times.step_s + self._times.step_s_per_sequence * self.running
+    def _next_steps(self) -> tuple[float, float]:
+        """The seconds of a step that begins now, and by how much each further step is longer."""
+        step_s, each_s = self._step_times_s[self.running], self._times.step_s_per_context_token
+        if not each_s:
+            return step_s, 0.0
+        context_tokens = self._input_tokens + self._cache.sampled_tokens(self._steps)
+        return step_s + each_s * context_tokens, each_s * self.running
+
+    def _steps_within(self, work_s: float) -> float:
+        step_s, growth_s = self._next_steps()
+        # the root of step_s * steps + growth_s * steps ** 2 / 2 = work_s, in a form without cancellation
+        return (
+            2 * work_s / (step_s + math.sqrt(step_s**2 + 2 * growth_s * work_s))
+            if growth_s
+            else work_s / step_s
+        )
+
+    def _steps_s(self, steps: float) -> float:
+        step_s, growth_s = self._next_steps()
+        return steps * (step_s + growth_s * steps / 2)
 
     def _begin(self, sequence: SimulatedSequence) -> None:
         """Begin the sequence, or continue it from its kept tokens."""
@@ -237,6 +261,7 @@ class SimulatedEngine:
         heapq.heappush(self._ends, (sequence.begin_steps + sequence.tokens, sequence.order, sequence))
         self._prefill_s += self._cache.hold(sequence, self._steps) * self._times.prefill_s_per_token
         self._kept_tokens -= sequence.kept_tokens
+        self._input_tokens += sequence.prompt_tokens + sequence.result_tokens
         self.running += 1
         if self._slot_intervals is not None:
             self._slot_intervals.begin(sequence.name)
@@ -244,6 +269,7 @@ class SimulatedEngine:
     def _stop(self, sequence: SimulatedSequence) -> None:
         sequence.order = 0
         self._cache.release(sequence, self._steps)
+        self._input_tokens -= sequence.prompt_tokens + sequence.result_tokens
         self.running -= 1
         if self._slot_intervals is not None:
             self._slot_intervals.end(sequence.name)
@@ -288,7 +314,7 @@ class SimulatedEngine:
         self._target_s = NEVER
         if ends and not self._is_frozen:
             self._target_steps = min(ends[0][0], self._cache.full_at(self._steps, until=ends[0][0]))
-            work_s = self._prefill_s + (self._target_steps - self._steps) * self._step_s()
+            work_s = self._prefill_s + self._steps_s(self._target_steps - self._steps)
             self._target_s = self._since_s + max(0.0, work_s) * self._speed * self._slowdown
         if self._timer is not None and not self._timer.when() <= self._target_s < NEVER:
             self._timer.cancel()

@@ -6,9 +6,10 @@ code on a virtual clock.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
 from asyncrl_cli.profile.fields import (
     Bytes,
@@ -20,6 +21,7 @@ from asyncrl_cli.profile.fields import (
     Section,
     Share,
 )
+from asyncrl_cli.profile.schema import PlacementSection
 from asyncrl_cli.profile.toml_files import Table
 from asyncrl_cli.profile.validation import DEFINITIONS, DIALECT, profile_schema, tidied
 
@@ -79,12 +81,20 @@ class Turns(Section):
 
 class Decoding(Section):
     """Continuous batching in one rollout worker: a decode step takes `step_s + step_s_per_sequence *
-    running`."""
+    running`, the time to read the experts that the batch uses, and that to read the keys and values of all
+    running sequences."""
 
     step_s: PositiveFloat
     """Seconds of a decode step that do not depend on its batch (reading the weights, launching kernels)."""
     step_s_per_sequence: NonNegativeFloat
     """Seconds that each running sequence adds to a decode step."""
+    experts_s: NonNegativeFloat = 0.0
+    """Seconds to read all experts of a mixture of experts."""
+    expert_ratio: Share = 1.0
+    """Share of the experts that one token uses: B sequences together use 1 - (1 - this) ** B of them."""
+    step_s_per_context_token: NonNegativeFloat = 0.0
+    """Seconds that each token in the context of a running sequence adds to a decode step (reading its keys
+    and values)."""
     prefill_s_per_token: NonNegativeFloat = 0.0
     """Seconds per prompt token (and per token that recompute-kv prefills again)."""
     speed_spread: Ratio = 0.0
@@ -95,6 +105,11 @@ class Decoding(Section):
     crowding_ratio: NonNegativeFloat | None = None
     """How much slower a worker is beside other workers, if several fill one machine (colocate on CPUs).
     Default: as much as beside the trainer (`interference_ratio`)."""
+
+    def batch_step_s(self, running: float) -> float:
+        """A decode step of so many sequences, without reading their contexts."""
+        experts_s = self.experts_s * float(1 - (1 - self.expert_ratio) ** running)
+        return self.step_s + experts_s + self.step_s_per_sequence * running
 
 
 class Memory(Section):
@@ -166,6 +181,76 @@ class Training(Section):
     as much as beside the rollouts (`interference_ratio`)."""
 
 
+class Physics(Section):
+    """A model on a GPU. `[decoding]` and the times per token of `[training]` follow from it: what must be
+    read divided by bandwidth, what must be computed divided by FLOP/s."""
+
+    parameters: Bytes
+    """Parameters of the model, with all experts."""
+    active_parameters: Bytes | None = None
+    """Parameters that one token uses, if the model is a mixture of experts."""
+    expert_ratio: Share = 1.0
+    """Share of the experts that one token uses (8 of 128: 0.0625)."""
+    bytes_per_parameter: PositiveFloat = 2.0
+    """In the inference engine: 2 for bf16, 1 for FP8."""
+    gpu_flop_per_s: Bytes
+    """FLOP/s of one GPU by its data sheet, dense, in the precision of training."""
+    gpu_bytes_per_s: Bytes
+    """Memory bandwidth of one GPU by its data sheet."""
+    colocated_gpus: PositiveInt = 1
+    """GPUs of a rollout worker in colocated profiles. Those of asyncrl have one, published engines more."""
+    bandwidth_efficiency: Share = 0.6
+    """Share of the bandwidth that decoding reaches."""
+    launch_s: NonNegativeFloat = 0.004
+    """Seconds of a decode step beside reading and computing: kernel launches, scheduling, sampling, and the
+    communication of tensor parallelism."""
+    decode_mfu: Share = 0.5
+    """Share of the FLOP/s that decoding and prefill reach."""
+    train_mfu: Share = 0.35
+    """Share of the FLOP/s that the update reaches on the tokens that its GPUs share."""
+    logprob_mfu: Share | None = None
+    """The same for old logprobs. Default: as the update."""
+    train_flop_per_parameter: PositiveFloat = 8.0
+    """FLOP of the update per active parameter and token: 6 for forward and backward, 2 more if activations
+    are computed again; an adapter's backward through frozen weights saves 2."""
+
+    def decoding(self, gpus: int, kv_bytes_per_token: float) -> dict[str, float]:
+        """Times of `[decoding]` for a worker of `gpus` GPUs that share everything evenly."""
+        active = self.active_parameters or self.parameters
+        bandwidth = gpus * self.gpu_bytes_per_s * self.bandwidth_efficiency
+        # parameters = dense + experts, active = dense + expert_ratio * experts
+        experts = (self.parameters - active) / max(1 - self.expert_ratio, 1e-9)
+        flop_s = 2 * active / (gpus * self.gpu_flop_per_s * self.decode_mfu)
+        return {
+            "step_s": self.launch_s + (self.parameters - experts) * self.bytes_per_parameter / bandwidth,
+            "experts_s": experts * self.bytes_per_parameter / bandwidth,
+            "expert_ratio": self.expert_ratio,
+            "step_s_per_sequence": flop_s,
+            "step_s_per_context_token": kv_bytes_per_token / bandwidth,
+            "prefill_s_per_token": flop_s,
+        }
+
+    def training(self) -> dict[str, float]:
+        """Times per token of `[training]`, on one GPU."""
+        flop_s = (self.active_parameters or self.parameters) / self.gpu_flop_per_s
+        return {
+            "s_per_token": self.train_flop_per_parameter * flop_s / self.train_mfu,
+            "old_logprob_s_per_token": 2 * flop_s / (self.logprob_mfu or self.train_mfu),
+        }
+
+
+class Unknown(Section):
+    """A figure of the workload that was fitted, and what the fit leaves open."""
+
+    key: str
+    """The figure, such as `physics.train_mfu`. The file has its best value there."""
+    prior: Annotated[tuple[PositiveFloat, PositiveFloat], FromList]
+    """What was expected before any row was seen: a value, and the standard deviation of its logarithm."""
+    factors: Annotated[tuple[PositiveFloat, ...], FromList] = ()
+    """Values drawn from all that fit the rows within their noise, relative to the best one. Entry i of every
+    unknown belongs to one draw."""
+
+
 class Syncing(Section):
     """Gather, send and load of one version, from bytes and bandwidths."""
 
@@ -196,6 +281,8 @@ class Reference(Section):
     parts_s: Tables
     """Measured seconds per window of some parts. Keys are those of `timing/*_s` without prefix and unit, like
     wait_data, train."""
+    staleness_mean: NonNegativeFloat | None = None
+    """Measured mean staleness of trained tokens, in versions."""
     calibrated: bool = True
     """Whether the parameters were fitted to this row (false: it only checks a prediction)."""
     source: str = ""
@@ -224,6 +311,8 @@ class Workload(Section):
     lengths: Lengths
     turns: Turns | None = None
     """Without it, a trajectory is one response."""
+    physics: Physics | None = None
+    """The model and the GPU from which decoding and training are computed, instead of their own times."""
     decoding: Decoding
     memory: Memory | None = None
     """Without it, the cache has no limit."""
@@ -232,12 +321,85 @@ class Workload(Section):
     syncing: Syncing
     references: Annotated[tuple[Reference, ...], FromList] = ()
     """Measured rows."""
+    noise_ratio: Ratio = 0.0
+    """Standard deviation of the logarithm of a row's time between runs of the same setting."""
+    unknowns: Annotated[tuple[Unknown, ...], FromList] = ()
+    """What was fitted: from these come the intervals of predictions."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _computed(cls, data: Any) -> Any:
+        """Fills in what follows from `[physics]` and `[memory]`, for workers of one GPU."""
+        if not isinstance(data, dict) or not isinstance(data.get("physics"), dict | Physics):
+            return data
+        try:
+            physics, memory = Physics.model_validate(data["physics"]), data.get("memory")
+            kv_bytes = 0 if memory is None else Memory.model_validate(memory).kv_bytes_per_token
+        except ValidationError:
+            return data  # the sections themselves will say what is wrong
+        computed = {"decoding": physics.decoding(1, kv_bytes), "training": physics.training()}
+        for name, times in computed.items():
+            if twice := sorted(times.keys() & data.get(name, {}).keys()):
+                raise ValueError(f"{name}.{twice[0]} is computed from [physics]: leave one of the two out")
+        return data | {name: times | data.get(name, {}) for name, times in computed.items()}
+
+    def worker_gpus(self, placement: PlacementSection) -> int:
+        """GPUs of a rollout worker."""
+        if self.physics is not None and placement.colocate:
+            return self.physics.colocated_gpus
+        return placement.gpus_per_rollout_worker
+
+    def on(self, placement: PlacementSection) -> Workload:
+        """The workload for the rollout workers of this placement. Without `[physics]`, its times are those of
+        its own workers."""
+        if self.physics is None:
+            return self
+        kv_bytes = 0 if self.memory is None else self.memory.kv_bytes_per_token
+        times = self.physics.decoding(self.worker_gpus(placement), kv_bytes)
+        return self.model_copy(update={"decoding": self.decoding.model_copy(update=times)})
+
+    def drawn(self, draw: int) -> Workload:
+        """The workload with its unknowns as in one draw (0: their best values)."""
+        if not draw:
+            return self
+        known = [one for one in self.unknowns if one.factors]
+        return self.scaled({one.key: one.factors[(draw - 1) % len(one.factors)] for one in known})
+
+    def with_times(self, factors: Mapping[str, float]) -> Workload:
+        """The workload with some of its figures, by key, multiplied, also such as follow from `[physics]`:
+        use it after `on`."""
+        update: dict[str, Any] = {}
+        for key, factor in factors.items():
+            section, name = key.split(".")
+            found = update.get(section, getattr(self, section))
+            if found is not None and (value := getattr(found, name)) is not None:
+                update[section] = found.model_copy(update={name: value * factor})
+        return self.model_copy(update=update)
+
+    def scaled(self, factors: Mapping[str, float]) -> Workload:
+        """The workload with some of its figures, by key, multiplied. Shares stay at most 1."""
+        document = self.model_dump(exclude_unset=True)
+        if self.physics is not None:  # what follows from it is computed again
+            for name, computed in (
+                ("decoding", self.physics.decoding(1, 0)),
+                ("training", self.physics.training()),
+            ):
+                document[name] = {key: document[name][key] for key in document[name].keys() - computed.keys()}
+        for key, factor in factors.items():
+            section, name = key.split(".")
+            value = getattr(getattr(self, section), name) * factor
+            is_share = name.endswith(("_mfu", "_efficiency", "_ratio"))
+            document[section][name] = min(value, 1.0) if is_share else value
+        return Workload.model_validate(document)
 
 
 def workload_schema() -> Table:
     """The JSON Schema of a workload file. The keys of `[profile]` and `[profiles.NAME]` are those of a
     profile."""
     schema, of_profile = tidied(Workload.model_json_schema()), profile_schema()
+    # both follow from [physics] where a file has it
+    schema["required"].remove("decoding")
+    schema[DEFINITIONS]["Training"]["required"].remove("s_per_token")
     sections = {name: section for name, section in of_profile["properties"].items() if "$ref" in section}
     overrides = {"type": "object", "additionalProperties": False, "properties": sections}
     schema["properties"]["profile"] |= overrides

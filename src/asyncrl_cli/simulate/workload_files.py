@@ -23,6 +23,7 @@ from pydantic_core import ErrorDetails
 from asyncrl_cli.base.errors import MOST_PROBLEMS, ConfigError, combine, did_you_mean
 from asyncrl_cli.base.paths import expand
 from asyncrl_cli.observe.run_lines import Totals
+from asyncrl_cli.plan.compiler import compile_job
 from asyncrl_cli.profile.arithmetic import Schedule, window_groups_of
 from asyncrl_cli.profile.keys import flatten
 from asyncrl_cli.profile.loaded import Layer, Loaded, file_layer, load, set_layer
@@ -36,7 +37,7 @@ from asyncrl_cli.profile.toml_files import (
     shortened,
 )
 from asyncrl_cli.simulate.workload import Reference, Workload
-from asyncrl_cli.simulate.world import SimulatedRun, simulate
+from asyncrl_cli.simulate.world import SimulatedRun, simulate, virtual_cluster
 
 BASELINE = "colocate"
 WINDOW_KEYS = (
@@ -60,6 +61,9 @@ LENGTH_KEYS = {
 WINDOW = "window"
 """Name of the part that stands for the whole window."""
 MEASURED_WINDOWS = 6
+MINIATURES = (16, 8, 4, 3, 2)
+LEAST_GROUPS, LEAST_TRAJECTORIES = 16, 500
+"""Of a window of a miniature."""
 
 
 def load_workload(reference: str) -> Workload:
@@ -128,6 +132,37 @@ def profile_for(
     steps = -(-groups // Schedule.of(rough).step_groups)
     length = Layer(origin=f"workload {workload.name} ({groups} groups)", values={"run.train_steps": steps})
     return load(profile_reference, sets, environ=environ, layers=[*stack, length])
+
+
+def miniature(workload: Workload, profile_reference: str, sets: Sequence[str]) -> list[str]:
+    """`--set`s that divide the devices and the prompts of a mini-batch by the same number, as large as
+    possible: each device has the same work, and a simulation takes less time. The longest of fewer responses
+    is a little shorter. Empty if it cannot be smaller."""
+    whole = profile_for(workload, profile_reference, sets, groups=1, environ={}).profile
+    counts = {
+        "trainer.ppo_mini_batch_size": whole.trainer.ppo_mini_batch_size,
+        "placement.gpus": whole.placement.gpus,
+        "placement.trainer_workers": whole.placement.trainer_workers,
+        "rollout.workers": whole.rollout.workers,
+    }
+    window_groups = Schedule.of(whole).window_groups
+    for factor in MINIATURES if whole.placement.gpus else ():
+        groups = window_groups // factor
+        if groups < LEAST_GROUPS or groups * whole.rollout.n < LEAST_TRAJECTORIES:
+            continue
+        units = {"placement.gpus": workload.worker_gpus(whole.placement)} if whole.placement.colocate else {}
+        if any(count % (factor * units.get(key, 1)) for key, count in counts.items() if count):
+            continue
+        smaller = [f"{key}={count // factor}" for key, count in counts.items() if count]
+        try:
+            profile = profile_for(
+                workload, profile_reference, [*sets, *smaller], groups=1, environ={}
+            ).profile
+            compile_job(profile, virtual_cluster(profile))
+        except ConfigError:  # its sides cannot be divided so
+            continue
+        return smaller
+    return []
 
 
 def layers_of(workload: Workload, profile_name: str) -> list[Layer]:
@@ -203,12 +238,14 @@ class Residual:
 
 
 def residuals(workload: Workload, *, windows: int = MEASURED_WINDOWS) -> list[Residual]:
-    """Simulates every reference for `windows` windows besides the first and the last. Raises the error of a
-    failed run."""
+    """Simulates every reference for `windows` windows besides the first and the last; in miniature, if the
+    workload has `[physics]`. Raises the error of a failed run."""
     found = []
     for reference in workload.references:
         sets = reference_sets(reference)
-        profile = profile_for(workload, reference.profile, sets, groups=1, environ={}).profile
+        smaller = [] if workload.physics is None else miniature(workload, reference.profile, sets)
+        all_sets = [*sets, *smaller]
+        profile = profile_for(workload, reference.profile, all_sets, groups=1, environ={}).profile
         run = simulate(profile, workload, groups=(windows + 2) * Schedule.of(profile).window_groups)
         if run.error is not None:
             raise run.error

@@ -55,19 +55,23 @@ def simulate(
     seed: int = 0,
     observers: Sequence[Observer] = (),
     groups: int | None = None,
+    factors: Mapping[str, float] | None = None,
 ) -> SimulatedRun:
     """Run `profile` (from `profile_for`) with the costs of `workload`. `groups` overrides the profile's
-    length, in whole steps.
+    length, in whole steps; `factors` multiply figures of the workload.
 
     Response lengths depend on `seed` alone. Raises AsyncrlError for an invalid profile, and whatever an
     observer raises. If the run fails, its error is returned in `error`.
     """
     job = compile_job(profile, virtual_cluster(profile))
+    workload, num_workers = workload.on(profile.placement).with_times(factors or {}), job.rollout_workers
+    if profile.placement.colocate:  # the job has one per GPU
+        num_workers = -(-num_workers // workload.worker_gpus(profile.placement))
     costs = Costs(
         workload=workload,
         profile=profile,
         ranks=job.trainer_workers,
-        workers=job.rollout_workers,
+        workers=num_workers,
         scorers=job.scorers,
     )
     length: dict[str, int | None] = {"seed": seed}
