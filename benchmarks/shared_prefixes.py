@@ -7,11 +7,13 @@ Three tasks, each with `trainer.shared_prefixes` on and off in turn, on the same
     default      the base profile's own task, model and sizes; responses are sampled from the model
     arithmetic   SmolLM2-135M-Instruct (the directory), 4 groups of 8, "What is 37 + 25? Give the answer as
                  \\boxed{number}." by its chat template; responses of up to 48 tokens, sampled from the model
+    template     the same model on the prompts of `asyncrl init pretrained`, which begin with an answered
+                 example, with that profile's lengths and temperature
     agents       prompts of 1,000 tokens, 8 trajectories each with two turns of 24 tokens and a tool's result
                  of 32 between them; random tokens, and a random model of SmolLM2's widths with 4 layers
 
-Prints Markdown: medians and their ratio, and the positions that the decoder computes in a forward pass.
-Nothing else should run meanwhile.
+Prints Markdown: medians of CPU seconds and their ratio, and the positions that the decoder computes in a
+forward pass.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ import argparse
 import random
 import statistics
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -32,9 +35,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from asyncrl_cli.contracts.prompt_group import AttemptKey, GroupResult
 from asyncrl_cli.data.sample_fields import BUILT_IN, NOT_SAMPLED
 from asyncrl_cli.data.trajectories import GroupPayload, segment_of, trajectory_of
+from asyncrl_cli.envs.chat import render_prompts
 from asyncrl_cli.models.model_directory import resolve_model
 from asyncrl_cli.profile.loaded import load
 from asyncrl_cli.profile.schema import ProcessPlace, Profile
+from asyncrl_cli.profile.toml_files import shipped_templates
 from asyncrl_cli.tasks.task import load_task
 from asyncrl_cli.train.packed_rows import Divide, RankShare
 from asyncrl_cli.train.policy_trainer import PolicyTrainer
@@ -55,10 +60,10 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=9, help="train steps of each way")
     parser.add_argument("--threads", type=int, default=1)
     options = parser.parse_args()
-    print("| train step | groups of 8 | positions, rows | shared | seconds, rows | shared | ratio |")
+    print("| train step | groups of 8 | positions, rows | shared | CPU seconds, rows | shared | ratio |")
     print("|---|---|---|---|---|---|---|", flush=True)
     with tempfile.TemporaryDirectory() as directory:
-        for name, task in {"default": default, "arithmetic": arithmetic, "agents": agents}.items():
+        for name, task in TASKS.items():
             if options.only in name:
                 model_dir, profile, groups = task(options.smollm2, Path(directory))
                 place = ProcessPlace(model_dir=str(model_dir), workers=1, threads=options.threads)
@@ -98,6 +103,16 @@ def arithmetic(smollm2: Path, directory: Path) -> tuple[Path, Profile, list[Samp
     return smollm2, profile, sampled(model, tokenizer.eos_token_id, prompts, profile)
 
 
+def template(smollm2: Path, directory: Path) -> tuple[Path, Profile, list[Sampled]]:
+    sizes = [f"trainer.ppo_mini_batch_size={ARITHMETIC_GROUPS}", "trainer.lr=1e-6"]
+    source = shipped_templates()["pretrained"] / "profile.toml"
+    profile = load(str(source), [f"model.path={smollm2}", *sizes]).profile
+    tokenizer, task = AutoTokenizer.from_pretrained(smollm2), load_task(profile)
+    prompts = render_prompts(tokenizer, task.train[:ARITHMETIC_GROUPS])
+    model = AutoModelForCausalLM.from_pretrained(smollm2)
+    return smollm2, profile, sampled(model, tokenizer.eos_token_id, prompts, profile)
+
+
 def agents(smollm2: Path, directory: Path) -> tuple[Path, Profile, list[Sampled]]:
     config = AutoConfig.from_pretrained(smollm2, num_hidden_layers=4)
     model_dir, draw = directory / "agents-model", random.Random(0)
@@ -125,7 +140,8 @@ def sampled(
     for prompt in prompts:
         length = profile.rollout.max_response_tokens
         asked = torch.tensor([prompt] * N)
-        how: dict[str, Any] = {"do_sample": True, "top_k": 0, "eos_token_id": end, "pad_token_id": end}
+        how: dict[str, Any] = {"do_sample": True, "top_k": 0, "temperature": profile.rollout.temperature}
+        how |= {"eos_token_id": end, "pad_token_id": end}
         rows = model.generate(asked, attention_mask=asked.ne(-1), max_new_tokens=length, **how).tolist()
         group = []
         for row in rows:
@@ -139,7 +155,7 @@ def sampled(
 def compared(
     profile: Profile, place: ProcessPlace, meeting: str, groups: Sequence[Sampled], num_steps: int
 ) -> list[tuple[int, float]]:
-    """Positions of a step's forward pass and median seconds, of rows and of shared prefixes."""
+    """Positions of a step's forward pass and median CPU seconds, of rows and of shared prefixes."""
     metas, payloads = zip(*(trainable(index, group) for index, group in enumerate(groups)), strict=True)
     (plan,) = plan_train_step(metas, profile, ranks=1, step=1, window=0)
     trainer = PolicyTrainer(profile, place, rank=0, init_method=meeting, total_optimizer_steps=1000)
@@ -151,10 +167,11 @@ def compared(
         for shares in (False, True):
             trainer.model.shares = shares
             positions.clear()
-            report = trainer.train(0, plan, dict(enumerate(payloads)))
+            began_s = time.process_time()
+            trainer.train(0, plan, dict(enumerate(payloads)))
             counts[shares] = sum(positions)
             if step:
-                seconds[shares].append(report.train_s)
+                seconds[shares].append(time.process_time() - began_s)
     trainer.close()
     return [(counts[shares], statistics.median(seconds[shares])) for shares in (False, True)]
 
@@ -182,6 +199,9 @@ def trainable(index: int, group: Sampled) -> tuple[GroupResult, GroupPayload]:
     own = tuple(map(meta_of, trajectories))
     meta = GroupResult(key=key, trajectories=own, failures=(), failed_tokens=0, payload=None)
     return meta, GroupPayload(uid=key.uid, epoch=0, attempt=0, trajectories=trajectories)
+
+
+TASKS = {"default": default, "arithmetic": arithmetic, "template": template, "agents": agents}
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ takes long."""
 from __future__ import annotations
 
 import asyncio
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -31,6 +32,7 @@ from .crew import nodes, small_profile
 LIMITS = ("placement.start_timeout_s", "trainer.step_timeout_s", "checkpoint.timeout_s")
 # Qwen2.5-32B: 32,763,876,352 parameters by its model card's sizes
 SIZES_32B = {"hidden_size": 5120, "intermediate_size": 27648, "num_hidden_layers": 64, "vocab_size": 152064}
+HEADS = {"num_attention_heads": 40, "num_key_value_heads": 8}
 LONG = (
     "rollout.max_prompt_tokens=1024",
     "rollout.max_response_tokens=8192",
@@ -40,9 +42,7 @@ LONG = (
 
 
 def qwen_32b() -> ModelShape:
-    return shape_of_config(
-        {"model_type": "qwen2", "num_attention_heads": 40, "num_key_value_heads": 8, **SIZES_32B}
-    )
+    return shape_of_config({"model_type": "qwen2", **HEADS, **SIZES_32B})
 
 
 def limits_of(loaded: Loaded) -> list[float]:
@@ -122,6 +122,19 @@ def test_a_resumed_run_keeps_its_learning_rate_and_sizes_and_derives_time_limits
     fresh = Run(loaded.profile, loaded.origins, runs_dir=tmp_path, ui="none")
     fresh.resolve_for_model(plan, qwen_32b())
     assert fresh.profile.trainer.lr == 1e-6
+
+
+def test_limits_count_the_teachers_by_their_own_sizes(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2", **HEADS, **SIZES_32B}))
+    plain = limits_of(on_gpus(load("base", LONG), 8))
+    teaching = [*LONG, f"teacher.path={tmp_path}"]
+    taught = limits_of(on_gpus(load("base", teaching), 8))
+    # another 131 GB of files at 100 MB/s; a forward pass of 2 FLOPs per value of 256 * 8 * 9,216 tokens, by
+    # the 4 ranks of the trainer
+    assert taught[0] - plain[0] == pytest.approx(1310, abs=10)
+    forward_s = 2 * 256 * 8 * 9216 * 32_763_876_352 / (4 * 40e12)
+    assert taught[1] - plain[1] == pytest.approx(forward_s, abs=10)
+    assert taught[2] == plain[2]  # checkpoints do not contain teachers
 
 
 def test_limits_of_a_large_model_follow_from_its_bytes_and_tokens():

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -22,6 +23,7 @@ from asyncrl_cli.contracts.environment import RewardSpec
 from asyncrl_cli.contracts.item import make_item
 from asyncrl_cli.job.driver_preparation import check_adapters, check_prompts
 from asyncrl_cli.job.driver_prompt_checks import (
+    check_further_here,
     check_prompt_lengths,
     check_teachers,
     checked_tokenizer,
@@ -150,6 +152,27 @@ def test_a_teacher_of_another_tokenizer_or_a_prompt_without_one_is_refused(tmp_p
     with pytest.raises(ConfigError, match=r'teacher\.column = "kind": prompt t-1 has .*prose') as caught:
         check("kind", 2, math=same, code=policy)
     assert caught.value.hint == "teachers are math, code"
+    for path, is_fitting in ((same, True), (other, False)):
+        both = Profile(model={"path": str(policy)}, teacher={"path": str(path)})
+        for is_elsewhere in (False, True):  # asyncrl plan and train; submit
+            with nullcontext() if is_fitting else pytest.raises(PreflightError, match="another tokenizer"):
+                check_further_here(both, is_elsewhere=is_elsewhere)
+
+
+def test_a_plan_finds_a_prompt_that_is_too_long_for_a_pretrained_model(tmp_path, capsys):
+    directory, rows = saved(tmp_path / "policy"), tmp_path / "rows.jsonl"
+    prompts = [*(f"{n}=" for n in range(100)), "1" * 40]
+    lines = (json.dumps({"prompt": prompt, "answer": "1"}) for prompt in prompts)
+    rows.write_text("\n".join(lines), encoding="utf-8")
+    sets = (
+        f"model.path={directory}",
+        f"task.source=jsonl:{rows}",
+        "eval.prompts=8",
+        "task.rehearsal_items=2",
+    )
+    limits = ("rollout.max_prompt_tokens=30", "rollout.max_response_tokens=8")
+    assert run(["plan", "-p", "base", *(f"--set={one}" for one in (*sets, *limits))]) == 2
+    assert "has 40 tokens, rollout.max_prompt_tokens is 30" in capsys.readouterr().err
 
 
 def test_each_message_of_a_prompt_counts(tokenizer):

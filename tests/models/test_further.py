@@ -7,7 +7,7 @@ import shutil
 import pytest
 
 from asyncrl_cli.base.errors import PreflightError
-from asyncrl_cli.models.model_directory import further_models
+from asyncrl_cli.models.model_directory import further_here, further_models
 from asyncrl_cli.profile.schema import Profile
 from tests.train.train_samples import save_tiny_model
 
@@ -60,3 +60,15 @@ def test_what_cannot_be_a_reference_is_refused_by_its_key(model_dir, tmp_path, p
     teachers = {"path": {"math": path, "code": str(model_dir)}, "column": "kind"}
     with pytest.raises(PreflightError, match=why.replace("ref.path", "teacher.path.math")):
         further_models(profile(teacher=teachers), model_dir)
+
+
+def test_a_local_path_that_is_missing_is_refused_before_anything_is_made(model_dir):
+    there, missing = {"path": str(model_dir)}, {"path": "/no/such/model"}
+    assert further_here(profile(ref=there, teacher=there)) == {"teacher.path": model_dir}
+    judged = {"task": {"reward": "none"}, "reward_model": missing}
+    learnt = {"algorithm": {"adv_estimator": "gae"}, "critic": missing}
+    for sections in (judged, learnt, {"teacher": missing}):
+        (key,) = (f"{name}.path" for name, section in sections.items() if section is missing)
+        with pytest.raises(PreflightError, match=f"{key}: directory /no/such/model does not exist"):
+            further_here(profile(**sections))
+        assert further_here(profile(**sections), is_elsewhere=True) == {}

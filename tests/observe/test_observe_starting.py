@@ -48,6 +48,12 @@ def test_without_a_terminal_a_line_every_few_seconds_has_step_percent_loss_and_t
     assert [seconds(line) for line in lines[2:]] == [32, 27, 22, 17, 12, 7, 2]
 
 
+def test_what_came_before_the_first_item_is_not_in_the_time_left():
+    lines = said([60.0, 6.0, 6.0, 6.0])  # an import, and then a tensor every six seconds
+    assert "left" not in lines[1]
+    assert [seconds(line) for line in lines[2:]] == [6 * (300 - step) for step in (2, 3, 4)]
+
+
 def test_the_time_left_follows_a_neighbour_that_takes_the_core_and_goes_again():
     quiet, busy = 0.125, 0.5
     lines = said([quiet] * 300 + [busy] * 60 + [quiet] * 200, total=600)

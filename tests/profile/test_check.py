@@ -260,6 +260,8 @@ def test_what_is_shipped_warns_of_nothing_and_profiles_say_their_purpose() -> No
     [
         ("rollout.top_p=0.9", "rollout.top_p = 0.9"),
         ("rollout.top_k=20", "rollout.top_k = 20"),
+        ("trainer.lr=0.1", "trainer.lr = 0.1 is a doubtful value, more than 0.01: AdamW moves"),
+        ("trainer.ppo_epochs=50", "trainer.ppo_epochs = 50 is a doubtful value"),
         ("task.train_prompts=8", "R = 16"),
         ("trainer.warmup_steps=200", "110 optimizer steps"),
         ("run.stall_timeout_s=600.0", "rollout.call_timeout_s = 600"),
@@ -285,3 +287,28 @@ def test_what_is_allowed_but_odd_is_a_warning(text: str, part: str) -> None:
 )
 def test_combinations_that_make_sense_pass(reference: str, sets: list[str]) -> None:
     assert load(reference, sets, environ={}).warnings == ()
+
+
+@pytest.mark.parametrize(
+    ("text", "message", "hint"),
+    [
+        ("trainer.lr=[1", "--set trainer.lr: [1 is not a valid value: unclosed array", "quoted"),
+        ("lora.target_modules=[q_proj]", "--set lora.target_modules: [q_proj] is not a valid", '["a", "b"]'),
+        ('task.source="x', '"x is not a valid value: unterminated string', "quoted"),
+        ('task.reward={a={use="b:c", wieght=2}}', 'table of "a" has an unknown key wieght', "{use = "),
+        ("task.reward={a={weight=2}}", 'the table of "a" lacks use', "{use = "),
+        ('task.reward={a={use="b:c", weight="2"}}', 'weight in the table of "a": input should be', "{use = "),
+    ],
+)
+def test_what_is_no_toml_or_no_table_of_a_reward_is_said_of_the_value_itself(text, message, hint) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load("base", [text], environ={})
+    assert message in caught.value.message
+    assert hint in caught.value.hint
+    assert len(caught.value.hint) < 120  # no description of all that the key may be
+
+
+def test_a_file_with_a_value_in_quotes_that_is_no_toml_is_refused_by_its_type(tmp_path) -> None:
+    (tmp_path / "mine.toml").write_text("[trainer]\nlr = '[1'\n")
+    with pytest.raises(ConfigError, match="expected a number above 0"):
+        load(str(tmp_path / "mine.toml"), environ={})

@@ -272,7 +272,8 @@ def test_a_page_tells_of_a_dump_that_cannot_be_read_and_shows_the_others(run):
 
 def test_a_page_shows_the_answers_before_and_after_side_by_side(tmp_path):
     def line(version: int, uid: str, text: str, reward: float, **more: object) -> str:
-        sample = {"uid": uid, "prompt": "2 < 3?", "text": text, "reward": reward}
+        answer = {} if uid == "b" else {"answer": "<yes>"}
+        sample = {"uid": uid, "prompt": "2 < 3?", "text": text, "reward": reward, **answer}
         return json.dumps({"event": "eval", "version": version, "samples": [sample], **more}) + "\n"
 
     lines = [line(0, "a", "maybe <b>", 0.0), line(3, "a", "perhaps", 0.5), line(4, "a", "yes\nit is", 1.0)]
@@ -281,9 +282,9 @@ def test_a_page_shows_the_answers_before_and_after_side_by_side(tmp_path):
     html = before_and_after_html(Recorded(tmp_path))
     page = Read()
     page.feed(html)
-    assert page.depth == html.count("<br>") == 2
+    assert page.depth == html.count("<br>") == 3
     assert "version 0version 4" in page.text
-    assert "2 < 3?maybe <b>reward 0yes\nit isreward 1" in page.text
+    assert "2 < 3?expected: <yes>maybe <b>reward 0yes\nit isreward 1" in page.text
     assert not any(word in page.text for word in ("perhaps", "another set"))
     (tmp_path / "events.jsonl").write_text("".join(lines[-1:]))
     assert before_and_after_html(Recorded(tmp_path)) == ""

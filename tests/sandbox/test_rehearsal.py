@@ -11,6 +11,7 @@ import pytest
 
 from asyncrl_cli.base.errors import ConfigError
 from asyncrl_cli.cli.app import run
+from asyncrl_cli.cli.plan_report import _rehearsed
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.sandbox import rehearsal
 from asyncrl_cli.sandbox.rehearsal import EMPTY, FOILS, FORMS, OTHER, PROMPT, Rehearsal, rehearse
@@ -18,6 +19,7 @@ from asyncrl_cli.tasks.task import load_task
 
 MATH_500 = json.loads((Path(__file__).parents[1] / "tasks/math500_answers.json").read_text(encoding="utf-8"))
 REWARDS = """
+import json
 import re
 import time
 
@@ -94,6 +96,22 @@ def from_metadata(item, response):
 def talkative(item, response):
     print("judging")
     return float(int(response) == int(item["answer"]))
+
+
+def misspelt(item, response):
+    return float(len(response) == item["metadata"].get("trutth", 0))
+
+
+def misplaced(item, response):
+    return float(len(response) == item.get("truth", 0))
+
+
+def optional(item, response):
+    return float(len(response) == item["metadata"].get("sometimes", 0) + item["metadata"].get("truth", 0))
+
+
+def crashes(item, response):
+    return json.loads(item["metadata"]["truths"])
 
 
 async def awaited(item, response):
@@ -218,6 +236,62 @@ def test_a_reward_that_asks_for_answers_that_no_item_has_is_refused(rehearsed):
         assert found.lines() == [
             f'reward: "rehearsed_rewards:{reward}", not rehearsed: no item has an answer to try it with'
         ]
+
+
+def place(of: str) -> str:
+    """`(file:line)` of the only line of REWARDS that has this text."""
+    (number,) = (number for number, line in enumerate(REWARDS.splitlines(), 1) if of in line)
+    return f"(rehearsed_rewards.py:{number})"
+
+
+@pytest.mark.parametrize("answer", [{}, {"answer": "3"}])
+def test_a_field_that_a_reward_reads_and_no_item_has_is_a_warning(rehearsed, answer):
+    rows = [{"prompt": f"What is {a} + 1?", "truth": a, **answer} for a in range(12)]
+    rows[3]["sometimes"] = 1
+    for reward, read, said in (
+        ("misspelt", "trutth", 'item["metadata"].get("trutth"), which no item has: did you mean truth?'),
+        (
+            "misplaced",
+            'item.get("truth"',
+            'item.get("truth"), which no item has: columns are in item["metadata"]',
+        ),
+    ):
+        assert f"task.reward reads {said} {place(read)}" in rehearsed(reward, rows).warnings()
+    assert not any("reads" in warning for warning in rehearsed("optional", rows).warnings())
+
+
+def test_a_reward_that_fails_for_every_item_without_an_answer_is_refused_with_its_line(rehearsed):
+    rows = [{"prompt": f"What is {a} + 1?", "truth": a} for a in range(12)]
+    with pytest.raises(ConfigError, match="failed for every response that it was tried with") as caught:
+        rehearsed("crashes", rows).check()
+    assert f"KeyError: 'truths' {place('truths')}" in caught.value.message
+    assert 'in item["metadata"]: truth' in caught.value.hint
+
+
+def test_a_plan_and_a_run_rehearse_the_same_items(tmp_path, monkeypatch):
+    seen = []
+
+    async def noted(name, task, items, score, began_s):
+        seen.append([item["uid"] for item in items])
+        return Rehearsal(name=name)
+
+    monkeypatch.setattr(rehearsal, "_rehearsed", noted)
+    rows = [json.dumps({"prompt": f"What is {a} + 1?", "answer": str(a + 1)}) for a in range(300)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(rows), encoding="utf-8")
+    for source in (f"jsonl:{tmp_path / 'rows.jsonl'}", "reasoning-gym:basic_arithmetic"):
+        task = {"source": source, "reward": "exact-match", "train_prompts": 200}
+        given = {
+            "task": task,
+            "model": {"path": "builtin:untaught"},
+            "eval": {"prompts": 20},
+            "run": {"train_steps": 1},
+        }
+        profile = Profile.model_validate({**given, "rollout": {"max_prompt_tokens": 512}})
+        asyncio.run(rehearse(profile, load_task(profile)))
+        assert isinstance(_rehearsed(profile, None), Rehearsal)
+        planned, run_items = seen.pop(), seen.pop()
+        assert planned == run_items
+        assert len(run_items) == profile.task.rehearsal_items
 
 
 def test_what_a_reward_prints_and_its_tracebacks_go_to_a_file(rehearsed, tmp_path, capfd):

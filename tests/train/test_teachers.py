@@ -113,6 +113,28 @@ def test_each_prompt_is_scored_by_the_teacher_that_it_names(tiny_model_dir, othe
             np.testing.assert_allclose(ours, np.concatenate(parts), atol=1e-5)
 
 
+def test_each_teachers_divergence_is_that_of_its_own_prompts(tiny_model_dir, other_model_dir, make_trainer):
+    dirs = {"math": str(other_model_dir), "code": str(tiny_model_dir), "prose": str(other_model_dir)}
+    parts = trainer_parts(
+        tiny_model_dir, teacher_dirs=dirs, adv_estimator="none", max_tokens_per_microbatch=25
+    )
+    trainer, groups = make_trainer(parts), groups_of_two_teachers()
+    same = make_step(0, 1)[0][0]
+    metas = [replace(same, trajectories=tuple(map(meta_of, one.trajectories))) for one in groups.values()]
+    (plan,) = planned(metas, adv_estimator="none")
+    metrics = trainer.train(step_in_window=0, plan=plan, payloads=groups).metrics
+    theta, teacher = (
+        AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+        for path in (tiny_model_dir, other_model_dir)
+    )
+    math_segments = [segment for i in (0, 2) for t in groups[i].trajectories for segment in t.segments()]
+    with torch.no_grad():
+        here, there = (torch.cat([plain_logprobs(m, s) for s in math_segments]) for m in (theta, teacher))
+    assert metrics["distill/kl/math"].value == pytest.approx((here - there).mean().item(), rel=1e-4)
+    assert metrics["distill/kl/code"].value == pytest.approx(0.0, abs=1e-6)  # the policy itself
+    assert not metrics["distill/kl/prose"].weight  # no prompt has it
+
+
 @pytest.mark.slow
 def test_adapters_learn_the_same_from_a_teacher_in_processes_of_its_own(
     tiny_model_dir, other_model_dir, make_trainer

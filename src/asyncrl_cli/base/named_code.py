@@ -26,6 +26,8 @@ ENGINES = {
 """The built-in values of `rollout.engine`."""
 
 PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+NOT_USERS = (PACKAGE, os.path.dirname(os.__file__), "importlib", "site-packages", "<")
+"""What the names of files contain that are no user's."""
 MAX_REASON_CHARS = 400
 MOST_TRACEBACKS = 3
 _PRINTED = set[str]()
@@ -111,8 +113,9 @@ def describe_with_traceback(error: BaseException) -> str:
 def describe(error: BaseException) -> str:
     """The error and where users' code raised it, as one line that any encoding can write."""
     message = str(getattr(error, "message", "") or error).encode("utf-8", "backslashreplace").decode()
-    place = ""
     frames = traceback.extract_tb(error.__traceback__)
+    users = [one for one in frames if not any(other in one.filename for other in NOT_USERS)]
     if frames and not any(ours in frames[-1].filename for ours in ("importlib", PACKAGE)):
-        place = f" ({os.path.basename(frames[-1].filename)}:{frames[-1].lineno})"
+        users = users or frames  # a user's package may be installed
+    place = f" ({os.path.basename(users[-1].filename)}:{users[-1].lineno})" if users else ""
     return f"{type(error).__name__}: {message}"[:MAX_REASON_CHARS].replace("\n", " ") + place

@@ -38,15 +38,29 @@ from asyncrl_cli.checkpoint.reader import (
     step_name,
 )
 
-LOCK = "lock"
+LOCK, LAST = "lock", "last"
 MAX_LOCK_BYTES = 1000
 LOOK_TIMEOUT_S = 10.0
 """How long `take_lock` waits for processes in `is_locked`. They hold a lock for a moment, or longer if they
 are suspended then."""
 
 
+def whole_name(name: str, runs_dir: Path) -> str:
+    """The name of a run that `name` stands for: the newest run for `last`, the only run whose name begins so,
+    or `name` itself. Raises ConfigError if several names begin so."""
+    if not name or "/" in name or os.path.isdir(runs_dir / name) or os.path.isdir(name):
+        return name
+    names = run_names(runs_dir)
+    found = names[:1] if name == LAST else [run for run in names if run.startswith(name)]
+    if len(found) > 1:
+        why = f"'{name}' is the beginning of {len(found)} names of runs in {runs_dir}"
+        raise ConfigError(why, hint=first_names(found))
+    return found[0] if found else name
+
+
 def find_run(argument: str, runs_dir: Path) -> Path:
-    """The directory of the run with this name or path. Raises ConfigError if there is none."""
+    """The directory of the run with this path or name (`whole_name`). Raises ConfigError if there is none."""
+    argument = whole_name(argument, runs_dir)
     for candidate in (runs_dir / argument, Path(argument)):
         if _is_run(candidate):
             return candidate.resolve()
@@ -179,7 +193,9 @@ def find_run_or_checkpoint(argument: str, runs_dir: Path) -> Path:
     Raises ConfigError if there is no such directory, RefusedError if the directory is neither a run nor a
     checkpoint.
     """
+    argument = whole_name(argument, runs_dir)
     run, _, last = argument.rpartition("/")
+    run = whole_name(run, runs_dir)
     step = int(match[1]) if (match := re.fullmatch(r"step-([0-9]{1,15})", last)) else None
     candidates = [runs_dir / argument, Path(argument)]
     if run and step is not None:  # with or without leading zeros

@@ -116,7 +116,9 @@ SetOption = Annotated[
 NameOption = Annotated[
     str | None, text_option("--name", "N", "Name of the run. Default: from profile and time.")
 ]
-RunArgument = Annotated[str, run_argument("RUN", "A run's name or directory.")]
+RunArgument = Annotated[
+    str, run_argument("RUN", "A run's name, its beginning, [bold]last[/] (the newest run), or a directory.")
+]
 RunsDirOption = Annotated[Path, text_option("--runs-dir", "DIR", "Directory that holds all runs.")]
 UiOption = Annotated[
     Ui, typer.Option("--ui", help="What to show; auto: live tables on a terminal, plain lines elsewhere.")

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import groupby
+from pathlib import Path
 
 from rich.table import Column
 from rich.text import Text
@@ -24,9 +25,10 @@ from asyncrl_cli.plan.machine import SHARED_MEMORY, engine_refusal, free_shared_
 from asyncrl_cli.plan.memory import MemoryEstimate
 from asyncrl_cli.plan.remedies import with_hint
 from asyncrl_cli.profile.arithmetic import Schedule
-from asyncrl_cli.profile.keys import values_of
+from asyncrl_cli.profile.keys import values_of, with_values
 from asyncrl_cli.profile.loaded import DEFAULT, Loaded, is_default
 from asyncrl_cli.profile.schema import Profile
+from asyncrl_cli.profile.toml_files import toml_value
 from asyncrl_cli.sandbox.rehearsal import Rehearsal, rehearse
 from asyncrl_cli.tasks.code_choice import check_fields
 from asyncrl_cli.tasks.files import KINDS
@@ -98,15 +100,23 @@ def print_plan(
             except PreflightError as small:
                 warnings.append(_refused_here(small))
     verdict: AsyncrlError | None = None
+    model_dir: Path | None = None
     try:
         if is_here:
-            model_here(profile)
+            model_dir = model_here(profile)
     except AsyncrlError as error:
         if not expand(profile.model.path).is_dir():
             verdict = error
         elif refusal is None:  # a directory with nothing but config.json is enough for a plan
             warnings.append(_refused_here(error))
-    rehearsal = _rehearsed(profile)
+    try:
+        if is_here:
+            from asyncrl_cli.job.driver_prompt_checks import check_further_here
+
+            check_further_here(profile)
+    except AsyncrlError as error:
+        verdict = verdict or error
+    rehearsal = _rehearsed(profile, model_dir)
     if isinstance(rehearsal, AsyncrlError):
         verdict = verdict or (rehearsal if is_here else None)
         rehearsal = Rehearsal(name=f'"{profile.task.reward}"', reason=rehearsal.message)
@@ -114,6 +124,12 @@ def print_plan(
     # the defaults that follow from device and model, with their origins
     origins, values = loaded.origins.items(), values_of(loaded.profile)
     derived = {key: (values[key], why) for key, why in origins if why != DEFAULT and is_default(why)}
+    usual = values_of(Profile())
+    changed = {
+        key: (value, loaded.origins[key])
+        for key, value in values.items()
+        if value != usual[key] and not is_default(loaded.origins.get(key, DEFAULT))
+    }
     if as_json:
         placement = {name: getattr(job, name) for name in ("device", "engine", "colocate", "gpus", "cpus")}
         document = {
@@ -122,6 +138,7 @@ def print_plan(
             "placement": {**placement, "roles": plan_rows(job)},
             "memory": _memory_document(memory, needs),
             "defaults": derived,
+            "changed": changed,
             "rehearsal": rehearsal.document(),
         }
         print_json(document | ({"cluster": there.rows(job)} if shows_nodes else {}))
@@ -130,6 +147,9 @@ def print_plan(
         if shows_nodes:
             there.print(job)
         _print_memory(memory, job, needs, is_here=is_here)
+        for by in dict.fromkeys(origin for _, origin in changed.values()):
+            pairs = (f"{key} = {toml_value(value):.60}" for key, (value, why) in changed.items() if why == by)
+            print_prose(f"by {by.partition(' (')[0]}: {', '.join(pairs)}")
         for key, (value, why) in derived.items():
             print_prose(f"{key} = {f'{value:,.0f} s' if key.endswith('_s') else value} ({why})")
         print_text("\n" + "\n".join(rehearsal.lines()))
@@ -145,21 +165,24 @@ def _refused_here(error: AsyncrlError) -> str:
     return f"a run on this machine would be refused: {error.message}{hint}"
 
 
-def _rehearsed(profile: Profile) -> Rehearsal | AsyncrlError:
-    """The rehearsal of the reward on the first training items; or why the task cannot be loaded here, or not
-    for the built-in model.
+def _rehearsed(profile: Profile, model_dir: Path | None) -> Rehearsal | AsyncrlError:
+    """The rehearsal of the reward on training items; or why the task cannot be loaded here, or not for the
+    model, whose directory is known if it is here.
 
-    A file's eval prompts are held out as in a run, so a file that is too small for them is found here, too.
-    For a curriculum all prompts are counted."""
+    A file is read as a run reads it, unless nothing is rehearsed: its eval prompts are held out, the same
+    items are rehearsed, and the lengths of all prompts are checked. Of a source that generates its prompts, a
+    few are made, unless a curriculum counts them."""
     import asyncio
 
     from asyncrl_cli.job.driver_preparation import check_prompts
 
-    few = profile if profile.task.curriculum is not None else _with_few_items(profile)
+    is_file = profile.task.source.partition(":")[0] in KINDS
+    is_whole = (is_file and profile.task.rehearsal_items) or profile.task.curriculum is not None
+    few = profile if is_whole else _with_few_items(profile)
     try:
         task = load_task(few)
         if few.task.overlong_prompts == "error":  # a few may all be too long to be trained
-            check_prompts(few, task, None)
+            check_prompts(few, task, model_dir)
         return asyncio.run(rehearse(few, task))
     except AsyncrlError as error:
         return error
@@ -170,10 +193,7 @@ def _with_few_items(profile: Profile) -> Profile:
     # without a rehearsal one item tells whether the task can be loaded
     items = max(1, profile.task.rehearsal_items)
     train_prompts = min(items, profile.task.train_prompts or items)
-    update: dict[str, object] = {"task": profile.task.model_copy(update={"train_prompts": train_prompts})}
-    if profile.task.source.partition(":")[0] not in KINDS:  # eval prompts that are generated take time
-        update["eval"] = profile.eval.model_copy(update={"prompts": 0, "sets": {}})
-    return profile.model_copy(update=update)
+    return with_values(profile, {"task.train_prompts": train_prompts})
 
 
 @dataclass(frozen=True, slots=True)

@@ -65,6 +65,7 @@ def submit(
     Uploads the profile as resolved here, the modules that it names, and the files of run.ship."""
     from asyncrl_cli.base.paths import check_name
     from asyncrl_cli.checkpoint.run_directory import fresh_name
+    from asyncrl_cli.job.driver_prompt_checks import check_further_here
     from asyncrl_cli.job.submit.cargo import PROFILE, cargo_of
     from asyncrl_cli.job.submit.job_server import Job, JobServer
 
@@ -72,6 +73,7 @@ def submit(
     run = loaded.profile.run.name or fresh_name(loaded.profile.name, runs_dir)
     check_name(run)
     cargo = cargo_of(loaded, Path.cwd())
+    check_further_here(loaded.profile, is_elsewhere=True)
     warn(*loaded.warnings, *cargo.notes)
     arguments = ["train", "--profile", PROFILE, "--name", run]
     job = Job(arguments=arguments, run=run, runs_dir=runs_dir.absolute(), cargo=cargo)

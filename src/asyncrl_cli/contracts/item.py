@@ -13,6 +13,8 @@ from numbers import Number
 from typing import Any
 from uuid import UUID
 
+from asyncrl_cli.base.errors import did_you_mean
+
 Item = Mapping[str, Any]
 """`{"uid": str, "prompt": ChatPrompt, "answer": str | None, "metadata": {...}}`; metadata holds any Python
 values of the source."""
@@ -22,6 +24,35 @@ ChatPrompt = str | Sequence[Mapping[str, str]]
 PLAIN = (str, bytes, Number, type(None), date, time, timedelta, UUID)
 """Types whose `repr` identifies the value. `datetime` is a subclass of `date`; `Decimal` is registered as a
 `Number`."""
+
+
+class UnknownField(LookupError):
+    """A field that no item has."""
+
+
+class StrictFields(dict[str, Any]):
+    """A mapping whose `get` refuses a name that no item has: a misspelt one would give None. `where`: how
+    code reads the mapping; `known`: the names that items have."""
+
+    where: str
+    known: tuple[str, ...]
+
+    def get(self, name: str, default: Any = None) -> Any:
+        if name not in self and name not in self.known:
+            columns = f"there are {', '.join(self.known)}" if self.known else "there are none"
+            otherwise = columns if self.where != "item" else 'columns are in item["metadata"]'
+            meant = did_you_mean(name, [*self, *self.known], otherwise)
+            raise UnknownField(f'{self.where}.get("{name:.80}"), which no item has: {meant}')
+        return super().get(name, default)
+
+
+def strict_item(item: Item, items: Sequence[Item]) -> Item:
+    """The item, which raises UnknownField if a field is read with `get` that none of `items` has."""
+    metadata, whole = StrictFields(item["metadata"]), StrictFields(item)
+    metadata.where, whole.where = 'item["metadata"]', "item"
+    metadata.known, whole.known = tuple(dict.fromkeys(name for one in items for name in one["metadata"])), ()
+    whole["metadata"] = metadata
+    return whole
 
 
 def make_item(prompt: ChatPrompt, answer: str | None, metadata: Mapping[str, object]) -> Item:

@@ -21,6 +21,7 @@ from asyncrl_cli.engines.port import check_engine
 from asyncrl_cli.envs import check_environment
 from asyncrl_cli.job.driver_prompt_checks import (
     check_curriculum,
+    check_further_here,
     check_prompt_lengths,
     check_teachers,
     checked_tokenizer,
@@ -110,7 +111,7 @@ def expectation(task: Task) -> str:
 
 def check_surroundings(profile: Profile, address: str | None) -> None:
     """Check that loss, fields, scorers and environment exist and fit, the job fits here (or the cluster
-    answers), the engine is installed, the sinks could start, and a model in a directory is complete. Call it
+    answers), the engine is installed, the sinks could start, and models in directories are complete. Call it
     before transformers is imported: broken engine packages may break that import, too."""
     check_loss(profile.algorithm.loss_mode)
     check_fields(profile)
@@ -137,6 +138,7 @@ def check_surroundings(profile: Profile, address: str | None) -> None:
     check_engine(profile, device_of(profile, local_cluster()), is_elsewhere=address is not None)
     check_sinks(profile)
     model_here(profile)
+    check_further_here(profile)
 
 
 def check_prompts(profile: Profile, task: Task, model_dir: Path | None) -> Task:

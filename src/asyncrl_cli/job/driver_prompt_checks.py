@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from asyncrl_cli.base.errors import ConfigError, PreflightError, first_line
 from asyncrl_cli.contracts.item import Item, messages_of
-from asyncrl_cli.models.model_directory import naming_key, teacher_key
+from asyncrl_cli.models.model_directory import further_here, naming_key, teacher_key, tokenizer_here
 from asyncrl_cli.models.model_files import check_model, check_vocabulary
 from asyncrl_cli.profile.arithmetic import Schedule
 from asyncrl_cli.profile.schema import Profile
@@ -34,9 +34,18 @@ def check_curriculum(profile: Profile, num_prompts: int) -> None:
     raise ConfigError(f"task.curriculum = {share:g}: {why}", hint=hint)
 
 
-def check_teachers(profile: Profile, task: Task, model_dir: Path, teachers: Mapping[str, str]) -> None:
+def check_further_here(profile: Profile, *, is_elsewhere: bool = False) -> None:
+    """What can be said of reference, teachers, critic and reward model before anything is made or fetched.
+    Raises as `further_here` does, and PreflightError for a teacher's other tokenizer."""
+    here, policy = further_here(profile, is_elsewhere=is_elsewhere), tokenizer_here(profile)
+    if policy is not None:
+        keys = {name: teacher_key(name) for name in profile.teacher.paths}
+        check_tokenizers(profile, policy, {name: str(here[key]) for name, key in keys.items() if key in here})
+
+
+def check_tokenizers(profile: Profile, model_dir: Path, teachers: Mapping[str, str]) -> None:
     """Raises PreflightError if a teacher cannot be opened, or if one of the policy's tokens has another id
-    there or none. ConfigError if a prompt names none of several teachers."""
+    there or none."""
     tokens_of = opened_tokenizer(profile, model_dir).get_vocab() if teachers else {}
     for name, directory in teachers.items():
         with naming_key(teacher_key(name)):
@@ -46,6 +55,11 @@ def check_teachers(profile: Profile, task: Task, model_dir: Path, teachers: Mapp
             shown = f"{len(others)} of the policy's {len(tokens_of)} tokens have another id there or none"
             hint = "logprobs are compared token by token: use a teacher of the policy's family"
             raise PreflightError(f"{why}: {shown}, such as {others[0]!r}", hint=hint)
+
+
+def check_teachers(profile: Profile, task: Task, model_dir: Path, teachers: Mapping[str, str]) -> None:
+    """As `check_tokenizers`. Raises ConfigError if a prompt names none of several teachers."""
+    check_tokenizers(profile, model_dir, teachers)
     if (column := profile.teacher.column) is None:
         return
     for item in task.train:

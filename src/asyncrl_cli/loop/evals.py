@@ -268,9 +268,10 @@ class Evaluator:
 
 
 def sample_of(item: Item, text: str, reward: float) -> dict[str, object]:
-    """An answer for people to read, with the end of its prompt."""
+    """An answer for people to read, with the end of its prompt, and the reference answer if there is one."""
     prompt = "\n".join(message["content"] for message in messages_of(item["prompt"]))
-    return {"uid": item["uid"], "prompt": prompt[-LONGEST_TEXT:], "text": text, "reward": reward}
+    expected = {} if item["answer"] is None else {"answer": str(item["answer"])[:LONGEST_TEXT]}
+    return {"uid": item["uid"], "prompt": prompt[-LONGEST_TEXT:], "text": text, "reward": reward, **expected}
 
 
 def summary_of(

@@ -122,7 +122,9 @@ def _fetched(profile: Profile, progress: Progress = lambda *_: None) -> Path:
 
 def tokenizer_here(profile: Profile) -> Path | None:
     """A local directory with the model's tokenizer, which may lack the weights; None if there is none."""
-    local = expand(profile.model.path)
+    file = gguf_file(profile.model.path)
+    converted_to = None if file is None else converted_directory(file, cache_directory(profile))
+    local = converted_to or expand(profile.model.path)
     has_tokenizer = not is_builtin(profile) and (local / SETTINGS).is_file()
     return _templated(profile, local.resolve()) if has_tokenizer else None
 
@@ -144,10 +146,8 @@ def further_models(profile: Profile, model_dir: Path) -> dict[str, Any]:
     Raises PreflightError if one is missing or incomplete, or lacks some of the policy's tokens. Only a reward
     model, which has its own tokenizer, may lack them.
     """
-    algorithm, rewards = profile.algorithm, profile.reward_model.path is not None
-    wanted = {"ref": algorithm.has_reference, "critic": algorithm.has_critic, REWARD_MODEL: rewards}
     found: dict[str, Any] = {}
-    for section in (section for section, is_wanted in wanted.items() if is_wanted):
+    for section in _sections(profile):
         path, key = getattr(profile, section).path, f"{section}.path"
         directory = model_dir if path is None else _further(profile, model_dir, key, path)
         found[f"{section}_dir"] = str(directory.absolute())
@@ -157,6 +157,29 @@ def further_models(profile: Profile, model_dir: Path) -> dict[str, Any]:
             for name, path in teachers
         }
     return found
+
+
+def further_here(profile: Profile, *, is_elsewhere: bool = False) -> dict[str, Path]:
+    """The further models that the profile names and that are on this machine, by the keys of their paths.
+    Raises as `further_models` does for local paths that cannot be used. `is_elsewhere`: the run is, and paths
+    may exist there only."""
+    named = {f"{section}.path": getattr(profile, section).path for section in _sections(profile)}
+    named |= {teacher_key(name): path for name, path in profile.teacher.paths.items()}
+    found = dict[str, Path]()
+    for key, path in named.items():
+        with naming_key(key):
+            if path is None or (is_elsewhere and not os.path.exists(expand(path))):
+                continue
+            if (directory := model_here(_as_model(profile, key, path))) is not None:
+                found[key] = directory
+    return found
+
+
+def _sections(profile: Profile) -> list[str]:
+    """The sections of the further models, besides teachers, that the run has."""
+    algorithm, rewards = profile.algorithm, profile.reward_model.path is not None
+    wanted = {"ref": algorithm.has_reference, "critic": algorithm.has_critic, REWARD_MODEL: rewards}
+    return [section for section, is_wanted in wanted.items() if is_wanted]
 
 
 def teacher_key(name: str) -> str:
@@ -174,12 +197,19 @@ def naming_key(key: str) -> Iterator[None]:
         raise PreflightError(error.message.replace("model.path", key, 1), hint=error.hint) from error
 
 
-def _further(profile: Profile, model_dir: Path, key: str, path: str) -> Path:
+def _as_model(profile: Profile, key: str, path: str) -> Profile:
+    """The profile with a further model's path as that of the model. Raises PreflightError for a built-in
+    one."""
     model = profile.model.model_copy(update={"path": path, "chat_template": None})
-    other, is_judge = profile.model_copy(update={"model": model}), key.startswith(REWARD_MODEL)
+    other = profile.model_copy(update={"model": model})
     if is_builtin(other):
-        then = "" if is_judge or key.startswith("teacher") else " to use the run's initial model"
+        then = "" if key.startswith((REWARD_MODEL, "teacher")) else " to use the run's initial model"
         raise PreflightError(f"{key}: it must be a directory or a hub name", hint=f"leave out {key}{then}")
+    return other
+
+
+def _further(profile: Profile, model_dir: Path, key: str, path: str) -> Path:
+    other, is_judge = _as_model(profile, key, path), key.startswith(REWARD_MODEL)
     with naming_key(key):
         directory = model_here(other) or _fetched(other)
     files = [one / "config.json" for one in (model_dir, directory)]

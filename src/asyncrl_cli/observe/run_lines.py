@@ -78,6 +78,7 @@ class EvalSample(TypedDict):
     prompt: str
     text: str
     reward: Reward
+    answer: NotRequired[str]
 
 
 class EventLine(TypedDict, extra_items=Detail):  # type: ignore[call-arg]

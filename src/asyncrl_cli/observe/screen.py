@@ -97,15 +97,17 @@ class ProgressLine:
         if is_new := [stage.description for stage in bar.tasks] != [text]:
             for earlier in bar.task_ids:
                 bar.remove_task(earlier)
-            bar.add_task(text, how_far="", width=self._console.width)
+            bar.add_task(text, how_far="", first=None, width=self._console.width)
         (stage,) = bar.tasks
-        bar.update(stage.id, completed=done, total=total or None, width=self._console.width)
+        first = stage.fields["first"] or ((done, self._now()) if done else None)
+        bar.update(stage.id, completed=done, total=total or None, first=first, width=self._console.width)
         # "120/300 40% loss 0.61 0:00:25 left", as far as it is known: no count before the first item is done.
         counted, left = "", ""
         if stage.completed and stage.total:
             counted = f"{stage.completed:.0f}/{stage.total:.0f}  {stage.percentage:.0f}%"
-            # When a new stage began is not known.
-            pace = stage.speed or (not is_new and stage.elapsed and stage.completed / stage.elapsed)
+            # When a stage began, and what it took before its first item, says nothing about the others.
+            since_s = self._now() - first[1] if first else 0.0
+            pace = stage.speed or (first and since_s and (done - first[0]) / since_s)
             left = f"{clock(stage.remaining / pace)} left" if pace and stage.remaining else ""
         how_far = "  ".join(words for words in (counted, figures, left) if words)
         bar.update(stage.id, how_far=how_far)

@@ -31,18 +31,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from asyncrl_cli.base.errors import counted
+from asyncrl_cli.models.shape import ModelShape, ShapeUnknown, shape_of
 from asyncrl_cli.plan.processor import has_bfloat16_matrix_units
 from asyncrl_cli.profile.arithmetic import Schedule, max_context_tokens
 from asyncrl_cli.profile.check import check
 from asyncrl_cli.profile.keys import values_of, with_values
 from asyncrl_cli.profile.loaded import DEFAULT, Loaded, is_default
 from asyncrl_cli.profile.schema import ProcessPlace, Profile
-
-if TYPE_CHECKING:
-    from asyncrl_cli.models.shape import ModelShape
 
 TRAINER, ROLLOUT, COLOCATED = "trainer", "rollout", "colocated"
 
@@ -83,9 +80,9 @@ SLOW_FLOPS = {
 }
 """Floating-point operations per second of a GPU or of a CPU's thread, by `model.dtype`: an eighth of an
 A100's peak (two fifths is usual), a CPU core without wide vectors, and one that emulates bfloat16."""
-FLOPS_PER_VALUE = 12
+FLOPS_PER_VALUE, FORWARD_FLOPS_PER_VALUE = 12, 2
 """For a token and a parameter: forward and backward 6, activations computed again 2, the logprobs of the
-window's first weights and of the reference 2 each."""
+window's first weights and of the reference 2 each. A teacher's size is its own."""
 FILE_BYTES, STATE_BYTES = 4, 12
 """Per parameter: of the model's files, which may be float32; of a checkpoint's weights and two moments."""
 
@@ -279,6 +276,9 @@ def for_job(loaded: Loaded, plan: JobPlan, shape: ModelShape, *, is_resumed: boo
     attention = shape.num_layers * shape.num_heads * shape.head_dim * context_tokens
     epochs = profile.trainer.ppo_epochs
     operations = FLOPS_PER_VALUE * num_models * epochs * tokens * (shape.parameters + attention)
+    teachers = [_parameters_of(path, shape) for path in profile.teacher.paths.values()]
+    files += FILE_BYTES * sum(teachers)
+    operations += FORWARD_FLOPS_PER_VALUE * tokens * max(teachers, default=0)  # each prompt has one
     threads = profile.placement.cpus_per_worker if plan.device == "cpu" else 1
     rate = SLOW_FLOPS[plan.device, profile.model.dtype] * threads
     slowly = f"at {SLOW_DISK_BYTES_PER_S / 10**6:.0f} MB/s"
@@ -305,6 +305,13 @@ def for_job(loaded: Loaded, plan: JobPlan, shape: ModelShape, *, is_resumed: boo
             ruin = f"can ruin a pretrained model of {size} within a few steps"
             warnings.append(f"{LR_KEY} = {given:g} {ruin}: without the key it would be {lr:g}")
     return replace(_with_defaults(loaded, limits), warnings=tuple(warnings))
+
+
+def _parameters_of(path: str, policy: ModelShape) -> int:
+    try:
+        return shape_of(path).parameters
+    except ShapeUnknown:  # it has to be fetched
+        return policy.parameters
 
 
 def _with_defaults(loaded: Loaded, defaults: Mapping[str, tuple[str | float, str]]) -> Loaded:

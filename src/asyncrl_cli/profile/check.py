@@ -36,6 +36,22 @@ ENGINE_KEYS = (
     "engine_args",
 )
 """Keys of [rollout] that only some engines support."""
+OUTWEIGHS = "the penalty outweighs the rewards, and the policy stays what it was"
+DOUBTFUL: tuple[tuple[str, float, str], ...] = (
+    ("trainer.lr", 0.01, "AdamW moves every weight by about as much in each optimizer step"),
+    ("trainer.ppo_epochs", 16, "after so many passes a sample has little more to say"),
+    ("rollout.temperature", 2, "responses are hardly more than random tokens"),
+    ("rollout.n", 256, "so many responses of one prompt say little more than fewer of more prompts"),
+    ("algorithm.entropy_coeff", 0.1, "the bonus outweighs the rewards, and responses become random"),
+    ("algorithm.kl_coef", 1, OUTWEIGHS),
+    ("algorithm.kl_loss_coef", 1, OUTWEIGHS),
+    ("algorithm.kl_target", 1, "so far from its reference, in nats per token, a policy writes other text"),
+    ("algorithm.distill_coef", 10, "the log ratios of rare tokens are large already"),
+    ("algorithm.clip_ratio_high", 5, "hardly any token is clipped"),
+    ("async_training.staleness_threshold", 8, "samples are older than corrections were tried with"),
+    ("lora.rank", 512, "training all weights costs hardly more"),
+)
+"""Keys with the values above which they are probably a mistake, and why."""
 
 
 def _engine_clashes(kind: Any) -> Iterator[Clash]:
@@ -154,7 +170,10 @@ def _least_eta(profile: Profile) -> str:
 
 def _warnings(profile: Profile) -> Iterator[str]:
     """Settings that are allowed, but probably a mistake."""
-    rollout, schedule = profile.rollout, Schedule.of(profile)
+    rollout, schedule, values = profile.rollout, Schedule.of(profile), values_of(profile)
+    for key, most, why in DOUBTFUL:
+        if values[key] is not None and values[key] > most:
+            yield f"{key} = {values[key]:g} is a doubtful value, more than {most:g}: {why}"
     for key, value, off in (("top_p", rollout.top_p, 1), ("top_k", rollout.top_k, 0)):
         if value != off:
             yield f"rollout.{key} = {value}: the sampled distribution is not the one that is trained"

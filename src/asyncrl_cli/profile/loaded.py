@@ -236,7 +236,10 @@ def set_layer(sets: Sequence[str]) -> Layer:
             raise ConfigError(f"--set {shortened(text)}: expected section.key=value", hint=hint)
         if len(parts) == 1 and parts[0] not in sections():
             raise unknown_key(parts[0], "--set", keys())
-        nested: Value = parse_value(value.strip())
+        try:
+            nested: Value = parse_value(value.strip())
+        except ConfigError as error:
+            raise ConfigError(f"--set {key.strip()}: {error.message}", hint=error.hint) from None
         for part in reversed(parts):
             nested = {part: nested}
         try:

@@ -66,11 +66,15 @@ def _float(text: str) -> float:
 
 def parse_value(text: str) -> Value:
     """Parse `text` as a TOML value. Text that is not TOML is returned unchanged. Raises ConfigError if it
-    exceeds a limit."""
+    exceeds a limit, or begins like an array, a table or a quoted string and is none."""
     try:
         parsed = parse_toml(f"value = {text}")
-    except tomli.TOMLDecodeError:
-        return text
+    except tomli.TOMLDecodeError as error:
+        if not text.startswith(("[", "{", '"', "'")):
+            return text
+        hint = """text within it is quoted, and in a shell all of it: '["a", "b"]' or '{a = "b"}'"""
+        why = f"{decapitalized(error.msg)} at character {error.colno - len('value = ')}"
+        raise ConfigError(f"{shortened(text)} is not a valid value: {why}", hint=hint) from None
     except ValueError as error:
         hint = "a value is read as TOML, otherwise as a string"
         raise ConfigError(f"{shortened(text)} is not a valid value: {error}", hint=hint) from None

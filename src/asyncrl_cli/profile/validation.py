@@ -7,22 +7,34 @@ of a profile's file, for editors and for taplo.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 
 from pydantic import ValidationError
+from pydantic_core import ErrorDetails
 
 from asyncrl_cli.base.errors import ConfigError, combine, did_you_mean
 from asyncrl_cli.base.paths import MAX_NAME_BYTES, MAX_PATH_BYTES
+from asyncrl_cli.base.safe_files import decapitalized
 from asyncrl_cli.profile.keys import PARAMS, keys, sections
-from asyncrl_cli.profile.schema import Profile
-from asyncrl_cli.profile.toml_files import LONGEST_ECHO, Table, Value, Values, parse_value, shortened
+from asyncrl_cli.profile.schema import NamedReward, Profile
+from asyncrl_cli.profile.toml_files import (
+    LONGEST_ECHO,
+    Table,
+    Value,
+    Values,
+    parse_value,
+    shortened,
+    toml_value,
+)
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
 EXTENDS = {
     "type": "string",
     "description": "The profile that this one extends: its name, or a path relative to this file.",
 }
+NAMED = "NamedReward"
+"""The part of a validation error's place that says that it is in the table of a named reward."""
 SCHEMAS, DEFINITIONS = ("properties", "$defs"), "$defs"
 """Keywords whose values map names to schemas. These names are not keywords."""
 
@@ -45,18 +57,33 @@ def validate(values: Values, origins: Mapping[str, str]) -> Profile:
     try:
         return Profile.model_validate(nested)
     except ValidationError as error:
-        wrong = dict.fromkeys(".".join(str(part) for part in detail["loc"][:2]) for detail in error.errors())
-        raise combine([_wrong_value(key, values[key], origins[key]) for key in wrong]) from None
+        wrong = dict[str, str]()
+        for detail in error.errors():
+            key, *within = (".".join(map(str, detail["loc"][:2])), *map(str, detail["loc"][2:]))
+            is_named = NAMED in within[:-1]  # the table of a named reward, `{use = ..., weight = ...}`
+            wrong[key] = wrong.get(key) or (_wrong_name(within, detail) if is_named else "")
+        problems = [_wrong_value(key, values[key], origins[key], why) for key, why in wrong.items()]
+        raise combine(problems) from None
 
 
-def _wrong_value(key: str, value: Value, origin: str) -> ConfigError:
+def _wrong_name(within: Sequence[str], detail: ErrorDetails) -> str:
+    table, field = f'the table of "{shortened(within[within.index(NAMED) - 1])}"', shortened(within[-1])
+    if detail["type"] == "missing":
+        return f"{table} lacks {field}"
+    if detail["type"] == "extra_forbidden":
+        meant = did_you_mean(field, [*NamedReward.__annotations__], "it has use and weight")
+        return f"{table} has an unknown key {field}: {meant}"
+    return f"{field} in {table}: {decapitalized(detail['msg'])}"
+
+
+def _wrong_value(key: str, value: Value, origin: str, why: str = "") -> ConfigError:
     text, options = shortened(value), _options(key)
     shown = f'"{text}"' if isinstance(value, str) else text.lower() if isinstance(value, bool) else text
     kinds = {option["type"] for option in options if not _choices(option)}
     hint = f"it means: {keys().get(key, 'one line of text')}"
     if len(text) >= LONGEST_ECHO:
         pass  # too long to be quoted
-    elif isinstance(value, str) and kinds - {"string"} and parse_value(value) != value:
+    elif isinstance(value, str) and kinds - {"string"} and _is_toml(value):
         hint = f"remove the quotes: {key} = {value}"
     elif isinstance(value, str):
         found = [choice for option in options for choice in _choices(option)]
@@ -64,7 +91,18 @@ def _wrong_value(key: str, value: Value, origin: str) -> ConfigError:
     elif kinds == {"string"}:
         quoted = f'{key} = "{value}"' if origin != "--set" else f"--set '{key}=\"{value}\"'"
         hint = f"quote it: {quoted}"
+    if why:
+        shown = shortened(toml_value(value))
+        example = '{right = {use = "math-verify"}, short = {use = "my_rewards:brief", weight = 0.2}}'
+        return ConfigError(f"{key} = {shown} ({origin}): {why}", hint=f"{key} = {example}")
     return ConfigError(f"{key} = {shown} ({origin}): expected {expected(key)}", hint=hint)
+
+
+def _is_toml(text: str) -> bool:
+    try:
+        return bool(parse_value(text) != text)
+    except ConfigError:
+        return False
 
 
 def expected(key: str) -> str:

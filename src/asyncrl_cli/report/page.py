@@ -222,7 +222,7 @@ def before_and_after_html(run: Recorded) -> str:
             continue
         after = {sample["uid"]: sample for sample in last["samples"]}
         rows = [
-            [escape(before["prompt"]), _answer(before), _answer(after[before["uid"]])]
+            [_asked(before), _answer(before), _answer(after[before["uid"]])]
             for before in first["samples"]
             if before["uid"] in after
         ]
@@ -230,6 +230,11 @@ def before_and_after_html(run: Recorded) -> str:
         heading = f"Before and after: {run.name}" + (f" on {name}" if name else "")
         html += card(heading, f'<div class="answers">{table(heads, rows)}</div>')
     return html
+
+
+def _asked(sample: EvalSample) -> str:
+    prompt = escape(sample["prompt"])
+    return f"{prompt}<br><b>expected: {escape(sample['answer'])}</b>" if "answer" in sample else prompt
 
 
 def _answer(sample: EvalSample) -> str:

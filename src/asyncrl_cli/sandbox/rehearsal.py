@@ -23,10 +23,11 @@ from random import Random
 
 from asyncrl_cli.base.errors import ConfigError, timeout
 from asyncrl_cli.base.named_code import describe
-from asyncrl_cli.contracts.item import Item, messages_of
+from asyncrl_cli.contracts.item import Item, UnknownField, messages_of, strict_item
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.sandbox.parent_rewards import RewardFailed, RewardPool, default_workers
 from asyncrl_cli.tasks.code_choice import environment_of
+from asyncrl_cli.tasks.files import KINDS
 from asyncrl_cli.tasks.reward_functions import build_reward
 from asyncrl_cli.tasks.task import Task
 
@@ -35,6 +36,8 @@ LIMIT_S = 20.0
 MAX_PROBED, AT_ONCE = 8, 4
 """Items tried if none has an answer; items scored at the same time, so that some are done when the time is
 up."""
+BLIND = ("", "1", "The answer is 1.")
+"""Responses for items without an answer, beside the prompt."""
 FORMS = {
     "the reference answer as it is": "{}",
     "... in \\boxed{}": "\\boxed{{{}}}",
@@ -77,7 +80,8 @@ class Scored:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rehearsal:
     """`rows`: by what the texts are, in the table's order. `reason`: why there are none. `unscored`: a text
-    of each item whose reference scores in no form."""
+    of each item whose reference scores in no form. `misread`: fields that the reward reads and no item
+    has."""
 
     name: str
     rows: dict[str, list[Scored]] = field(default_factory=dict)
@@ -86,6 +90,8 @@ class Rehearsal:
     unscored: Sequence[Scored] = ()
     num_items: int = 0
     refusal: ConfigError | None = None
+    blind: Sequence[Scored] = ()
+    misread: str = ""
 
     def lines(self) -> list[str]:
         """The table as text."""
@@ -139,7 +145,9 @@ class Rehearsal:
                     f"{len(right)} of {len(scored)} items, for example {worst.text!r:.100}: {worst.outcome}, "
                     f"where the answer is {worst.item['answer']!r:.60}"
                 )
-        texts = [one for scored in self.rows.values() for one in scored]
+        if self.misread:
+            found.append(f"task.reward reads {self.misread}")
+        texts = [*self.blind, *(one for scored in self.rows.values() for one in scored)]
         if failed := [one for one in texts if one.reward is None]:
             found.append(
                 f"task.reward failed for {len(failed)} of {len(texts)} texts, and such trajectories are left "
@@ -190,7 +198,9 @@ async def rehearse(profile: Profile, task: Task, log_path: Path = Path(os.devnul
         why = "episodes of several turns get their rewards as a model plays them"
         return Rehearsal(name=name, reason=why)
     items = [item for item in task.train if task.expected(item) is not None]
-    chosen = Random(0).sample(items, most) if len(items) > most else items
+    # of items that are generated, a plan has only the first
+    is_file = profile.task.source.partition(":")[0] in KINDS
+    chosen = Random(0).sample(items, most) if is_file and len(items) > most else items[:most]
     began_s = time.monotonic()
     if kind == "exact-match":  # ours, and quick: it needs no process
         function = build_reward(task.reward)
@@ -207,9 +217,10 @@ async def rehearse(profile: Profile, task: Task, log_path: Path = Path(os.devnul
     try:
         await pool.start()
         if not items:
-            refusal = await _asks_in_vain(name, task.train[:MAX_PROBED], pool.score)
-            return Rehearsal(name=name, reason="no item has an answer to try it with", refusal=refusal)
-        return await _rehearsed(name, task, chosen, pool.score, began_s)
+            return await _tried_blind(name, task, pool.score)
+        found = await _rehearsed(name, task, chosen, pool.score, began_s)
+        texts = [one.text for row in found.rows.values() for one in row[:1]]
+        return replace(found, misread=await _misread(task, chosen[0], texts, pool.score))
     finally:
         await pool.close()
 
@@ -285,21 +296,43 @@ async def _score(item: Item, text: str, score: Score) -> Scored:
         return Scored(item, text, None, str(failed))
 
 
-async def _asks_in_vain(name: str, items: Sequence[Item], score: Score) -> ConfigError | None:
-    """For items without answers: the error if the reward reads `item["answer"]` and tells no text from
-    another."""
-    rewards, asks = set[float | None](), False
+async def _misread(task: Task, item: Item, texts: Sequence[str], score: Score) -> str:
+    """What a function of the user's reads with `get` from an item, and what no item has; "" if there is
+    nothing, or no time to find it."""
+    strict = strict_item(item, task.train)
+    with suppress(TimeoutError):
+        async with timeout(LIMIT_S):
+            for text in dict.fromkeys(texts) if task.reward.functions else ():
+                kind, _, read = (await _score(strict, text, score)).failure.partition(": ")
+                if kind == UnknownField.__name__ and read.endswith(")"):  # else no code of the user's read it
+                    return read
+    return ""
+
+
+async def _tried_blind(name: str, task: Task, score: Score) -> Rehearsal:
+    """For items without answers: the reward is refused if it fails for every response, or if it reads
+    `item["answer"]` and tells no response from another."""
+    tried, asks, items = list[Scored](), False, task.train[:MAX_PROBED]
     for item in items:
-        texts = (messages_of(item["prompt"])[-1]["content"], "", "1", "The answer is 1.")
-        rewards |= {(await _score(item, text, score)).reward for text in texts}
+        texts = (messages_of(item["prompt"])[-1]["content"], *BLIND)
+        tried += [await _score(item, text, score) for text in texts]
         without = {key: value for key, value in item.items() if key != "answer"}
         asks |= (await _score(without, "1", score)).failure.startswith("KeyError: 'answer'")
-    if not asks or len(rewards) > 1:
-        return None
     columns = ", ".join(list(items[0]["metadata"])[:10]) or "none besides the prompt"
-    return ConfigError(
-        f'task.reward = {name} reads item["answer"], but no item has an answer, and all responses earn the '
-        "same",
-        hint="task.answer_key names the column with the answers, or `column.field`; the columns are: "
-        f"{columns}",
+    rewards, wrong = {one.reward for one in tried}, ""
+    if asks and len(rewards) == 1:
+        wrong = 'reads item["answer"], but no item has an answer, and all responses earn the same'
+        hint = "task.answer_key names the column with the answers, or `column.field`; the columns are: "
+        hint += columns
+    elif rewards == {None}:
+        last = tried[-1]
+        wrong = f"failed for every response that it was tried with, on {len(items)} items; for example "
+        wrong += f"on {last.text!r}: {last.failure:.300}"
+        hint = f'columns besides prompt and answer are in item["metadata"]: {columns}; {WITHOUT_IT}'
+    return Rehearsal(
+        name=name,
+        reason="no item has an answer to try it with",
+        refusal=ConfigError(f"task.reward = {name} {wrong}", hint=hint) if wrong else None,
+        blind=tried,
+        misread=await _misread(task, items[0], [one.text for one in tried[: 1 + len(BLIND)]], score),
     )

@@ -48,6 +48,8 @@ from asyncrl_cli.train.ranks import Ranks
 from asyncrl_cli.train.step_plan import OptimizerStepPlan, RankPlan
 
 PROX, REF, TEACHER, VALUES = arithmetic.PROX, arithmetic.REF, arithmetic.TEACHER, arithmetic.CRITIC
+TEACHER_NUMBER = "teacher number"
+"""Of several teachers, which one the token has."""
 PENALTIES, ADVANTAGES, RETURNS, FINISHED = "penalties", "advantages", "returns", "finished"
 SPLIT_COST_TOKENS = {"cpu": 128, "cuda": 8192}
 """Cost of one more microbatch, in padded tokens. On a CPU: 8 ms of overhead at 65 us a token (0.75 M

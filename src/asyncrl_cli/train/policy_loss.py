@@ -44,7 +44,15 @@ from asyncrl_cli.measure.values import Ratio, Value
 from asyncrl_cli.profile.algorithm_section import AlgorithmSection, Kl, bounds
 from asyncrl_cli.profile.arithmetic import step_optimizer_steps
 from asyncrl_cli.profile.schema import Profile
-from asyncrl_cli.train.batch import ADVANTAGES, PROX, REF, TEACHER, Microbatch, StepBatch
+from asyncrl_cli.train.batch import (
+    ADVANTAGES,
+    PROX,
+    REF,
+    TEACHER,
+    TEACHER_NUMBER,
+    Microbatch,
+    StepBatch,
+)
 from asyncrl_cli.train.logprobs import Scored
 from asyncrl_cli.train.losses import LossBatch, Metric, find_loss, max_of, mean_of, sum_of
 from asyncrl_cli.train.optimizer import aggregated, take_sum
@@ -101,7 +109,11 @@ class PolicyLoss:
             bonus = aggregated(scored.entropy_N, microbatch, plan, self._profile)
             loss = loss - algorithm.entropy_coeff * bonus
         if TEACHER in microbatch.columns:
-            corrections["distill/kl"] = mean_of(batch.logp_theta_N - microbatch.columns[TEACHER])
+            kl_N = batch.logp_theta_N - microbatch.columns[TEACHER]
+            corrections["distill/kl"] = mean_of(kl_N)
+            if (numbers_N := microbatch.columns.get(TEACHER_NUMBER)) is not None:
+                for number, name in enumerate(self._profile.teacher.paths):
+                    corrections[f"distill/kl/{name}"] = mean_of(kl_N[numbers_N == number])
         metrics |= corrections | signals(batch, microbatch.staleness_N)
         return loss, {"train/loss": sum_of(loss), "train/entropy": mean_of(scored.entropy_N), **metrics}
 

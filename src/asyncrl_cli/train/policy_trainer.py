@@ -36,7 +36,7 @@ from asyncrl_cli.data.trajectories import GroupPayload
 from asyncrl_cli.measure.values import Sum, Value
 from asyncrl_cli.profile.arithmetic import MAX_LOGPROB_DIFF, is_apart
 from asyncrl_cli.profile.schema import ProcessPlace, Profile
-from asyncrl_cli.train.batch import PROX, REF, TEACHER, VALUES, StepBatch, step_batches
+from asyncrl_cli.train.batch import PROX, REF, TEACHER, TEACHER_NUMBER, VALUES, StepBatch, step_batches
 from asyncrl_cli.train.critic import Critic, credit
 from asyncrl_cli.train.kl_coefficient import KlCoefficient
 from asyncrl_cli.train.losses import Metric
@@ -45,7 +45,7 @@ from asyncrl_cli.train.policy_loss import PolicyLoss, effective_ratio
 from asyncrl_cli.train.policy_model import PolicyModel, frozen_model
 from asyncrl_cli.train.ranks import Ranks
 from asyncrl_cli.train.step_plan import RankPlan, needs_columns
-from asyncrl_cli.train.teachers import Teachers
+from asyncrl_cli.train.teachers import Teachers, teacher_of
 from asyncrl_cli.train.trainer_state import (
     Counters,
     HostState,
@@ -170,6 +170,11 @@ class PolicyTrainer:
                     arrays = self.teachers.arrays(batch.plan.trajectories, payloads)
                     values_F = torch.from_numpy(np.concatenate([np.zeros(0, np.float32), *arrays]))
                     batch.set_column(TEACHER, values_F.to(ranks.device))
+        if len(names := [*self.profile.teacher.paths]) > 1:
+            for batch in batches:
+                named = [teacher_of(payloads[one.group]) for one in batch.plan.trajectories]
+                numbers_F = np.repeat(np.array([names.index(name) for name in named], int), batch.counts_P)
+                batch.set_column(TEACHER_NUMBER, torch.from_numpy(numbers_F).to(ranks.device))
         with self._timed("old_logprob", column_s):
             scored_tokens = self._fill_prox(batches, step_in_window, plan.critic_only)
         metrics, skipped_steps = dict[str, Value](), 0

@@ -65,4 +65,9 @@ class Teachers:
 
     def _name(self, payload: GroupPayload) -> str:
         only, *others = self.models
-        return payload.trajectories[0].values[TEACHER_NAME] if others else only
+        return teacher_of(payload) if others else only
+
+
+def teacher_of(payload: GroupPayload) -> str:
+    """Of several teachers, the name of the group's."""
+    return str(payload.trajectories[0].values[TEACHER_NAME])
