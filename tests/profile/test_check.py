@@ -151,6 +151,12 @@ TABLE = (
      ["filter_groups = true", 'adv_estimator = "none"'], "leave algorithm.filter_groups out"),
     ("base", "algorithm.adv_estimator=none teacher.path=/a/model algorithm.distill_coef=0",
      ['adv_estimator = "none"', "distill_coef = 0"], "distill_coef=1"),
+    ("base", "algorithm.distill_loss=full", ['distill_loss = "full"', "no teacher.path"], "teacher.path="),
+    ("base",
+     'algorithm.distill_loss=full teacher.path=/a placement.tasks=[["train"],["teacher"],["rollout"]]',
+     ["not sent between processes"], "distill_loss=sampled"),
+    ("base", "algorithm.distill_loss=full teacher.path=/a trainer.sequence_parallel_size=2 "
+     "rollout.engine=vllm placement.device=cuda", ["share no distributions"], "sequence_parallel_size=1"),
     ("base", "algorithm.distill_coef=0.5", ["distill_coef = 0.5", "no teacher.path"], "teacher.path="),
     ("base", 'teacher.path={math="/a",code="/b"}',
      ["teacher.path = {", "no teacher.column"], "teacher.column="),

@@ -322,6 +322,7 @@ class RayTrainer(RayRanks):
         planned = (t for plan in plans for step in plan.optimizer_steps for t in step.trajectories)
         algorithm = self._profile.algorithm
         adds_teacher = bool(self._profile.teacher.paths and algorithm.distill_coef)
+        adds_teacher = adds_teacher and algorithm.distill_loss == "sampled"
         is_whole = not needs_columns(algorithm) and not adds_teacher
         advantages = {(t.group, t.trajectory): t.advantage for t in planned if is_whole}
         facts: dict[int, SampleFacts] = {

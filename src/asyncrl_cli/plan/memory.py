@@ -215,6 +215,10 @@ def _teachers(job: MemoryEstimate, role: str, processes: int) -> Iterator[Memory
     if shapes:
         num_bytes, how = max(_gathered(job, shape) for shape in shapes.values())
         yield device("score", "gathered teacher", num_bytes, how)
+    if shapes and job.profile.algorithm.distill_loss == "full":
+        values = job.profile.trainer.max_tokens_per_microbatch * job.shape.vocab_size
+        how = f"at most {job.profile.trainer.max_tokens_per_microbatch} tokens * {job.shape.vocab_size}"
+        yield device("step", "teacher's distributions", 3 * MASTER_BYTES * values, f"{how} of vocabulary")
 
 
 def _trained(

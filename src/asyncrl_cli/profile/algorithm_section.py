@@ -83,7 +83,11 @@ class AlgorithmSection(Section):
     """`gae`: 1 relies on the rewards alone (advantage = return - value), 0 on the critic's next value."""
     distill_coef: NonNegativeFloat = 1.0
     """With a teacher ([teacher]): each token's advantage gets distill_coef * (log teacher - log theta) added,
-    after all else. 0 only measures the divergence (`distill/kl`)."""
+    after all else, or the loss its divergence (`distill_loss`). 0 only measures it (`distill/kl`)."""
+    distill_loss: Literal["sampled", "full"] = "sampled"
+    """What of policy and teacher is compared before each sampled token: the logprobs of that token, or their
+    distributions over the whole vocabulary, by the exact reverse KL as a loss. `full` learns far more from a
+    sample. Its teachers are in the trainer's processes, and score every microbatch again in each pass."""
     use_kl_loss: bool = False
     """Add kl_loss_coef * KL(theta, reference) to the loss. The reference ([ref]) is an additional model in
     the trainer's processes, or has its own processes (placement.tasks)."""

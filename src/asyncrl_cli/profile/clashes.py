@@ -114,7 +114,7 @@ OLD_LOGPROBS, LOSS, ADVANTAGES = "algorithm.old_logprobs", "algorithm.loss_mode"
 KL_LOSS, KL_REWARD = "algorithm.use_kl_loss", "algorithm.use_kl_in_reward"
 KL_TARGET = "algorithm.kl_target"
 RS, RS_THRESHOLD = "algorithm.rollout_rs", "algorithm.rollout_rs_threshold"
-TEACHER, DISTILL_COEF = "teacher.path", "algorithm.distill_coef"
+TEACHER, DISTILL_COEF, DISTILL_LOSS = "teacher.path", "algorithm.distill_coef", "algorithm.distill_loss"
 NORMALIZE, LORA_RANK, N = "algorithm.rollout_is_batch_normalize", "lora.rank", "rollout.n"
 AGENT, SOURCE, REWARD_MODEL = "task.agent", "task.source", "reward_model.path"
 TRANSPORT, DUAL_BUFFER = "weights.transport", "weights.dual_buffer"
@@ -238,7 +238,13 @@ CLASHES = (
     Clash({ADVANTAGES: "none", DISTILL_COEF: 0},
         "neither rewards nor the teacher train the policy",
         "--set algorithm.distill_coef=1, or algorithm.adv_estimator=grpo (then 0 only measures)"),
-    *_unused(DISTILL_COEF,
+    Clash({DISTILL_LOSS: "full", TASKS: _apart("teacher")},
+        "whole distributions are not sent between processes",
+        "--set algorithm.distill_loss=sampled, or leave teacher out of placement.tasks"),
+    Clash({DISTILL_LOSS: "full", "trainer.sequence_parallel_size": lambda size: size > 1},
+        "the ranks of a sequence share no distributions",
+        "--set trainer.sequence_parallel_size=1, or algorithm.distill_loss=sampled"),
+    *_unused(f"{DISTILL_COEF} {DISTILL_LOSS}",
         {TEACHER: None},
         "there is no teacher",
         "--set teacher.path=..."),

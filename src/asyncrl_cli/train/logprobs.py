@@ -23,26 +23,29 @@ from transformers.utils import ModelOutput
 
 from asyncrl_cli.train import LOGITS_CHUNK_ELEMENTS
 from asyncrl_cli.train.batch import Microbatch
-from asyncrl_cli.train.packed_rows import Divide, padded
+from asyncrl_cli.train.packed_rows import Divide, RankShare, padded
 
 
 class Scored(NamedTuple):
-    """Each token's logprob (with gradient), and the entropy in nats of its distribution (with gradient if
-    `Head.differentiates_entropy`). Both float32."""
+    """Each token's logprob (with gradient), the entropy in nats of its distribution (with gradient if
+    `Head.differentiates_entropy`), and with a teacher the KL(this, teacher's) of the distributions (with
+    gradient). All float32."""
 
     logprobs_N: torch.Tensor
     entropy_N: torch.Tensor
+    divergence_N: torch.Tensor | None = None
 
 
 class Head(NamedTuple):
     """What follows the decoder. `logits_of` maps hidden states (N, H) to logits (N, V), and depends on
-    `parameters` alone."""
+    `parameters` alone. `teacher_NV`: a teacher's logprobs of the whole vocabulary."""
 
     logits_of: Callable[[torch.Tensor], torch.Tensor]
     parameters: tuple[torch.Tensor, ...]
     vocab_size: int
     temperature: float
     differentiates_entropy: bool = False
+    teacher_NV: torch.Tensor | None = None
 
     def chunk_tokens(self, device: torch.device) -> int:
         return max(1, LOGITS_CHUNK_ELEMENTS[device.type] // self.vocab_size)
@@ -51,16 +54,20 @@ class Head(NamedTuple):
         """Logprobs of the targets, and entropies. A single chunk keeps its logits for the backward pass,
         which is faster; not for the entropy's, where autograd would keep two more copies of them."""
         if not self.differentiates_entropy and len(targets_N) <= self.chunk_tokens(targets_N.device):
-            return self.score_chunk(hidden_NH, targets_N)
+            return self.score_chunk(hidden_NH, targets_N, slice(None))
         return Scored(*_Chunks.apply(self, targets_N, hidden_NH, *self.parameters))
 
-    def score_chunk(self, hidden_NH: torch.Tensor, targets_N: torch.Tensor) -> Scored:
+    def score_chunk(self, hidden_NH: torch.Tensor, targets_N: torch.Tensor, chunk: slice) -> Scored:
+        """`chunk`: which of all tokens these are."""
         logprobs_NV = torch.log_softmax(self.scaled_logits(hidden_NH), dim=-1)
-        whole_NV = logprobs_NV.detach()
+        whole_NV, divergence_N = logprobs_NV.detach(), None
+        if self.teacher_NV is not None:
+            divergence_N = (logprobs_NV.exp() * (logprobs_NV - self.teacher_NV[chunk])).sum(-1)
         return Scored(
             # a sum over one; FSDP rejects the view of squeeze
             logprobs_N=logprobs_NV.gather(-1, targets_N.unsqueeze(-1)).sum(-1),
             entropy_N=-whole_NV.exp().mul_(whole_NV).sum(-1),
+            divergence_N=divergence_N,
         )
 
     def scaled_logits(self, hidden_NH: torch.Tensor) -> torch.Tensor:
@@ -77,7 +84,19 @@ class ForwardPass:
     divide: Divide = padded
     differentiates_entropy: bool = False
 
-    def __call__(self, microbatch: Microbatch) -> Scored:
+    def __call__(self, microbatch: Microbatch, teacher_NV: torch.Tensor | None = None) -> Scored:
+        share, hidden_NH, head = self._decoded(microbatch)
+        head = head._replace(teacher_NV=teacher_NV)
+        scored = head.score(hidden_NH, share.of(microbatch.targets_N))
+        return Scored(*(share.joined(one, len(microbatch.targets_N)) for one in scored if one is not None))
+
+    def whole_NV(self, microbatch: Microbatch, vocab_size: int) -> torch.Tensor:
+        """Logprobs of the first `vocab_size` tokens, which are all that there are, before each sampled
+        one."""
+        _, hidden_NH, head = self._decoded(microbatch)
+        return torch.log_softmax(head.scaled_logits(hidden_NH)[:, :vocab_size], dim=-1)
+
+    def _decoded(self, microbatch: Microbatch) -> tuple[RankShare, torch.Tensor, Head]:
         share = self.divide(microbatch)
         decoded = getattr(self.model, self.model.base_model_prefix)(**share.inputs, use_cache=False)
         hidden_NH = decoded.last_hidden_state.flatten(0, 1).index_select(0, share.select_n)
@@ -88,8 +107,7 @@ class ForwardPass:
             temperature=self.temperature,
             differentiates_entropy=self.differentiates_entropy,
         )
-        scored = head.score(hidden_NH, share.of(microbatch.targets_N))
-        return Scored(*(share.joined(values_N, len(microbatch.targets_N)) for values_N in scored))
+        return share, hidden_NH, head
 
     def _logits(self, decoded: ModelOutput, hidden_NH: torch.Tensor) -> torch.Tensor:
         """Run the model's own forward pass on the decoder's result, because some models scale or cap their
@@ -125,21 +143,20 @@ class _Chunks(torch.autograd.Function):
     ) -> tuple[torch.Tensor, ...]:
         ctx.head = head
         size = head.chunk_tokens(targets_N.device)
-        chunks = zip(hidden_NH.split(size), targets_N.split(size), strict=True)
-        scores = [head.score_chunk(hidden, targets) for hidden, targets in chunks]
-        logprobs, entropies = zip(*scores, strict=True)
-        scored = Scored(torch.cat(logprobs), torch.cat(entropies))
-        ctx.save_for_backward(targets_N, hidden_NH, scored.entropy_N)
+        chunks = [slice(first, first + size) for first in range(0, max(len(targets_N), 1), size)]
+        scores = [head.score_chunk(hidden_NH[chunk], targets_N[chunk], chunk) for chunk in chunks]
+        scored = [torch.cat(values) for values in zip(*scores, strict=True) if values[0] is not None]
+        ctx.save_for_backward(targets_N, hidden_NH, *scored[1:])
         if not head.differentiates_entropy:
-            ctx.mark_non_differentiable(scored.entropy_N)
+            ctx.mark_non_differentiable(scored[1])
         return tuple(scored)
 
     @staticmethod
     def backward(
-        ctx: Any, gradient_N: torch.Tensor, entropy_gradient_N: torch.Tensor
+        ctx: Any, gradient_N: torch.Tensor, entropy_gradient_N: torch.Tensor, *further_N: torch.Tensor
     ) -> tuple[torch.Tensor | None, ...]:
         head: Head = ctx.head
-        targets_N, hidden_NH, entropy_N = ctx.saved_tensors
+        targets_N, hidden_NH, entropy_N, *divergence_N = ctx.saved_tensors
         hidden_gradient_NH = torch.empty_like(hidden_NH)
         trained = [parameter for parameter in head.parameters if parameter.requires_grad]
         sums = {id(p): torch.zeros_like(p, dtype=torch.float32, requires_grad=False) for p in trained}
@@ -149,16 +166,22 @@ class _Chunks(torch.autograd.Function):
             with torch.enable_grad():
                 scaled_CV = head.scaled_logits(hidden_CH)
             # d logprob / d scaled logit = one-hot - softmax, d entropy / d scaled logit = - softmax * (log
-            # softmax + entropy); written out, because autograd would keep two more copies.
+            # softmax + entropy), d divergence / d scaled logit = softmax * (log softmax - teacher's -
+            # divergence); written out, because autograd would keep two more copies.
             gradient_C1, targets_C1 = gradient_N[chunk].unsqueeze(-1), targets_N[chunk].unsqueeze(-1)
             scaled_gradient_CV = torch.softmax(scaled_CV.detach(), dim=-1)
+            slopes_CV = gradient_C1
             if head.differentiates_entropy:
                 slopes_CV = torch.log_softmax(scaled_CV.detach(), dim=-1).add_(entropy_N[chunk].unsqueeze(-1))
                 slopes_CV.mul_(entropy_gradient_N[chunk].unsqueeze(-1)).add_(gradient_C1)
-                scaled_gradient_CV.mul_(slopes_CV.neg_())
-                del slopes_CV  # or it would be alive beside the gradients that follow
-            else:
-                scaled_gradient_CV.mul_(-gradient_C1)
+            for each_N, its_gradient_N in zip(divergence_N, further_N, strict=True):
+                assert head.teacher_NV is not None
+                ratios_CV = torch.log_softmax(scaled_CV.detach(), dim=-1).sub_(head.teacher_NV[chunk])
+                ratios_CV.sub_(each_N[chunk].unsqueeze(-1)).mul_(its_gradient_N[chunk].unsqueeze(-1))
+                slopes_CV = slopes_CV - ratios_CV
+                del ratios_CV
+            scaled_gradient_CV.mul_(slopes_CV).neg_()
+            del slopes_CV  # or it would be alive beside the gradients that follow
             scaled_gradient_CV.scatter_add_(-1, targets_C1, gradient_C1)
             inputs = [hidden_CH, *trained]
             hidden_gradient_NH[chunk], *found = torch.autograd.grad(scaled_CV, inputs, scaled_gradient_CV)

@@ -110,6 +110,9 @@ class PolicyLoss:
             loss = loss - algorithm.entropy_coeff * bonus
         if TEACHER in microbatch.columns:
             kl_N = batch.logp_theta_N - microbatch.columns[TEACHER]
+            if scored.divergence_N is not None:
+                kl_N = scored.divergence_N
+                loss = loss + algorithm.distill_coef * aggregated(kl_N, microbatch, plan, self._profile)
             corrections["distill/kl"] = mean_of(kl_N)
             if (numbers_N := microbatch.columns.get(TEACHER_NUMBER)) is not None:
                 for number, name in enumerate(self._profile.teacher.paths):
@@ -143,7 +146,7 @@ class PolicyLoss:
                 window_steps=training.trigger_parameter_sync_step * step_optimizer_steps(self._profile),
             )
         advantages_N = microbatch.columns.get(ADVANTAGES, microbatch.advantages_N)
-        if TEACHER in microbatch.columns:
+        if TEACHER in microbatch.columns and self._algorithm.distill_loss == "sampled":
             log_ratios_N = microbatch.columns[TEACHER] - logp_theta_N.detach()
             advantages_N = advantages_N + self._algorithm.distill_coef * log_ratios_N
         return LossBatch(

@@ -70,10 +70,18 @@ class PolicyModel(ShardedModel[PreTrainedModel]):
             add_adapters(model, self.profile.lora, self.profile.run.seed)
         return model
 
-    def scored(self, microbatch: Microbatch) -> Scored:
+    def scored(self, microbatch: Microbatch, teacher_NV: torch.Tensor | None = None) -> Scored:
         """Logprobs, with gradient, and entropies (with gradient if there is an entropy bonus) of the sampled
-        tokens at the sampling temperature. A collective."""
-        return self.gathered(partial(self._forward, microbatch))
+        tokens at the sampling temperature; the divergence from a teacher that gives `teacher_NV`. A
+        collective."""
+        return self.gathered(partial(self._forward, microbatch, teacher_NV))
+
+    @torch.no_grad()
+    def whole_NV(self, microbatch: Microbatch, vocab_size: int) -> torch.Tensor:
+        """Logprobs of the whole vocabulary before each sampled token. A collective."""
+        found_NV = self.gathered(partial(self._forward.whole_NV, microbatch, vocab_size))
+        self.gathered.release()
+        return found_NV
 
     def traced_N(self, microbatch: Microbatch) -> torch.Tensor:
         return self.scored(microbatch).logprobs_N

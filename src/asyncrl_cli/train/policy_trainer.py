@@ -191,7 +191,10 @@ class PolicyTrainer:
             normalizer = self._loss.weight_normalizer(batch, ranks)
             for microbatch in batch.microbatches:
                 self.model.gathered.before_backward(is_last=microbatch is batch.microbatches[-1])
-                scored = self.model.scored(microbatch)
+                teacher_NV = None
+                if self.teachers is not None and algorithm.distill_loss == "full":
+                    teacher_NV = self.teachers.whole_NV(microbatch, self.model.vocab_size)
+                scored = self.model.scored(microbatch, teacher_NV)
                 loss, found = self._loss(microbatch, scored, batch.plan, steps_done, normalizer)
                 # FSDP averages gradients over ranks, but the loss is a share of all ranks' mean already.
                 (loss * ranks.world_size).backward()

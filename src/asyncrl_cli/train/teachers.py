@@ -1,19 +1,23 @@
 """The teachers of on-policy distillation: frozen models that give the policy's own sampled tokens their
 logprobs, at the sampling temperature.
 
-    distill advantage of a token = distill_coef * (log teacher - log theta)      (policy_loss.py)
+    sampled   distill advantage of a token = distill_coef * (log teacher - log theta)
+    full      distill loss of a token = distill_coef * KL(theta || teacher) of the distributions before it
 
-Its mean over the policy's samples is minus the reverse KL(theta || teacher), of which it is the
-policy-gradient estimate: no gradient flows through it. A token is judged by itself, not by what follows.
+`algorithm.distill_loss` chooses; policy_loss.py adds them. The advantage's mean over the policy's samples is
+minus the reverse KL(theta || teacher), of which it is the policy-gradient estimate: no gradient flows through
+it. The loss is this KL itself in the states that samples visited. Both judge a token by itself, not by what
+follows.
 
 Each prompt has one teacher, which the value TEACHER_NAME of its trajectories names. All ranks ask all
 teachers, in the same order, because every forward pass is a collective.
 
-Source: Agarwal et al. 2023 (arXiv:2306.13649) for distillation on the student's own samples; Gu et al. 2023,
+Source: Agarwal et al. 2023 (arXiv:2306.13649) for distillation on the student's own samples, over the whole
+vocabulary; Gu et al. 2023,
 MiniLLM (arXiv:2306.08543), and Lu, Thinking Machines Lab 2025, "On-Policy Distillation", for the reverse KL
 as an advantage.
 
-What it is not: only the sampled token's logprob is compared, not the whole vocabulary or its top k.
+What it is not: no credit flows to earlier tokens, which led to a state. There is no top k of the vocabulary.
 """
 
 from __future__ import annotations
@@ -22,12 +26,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from asyncrl_cli.contracts.item import Item
 from asyncrl_cli.data.sample_fields import TEACHER_NAME
 from asyncrl_cli.data.trajectories import GroupPayload
 from asyncrl_cli.profile.schema import LoraSection, ProcessPlace, Profile
+from asyncrl_cli.train.batch import TEACHER_NUMBER, Microbatch
 from asyncrl_cli.train.policy_model import PolicyModel
 from asyncrl_cli.train.ranks import Ranks
 from asyncrl_cli.train.sharded_model import every_trajectory
@@ -51,6 +57,16 @@ class Teachers:
             mine = [one for one in planned if self._name(payloads[one.group]) == name]
             found |= zip(mine, model.arrays(mine, payloads), strict=True)
         return [found[one] for one in planned]
+
+    def whole_NV(self, microbatch: Microbatch, vocab_size: int) -> torch.Tensor:
+        """Of each sampled token's teacher, the logprobs of the whole vocabulary there. A collective."""
+        numbers_N, found_NV = microbatch.columns.get(TEACHER_NUMBER), torch.empty(0)
+        for number, model in enumerate(self.models.values()):
+            its_NV = model.whole_NV(microbatch, vocab_size)
+            if numbers_N is not None and number:
+                its_NV = torch.where((numbers_N == number).unsqueeze(-1), its_NV, found_NV)
+            found_NV = its_NV
+        return found_NV
 
     def score(self, groups: Sequence[GroupPayload], items: Sequence[Item]) -> list[Any]:
         """As `ShardedModel.score`."""
