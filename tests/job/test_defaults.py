@@ -18,7 +18,7 @@ from asyncrl_cli.job import driver_run
 from asyncrl_cli.job.driver_ranks import RayScorer, RayTrainer
 from asyncrl_cli.job.driver_rollout import RayRolloutWorker
 from asyncrl_cli.job.driver_run import Run
-from asyncrl_cli.models.shape import ModelShape, shape_of_config
+from asyncrl_cli.models.shape import ModelShape, parameters_of, shape_of_config
 from asyncrl_cli.plan import processor
 from asyncrl_cli.plan.compiler import compile_job
 from asyncrl_cli.plan.job_plan import for_device, for_job
@@ -52,7 +52,8 @@ def limits_of(loaded: Loaded) -> list[float]:
 
 def on_gpus(loaded: Loaded, gpus: int) -> Loaded:
     loaded = for_device(loaded, "cuda")
-    return for_job(loaded, compile_job(loaded.profile, nodes((64, gpus))), qwen_32b())
+    teachers = parameters_of(loaded.profile.teacher.paths.values(), qwen_32b())
+    return for_job(loaded, compile_job(loaded.profile, nodes((64, gpus))), qwen_32b(), teachers=teachers)
 
 
 @pytest.mark.parametrize(("device", "dtype"), [("cpu", "float32"), ("cuda", "bfloat16")])

@@ -17,6 +17,7 @@ from asyncrl_cli.base.paths import expand
 from asyncrl_cli.cli.console import print_json, print_prose, print_table, print_text, warn
 from asyncrl_cli.job.ray.session import check_shared_memory
 from asyncrl_cli.models.model_directory import model_here, tokenizer_here
+from asyncrl_cli.models.shape import parameters_of
 from asyncrl_cli.plan import cluster, memory_fit
 from asyncrl_cli.plan.cluster import Unplaced, assigned, fitting_hint
 from asyncrl_cli.plan.compiler import compile_job, device_of
@@ -89,7 +90,8 @@ def print_plan(
     memory = memory_fit.estimate_or_reason(profile, job, memory_bytes)
     refusal, needs = None, list[memory_fit.DeviceNeed]()
     if isinstance(memory, MemoryEstimate):
-        loaded = for_job(loaded, job, memory.shape)
+        teachers = parameters_of(profile.teacher.paths.values(), memory.shape)
+        loaded = for_job(loaded, job, memory.shape, teachers=teachers)
         needs = [*memory_fit.device_needs(memory), *memory_fit.node_needs(memory, there.all)]
         refusal = memory_fit.cannot_fit(memory) or memory_fit.shortage(needs)
         if refusal is None:

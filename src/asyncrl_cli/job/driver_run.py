@@ -31,7 +31,7 @@ from asyncrl_cli.job.driver_process import END_S, StopRequests, leave, logged_to
 from asyncrl_cli.job.driver_prompts import check_resumable, refuse_other_prompts
 from asyncrl_cli.job.ray.session import ray_session
 from asyncrl_cli.models.model_files import keep_model_files
-from asyncrl_cli.models.shape import ModelShape, ShapeUnknown, shape_of_directory
+from asyncrl_cli.models.shape import ModelShape, ShapeUnknown, parameters_of, shape_of_directory
 from asyncrl_cli.observe.live_status import facts_of
 from asyncrl_cli.observe.observers import Observers, StartStatus
 from asyncrl_cli.observe.screen import ProgressLine, make_ui
@@ -250,7 +250,9 @@ class Run:
     def resolve_for_model(self, plan: JobPlan, shape: ModelShape) -> tuple[str, ...]:
         """Fill in the defaults for the model, and return warnings. A resumed run gets only time limits."""
         loaded = Loaded(profile=self.profile, origins=self.origins)
-        resolved = for_job(loaded, plan, shape, is_resumed=self.checkpoint is not None)
+        teachers = parameters_of(self.profile.teacher.paths.values(), shape)
+        is_resumed = self.checkpoint is not None
+        resolved = for_job(loaded, plan, shape, teachers=teachers, is_resumed=is_resumed)
         self.profile, self.origins = resolved.profile, resolved.origins
         return resolved.warnings
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -69,6 +69,17 @@ class ModelShape:
     def kv_values_per_token(self) -> int:
         """Number of values in one token's keys and values, over all layers."""
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim
+
+
+def parameters_of(paths: Iterable[str], otherwise: ModelShape) -> list[int]:
+    """The number of parameters of each model; that of `otherwise` for one that has to be fetched."""
+    found = list[int]()
+    for path in paths:
+        try:
+            found.append(shape_of(path).parameters)
+        except ShapeUnknown:
+            found.append(otherwise.parameters)
+    return found
 
 
 def shape_of(path: str) -> ModelShape:

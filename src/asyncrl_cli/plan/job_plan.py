@@ -28,18 +28,21 @@ The limits are there to end a hang, not to judge speed: a process that dies is n
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from asyncrl_cli.base.errors import counted
-from asyncrl_cli.models.shape import ModelShape, ShapeUnknown, shape_of
 from asyncrl_cli.plan.processor import has_bfloat16_matrix_units
 from asyncrl_cli.profile.arithmetic import Schedule, max_context_tokens
 from asyncrl_cli.profile.check import check
 from asyncrl_cli.profile.keys import values_of, with_values
 from asyncrl_cli.profile.loaded import DEFAULT, Loaded, is_default
 from asyncrl_cli.profile.schema import ProcessPlace, Profile
+
+if TYPE_CHECKING:
+    from asyncrl_cli.models.shape import ModelShape
 
 TRAINER, ROLLOUT, COLOCATED = "trainer", "rollout", "colocated"
 
@@ -263,9 +266,17 @@ def usual_lr(profile: Profile, parameters: int) -> float:
     return float(f"{min(rate, MOST_LR):.0e}")
 
 
-def for_job(loaded: Loaded, plan: JobPlan, shape: ModelShape, *, is_resumed: bool = False) -> Loaded:
+def for_job(
+    loaded: Loaded,
+    plan: JobPlan,
+    shape: ModelShape,
+    *,
+    teachers: Sequence[int] = (),
+    is_resumed: bool = False,
+) -> Loaded:
     """With default time limits for this model and this number of ranks, also if an earlier attempt of the run
-    had others, and with the default learning rate for the model, unless the run is resumed. Warns of a given
+    had others, and with the default learning rate for the model, unless the run is resumed. `teachers`: the
+    numbers of their parameters. Warns of a given
     learning rate that may ruin the model."""
     profile, least = loaded.profile, values_of(Profile())
     num_models = 1 + profile.algorithm.has_critic  # a critic's size is about the policy's
@@ -276,7 +287,6 @@ def for_job(loaded: Loaded, plan: JobPlan, shape: ModelShape, *, is_resumed: boo
     attention = shape.num_layers * shape.num_heads * shape.head_dim * context_tokens
     epochs = profile.trainer.ppo_epochs
     operations = FLOPS_PER_VALUE * num_models * epochs * tokens * (shape.parameters + attention)
-    teachers = [_parameters_of(path, shape) for path in profile.teacher.paths.values()]
     files += FILE_BYTES * sum(teachers)
     operations += FORWARD_FLOPS_PER_VALUE * tokens * max(teachers, default=0)  # each prompt has one
     threads = profile.placement.cpus_per_worker if plan.device == "cpu" else 1
@@ -305,13 +315,6 @@ def for_job(loaded: Loaded, plan: JobPlan, shape: ModelShape, *, is_resumed: boo
             ruin = f"can ruin a pretrained model of {size} within a few steps"
             warnings.append(f"{LR_KEY} = {given:g} {ruin}: without the key it would be {lr:g}")
     return replace(_with_defaults(loaded, limits), warnings=tuple(warnings))
-
-
-def _parameters_of(path: str, policy: ModelShape) -> int:
-    try:
-        return shape_of(path).parameters
-    except ShapeUnknown:  # it has to be fetched
-        return policy.parameters
 
 
 def _with_defaults(loaded: Loaded, defaults: Mapping[str, tuple[str | float, str]]) -> Loaded:
