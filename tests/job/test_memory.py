@@ -171,6 +171,22 @@ def test_without_a_second_buffer_a_load_holds_nothing_beside_the_model():
     assert "load buffer" not in sizes(planned("builtin:tiny", "weights.dual_buffer=false")[2], ROLLOUT)
 
 
+@pytest.mark.parametrize(
+    ("sets", "sends_deltas"),
+    [
+        (("weights.encoding=delta",), True),
+        (("weights.encoding=auto", "model.dtype=bfloat16"), True),
+        (("weights.encoding=auto",), False),
+        (("weights.encoding=auto", "model.dtype=bfloat16", "weights.transport=disk"), False),
+    ],
+)
+def test_deltas_take_a_version_on_each_worker_and_one_more_at_rank_0(sets, sends_deltas):
+    plain, encoded = (planned("builtin:tiny", *some)[2] for some in (sets[1:], sets))
+    weights, before = sizes(encoded, ROLLOUT)["weights"], sizes(plain, TRAINER)["published weights"]
+    assert sizes(encoded, ROLLOUT).get("base of deltas") == (weights if sends_deltas else None)
+    assert sizes(encoded, TRAINER)["published weights"] * 2 == before * (3 if sends_deltas else 2)
+
+
 def test_vllm_holds_what_it_loads_once_as_the_other_engine_does():
     one, other = (
         planned("builtin:tiny", f"rollout.engine={engine}")[2] for engine in ("vllm", "transformers")

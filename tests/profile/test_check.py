@@ -184,6 +184,8 @@ TABLE = (
     ("base", "lora.sync=adapter", ['lora.sync = "adapter"', "lora.rank = 0"], "lora.rank=8"),
     ("base", "lora.rank=8 lora.sync=adapter weights.keep_versions=2",
      ['lora.sync = "adapter"', "weights.keep_versions = 2"], "lora.sync=merged"),
+    ("base", "weights.transport=disk weights.encoding=delta",
+     ['weights.encoding = "delta"', 'weights.transport = "disk"'], "weights.encoding=auto"),
     ("base", "weights.transport=nccl placement.device=cuda",
      ['transport = "nccl"', 'engine = "transformers"'], "engine=vllm"),
     ("base", "weights.transport=nccl rollout.engine=vllm",

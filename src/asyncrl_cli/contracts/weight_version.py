@@ -32,16 +32,17 @@ class Published:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadReport:
     """One worker's load. `pause_s`: how long no sequence ran; `send_s`: the part of it in which weights were
-    fetched (0 with a second buffer, which is filled beforehand); `logprob_abs_diff` and its median: trainer
-    against worker on the probe sequences, if scored; `verdict` and `loaded_share`: where the worker's
-    logprobs lie between the previous version's and this one's, if both are known (weights/versions.py). A
-    doubt is only a warning: the worker stays."""
+    fetched (0 with a second buffer, which is filled beforehand); `fetched_bytes`: of buckets and deltas,
+    where they are counted; `logprob_abs_diff` and its median: trainer against worker on the probe sequences,
+    if scored; `verdict` and `loaded_share`: where the worker's logprobs lie between the previous version's
+    and this one's, if both are known (weights/versions.py). A doubt is only a warning: the worker stays."""
 
     version: int
     send_s: float
     load_s: float
     pause_s: float
     logprob_abs_diff: float | None
+    fetched_bytes: int | None = None
     logprob_abs_diff_median: float | None = None
     verdict: LoadVerdict | None = None
     loaded_share: float | None = None

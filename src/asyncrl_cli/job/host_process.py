@@ -24,6 +24,7 @@ from asyncrl_cli.weights.versions import Manifest
 
 if TYPE_CHECKING:
     from asyncrl_cli.weights.buckets import Bucket
+    from asyncrl_cli.weights.deltas import Base
 
     Whole = Callable[[Iterator[Bucket]], Iterator[Bucket]]
 
@@ -97,28 +98,47 @@ def no_collection_while_starting() -> Iterator[None]:
         gc.freeze()
 
 
-def arriving(manifest: Manifest, refs: Refs) -> Iterator[Bucket]:
+def arriving(
+    manifest: Manifest,
+    refs: Refs,
+    base: Base | None = None,
+    count: Callable[[int], None] = lambda num_bytes: None,
+) -> Iterator[Bucket]:
     """The buckets in the order in which they were sent, each verified. Blocks, so call it in a thread.
-    Buckets from the object store are memory-mapped, not copied.
+    Buckets from the object store are memory-mapped, not copied. `base`: the version to which deltas are
+    applied, which uses it up. `count(num_bytes)` is called for each bucket or delta that is fetched.
 
     Raises DamagedWeights: at a damaged bucket, or at the end if some are missing.
     """
     from asyncrl_cli.weights.receivers import verified
 
     with ThreadPoolExecutor(GETS_AHEAD, thread_name_prefix="get") as gets:
-        yield from verified(_in_order(gets, refs), manifest)
+        yield from verified(_in_order(gets, refs, base, count), manifest)
 
 
-def _in_order(gets: ThreadPoolExecutor, refs: Refs) -> Iterator[Bucket]:
+def _in_order(
+    gets: ThreadPoolExecutor, refs: Refs, base: Base | None, count: Callable[[int], None]
+) -> Iterator[Bucket]:
     """The next fetch begins when a bucket is taken, so that a slow consumer has at most GETS_AHEAD buckets
     waiting."""
     import ray
 
-    def get(ref: Any) -> Bucket:
+    from asyncrl_cli.weights.deltas import DeltaRef, applied
+
+    def get(place: int, ref: Any) -> Bucket:
+        if isinstance(ref, DeltaRef):
+            if base is not None and base[0] == ref.base:
+                delta = ray.get(ref.delta)
+                count(delta.sent_bytes)
+                before, base[1][place] = base[1][place], None
+                assert before is not None, "each bucket is fetched once"
+                return applied(delta, before)
+            ref = ref.full
         bucket: Bucket = ray.get(ref) if isinstance(ref, ray.ObjectRef) else ref.read()
+        count(len(bucket.data))
         return bucket
 
-    submits = (gets.submit(get, ref) for ref in refs)
+    submits = (gets.submit(get, place, ref) for place, ref in enumerate(refs))
     ahead = deque(islice(submits, GETS_AHEAD))
     while ahead:
         ahead[0].result()

@@ -54,7 +54,7 @@ from asyncrl_cli.measure.meters import CallMeter
 from asyncrl_cli.measure.states import ExecutorReport, State
 from asyncrl_cli.plan.cluster import LOOPBACK
 from asyncrl_cli.plan.job_plan import TRAINER
-from asyncrl_cli.profile.arithmetic import CRITIC, PROX, REWARD, TEACHER, Schedule
+from asyncrl_cli.profile.arithmetic import CRITIC, PROX, REWARD, TEACHER, Schedule, sends_deltas
 from asyncrl_cli.profile.schema import ProcessPlace, Profile
 from asyncrl_cli.train.sample_dump import SampledGroup, dump_samples
 
@@ -197,7 +197,7 @@ class RankHost:
         self._end_ranks = self.trainer.close
         weights = self._profile.weights
         if self._rank > 0 or weights.transport == "object-store":
-            sender: Sender = ObjectStoreSender()  # type: ignore[abstract]
+            sender: Sender = ObjectStoreSender(deltas=sends_deltas(self._profile))
         elif weights.transport == "disk":
             sender = DiskSender(self._run_dir / WEIGHTS_DIR, Path(self._place.model_dir))
         else:  # with `nccl` and `ipc` the buckets stay here until a worker asks for them (`direct`)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -22,16 +23,47 @@ from asyncrl_cli.weights.versions import Manifest, Sender, send
 
 if TYPE_CHECKING:
     from asyncrl_cli.weights.buckets import Bucket, Packing
+    from asyncrl_cli.weights.deltas import DeltaRef
 
     OnFull = Callable[[Packing, int], None]
 
 
 class ObjectStoreSender(Sender):
     """Sends buckets as Ray objects. The driver keeps them alive by their refs, until no worker can want the
-    version any more."""
+    version any more.
 
-    def put(self, bucket: Bucket) -> ObjectRef:
-        return ray.put(bucket)
+    With `deltas` it keeps the buckets of finished versions that workers may want, and puts beside each bucket
+    of the next one what has changed since the newest of them, if that is smaller. Both stay on this node
+    until a worker asks for one of them.
+    """
+
+    def __init__(self, *, deltas: bool = False) -> None:
+        self._deltas = deltas
+        self._held: dict[int, list[Bucket]] = {}
+        self._begun: list[Bucket] = []
+
+    def begin(self, version: int, num_buckets: int) -> None:
+        self._begun = []
+
+    def put(self, bucket: Bucket) -> ObjectRef | DeltaRef:
+        from asyncrl_cli.weights.deltas import DeltaRef, difference
+
+        full, place = ray.put(bucket), len(self._begun)
+        if not self._deltas:
+            return full
+        self._begun.append(bucket)
+        if not self._held:
+            return full
+        base, buckets = max(self._held.items(), key=itemgetter(0))
+        delta = difference(bucket, buckets[place], base)
+        return full if delta is None else DeltaRef(full=full, delta=ray.put(delta), base=base)
+
+    def finish(self, manifest: Manifest) -> None:
+        if self._deltas:
+            self._held[manifest.version] = self._begun
+
+    def keep(self, wanted: Collection[int]) -> None:
+        self._held = {version: held for version, held in self._held.items() if version in wanted}
 
 
 class Sending:

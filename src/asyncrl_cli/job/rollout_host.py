@@ -46,6 +46,7 @@ from asyncrl_cli.envs.tool_environment import SUFFIX, CallLog, ToolEnvironment
 from asyncrl_cli.job.host_process import Refs, merging, no_collection_while_starting, set_up_process
 from asyncrl_cli.job.rollout_weights import Loader, RayRankZero
 from asyncrl_cli.measure.meters import LongPoll, MeteredRewards, RolloutMeter
+from asyncrl_cli.profile.arithmetic import sends_deltas
 from asyncrl_cli.profile.schema import Interrupt, ProcessPlace, Profile
 from asyncrl_cli.sandbox.parent_processes import ProcessEnded, Processes, environment_processes
 from asyncrl_cli.sandbox.parent_rewards import RewardPool, default_workers
@@ -136,7 +137,13 @@ class RolloutHost:
             whole = await asyncio.to_thread(merging, profile, place)
             # one version less than the engine has: the first load may bring that same version, to verify it
             self._loader = Loader(
-                self._engine, profile.weights, self._meter, place.version - 1, self._places, whole
+                self._engine,
+                profile.weights,
+                self._meter,
+                place.version - 1,
+                self._places,
+                whole,
+                deltas=sends_deltas(profile),
             )
             self._runner = await self._make_runner()
         logger.info("%s started: %s", self._name, place)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 
     from asyncrl_cli.job.host_process import Whole
     from asyncrl_cli.weights.buckets import Bucket
+    from asyncrl_cli.weights.deltas import Base
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +57,8 @@ class Loader:
     `held`: version of the engine's weights; one less if the first load may bring that same version, to verify
     it. `fingerprint`: of the last version that was loaded; "" before. `places`: a drain waits for the
     trajectories that have begun there, even if they are waiting for a tool. `whole`: converts the buckets
-    that arrive to the engine's.
+    that arrive to the engine's. `deltas`: keeps the buckets of the newest version that has arrived, to which
+    the next one's deltas are applied.
     """
 
     def __init__(
@@ -67,8 +69,13 @@ class Loader:
         held: int,
         places: Slots,
         whole: Whole = iter,
+        *,
+        deltas: bool = False,
     ) -> None:
         self.engine = engine
+        self._deltas = deltas
+        self._base: Base | None = None
+        self._fetched_bytes = 0
         self._whole = whole
         self._weights = weights
         self._meter = meter
@@ -123,6 +130,7 @@ class Loader:
                     load_s=pause.load_s,
                     pause_s=pause.pause_s,
                     logprob_abs_diff=None,
+                    fetched_bytes=self._fetched_bytes or None,
                 )
                 if not manifest.probe_tokens:
                     return report
@@ -158,11 +166,26 @@ class Loader:
             return AnnouncedWeights(refs)
         if not self._weights.dual_buffer:
             return None
-        buckets = self._whole(arriving(manifest, refs))
+        buckets = self._whole(self._arriving(manifest, refs))
         return self.engine.receive(buckets if self._weights.overlap else list(buckets))
 
     def _buckets(self, manifest: Manifest, refs: Refs) -> list[Bucket]:
-        return list(self._whole(arriving(manifest, refs)))
+        return list(self._whole(self._arriving(manifest, refs)))
+
+    def _arriving(self, manifest: Manifest, refs: Refs) -> Iterator[Bucket]:
+        """The buckets, each verified. Once the last one is taken they are the base of the next deltas; an
+        older base goes bucket by bucket, so that there are never two."""
+        arrived: list[Bucket | None] = []
+        sizes: list[int] = []
+        base, self._base = self._base, None
+        for bucket in arriving(manifest, refs, base, sizes.append):
+            if self._deltas:
+                # a copy of what lies in the object store, which needs its room for the next versions
+                is_own = bucket.data.flags.owndata
+                arrived.append(bucket if is_own else replace(bucket, data=bucket.data.copy()))
+            yield bucket
+        self._fetched_bytes = sum(sizes)
+        self._base = (manifest.version, arrived) if self._deltas else None
 
     def _check_newer(self, version: int) -> None:
         newest = self.held if self.received is None else max(self.held, self.received.manifest.version)

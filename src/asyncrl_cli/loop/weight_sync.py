@@ -28,9 +28,10 @@ class WeightSync:
         it."""
         self.summary: dict[str, float | int | None] = {}
         """The last version that every worker has loaded or skipped, with maxima over the workers that loaded
-        it. `bytes`: sent to each. `gather_s`: None if the version came from a checkpoint. `loaded_share`: the
-        one farthest from 1. `unclear_loads`: the number of loads whose probes could not tell the version from
-        the previous one. Empty before the first such version."""
+        it. `bytes`: those that each fetched, or is sent where they are not counted. `gather_s`: None if the
+        version came from a checkpoint. `loaded_share`: the one farthest from 1. `unclear_loads`: the number
+        of loads whose probes could not tell the version from the previous one. Empty before the first such
+        version."""
         self._summarised = -1
         self._workers = workers
         self._costs: dict[int, tuple[float | None, int | None]] = {}
@@ -76,7 +77,7 @@ class WeightSync:
         verdicts = _known([report.verdict for report in reports])
         self.summary = {
             "version": version,
-            "bytes": num_bytes,
+            "bytes": max(_known(one.fetched_bytes for one in reports), default=num_bytes),
             "gather_s": gather_s,
             "send_s": max(report.send_s for report in reports),
             "load_s": max(report.load_s for report in reports),

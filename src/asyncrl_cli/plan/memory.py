@@ -25,7 +25,15 @@ from asyncrl_cli.engines.port import EngineMemory, cache_bytes_left, kind_of
 from asyncrl_cli.engines.transformers import CACHE_SHARE_OF_MEMORY, PAGE_TOKENS, PREFILL_TOKENS_PACKED
 from asyncrl_cli.models.shape import BYTES_OF, FAMILY, ModelShape, shape_of
 from asyncrl_cli.plan.job_plan import ROLLOUT, TRAINER, JobPlan
-from asyncrl_cli.profile.arithmetic import CRITIC, PROX, REF, REWARD, TEACHER, max_context_tokens
+from asyncrl_cli.profile.arithmetic import (
+    CRITIC,
+    PROX,
+    REF,
+    REWARD,
+    TEACHER,
+    max_context_tokens,
+    sends_deltas,
+)
 from asyncrl_cli.profile.schema import DIRECT_TRANSPORTS, Profile
 from asyncrl_cli.train import LOGITS_CHUNK_ELEMENTS, LOGITS_COPIES, MOMENTS_SLICE_BYTES, keeps_whole_gradients
 
@@ -183,9 +191,11 @@ def _trainer(job: MemoryEstimate) -> Iterator[MemoryItem]:
     buckets = counted(ceil(e * job.shape.parameters / (bucket_mb * MIB)), "gather bucket")
     holders = {"disk": "; the run's directory", "object-store": "; Ray's object store"}
     holder = holders.get(profile.weights.transport, "")
-    how = f"rank 0: {buckets} at most {bucket_mb} MB each, new and previous version"
+    held = 3 if sends_deltas(profile) else 2
+    which = "new version and two that deltas may start from" if held == 3 else "new and previous version"
+    how = f"rank 0: {buckets} at most {bucket_mb} MB each, {which}"
     how += f"{holder} holds as much again" if holder else ""
-    yield MemoryItem(TRAINER, 1, "host", "sync", "published weights", 2 * e * job.shape.parameters, how)
+    yield MemoryItem(TRAINER, 1, "host", "sync", "published weights", held * e * job.shape.parameters, how)
     if profile.algorithm.has_reference and REF not in job.plan.scorers:
         shape = shape_of(profile.ref.path) if profile.ref.path else job.shape
         shard = MASTER_BYTES * ceil(shape.parameters / ranks)
@@ -436,3 +446,7 @@ def _rollout(job: MemoryEstimate, left_bytes: int | None) -> Iterator[MemoryItem
     elif profile.weights.dual_buffer:  # a version that waits to be loaded
         mapped = f", which {engine.name}'s processes map" if engine else ""
         yield host("sync", "load buffer", whole, f"received weights{mapped}")
+    if sends_deltas(profile):
+        yield host(
+            "always", "base of deltas", whole, "the newest version, to which the next one's are applied"
+        )

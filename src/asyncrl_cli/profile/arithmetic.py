@@ -228,6 +228,13 @@ MAX_LOGPROB_DIFF = {"float32": 1e-3, "bfloat16": 0.1}
 logits between 8 and 16 to sixteenths: docs/weights.md has measured differences."""
 
 
+def sends_deltas(profile: Profile) -> bool:
+    """Whether weights travel as differences (`weights.encoding`)."""
+    weights = profile.weights
+    can = weights.transport == "object-store" and profile.model.dtype == "bfloat16"
+    return weights.encoding == "delta" or (weights.encoding == "auto" and can)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoopSettings:
     """A profile, with the settings that the loop derives from it. `load_timeout_s`: how long a worker may

@@ -137,6 +137,12 @@ CLASHES = (
     Clash({"async_training.mixed_versions": _other_than("train"), PARTIAL: False},
         "workers finish their rollouts before they load, so none has tokens of two versions",
         "--set async_training.partial_rollout=true, or leave async_training.mixed_versions out"),
+    *(
+        Clash({"weights.encoding": "delta", TRANSPORT: other},
+            "only object-store sends deltas",
+            "--set weights.transport=object-store, or weights.encoding=auto")
+        for other in ("disk", "nccl", "ipc")
+    ),
     Clash({"async_training.max_staleness": _positive, ETA: 0},
         "nothing is generated ahead, so nothing can be stale",
         "--set async_training.max_staleness=0, or async_training.staleness_threshold above 0"),

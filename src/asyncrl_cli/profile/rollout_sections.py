@@ -165,6 +165,12 @@ class WeightsSection(Section):
     """How a version travels to the workers. `object-store`: in buckets, as Ray objects. `disk`: as
     safetensors files in the run's directory, which all nodes must share. `nccl`: from the trainer's GPU to
     vLLM's GPUs. `ipc`: within the GPU that trainer and vLLM share (colocate)."""
+    encoding: Literal["full", "delta", "auto"] = "full"
+    """What a sync sends with `object-store`. `full`: all bytes. `delta`: what has changed, bit for bit, since
+    the version before, to workers that have that one; all bytes to others (at the start, after a restart or
+    a version that they missed), and where the difference would not be smaller. Each worker keeps a copy of
+    the newest version in host memory for it. `auto`: `delta` for bfloat16 with `object-store`, else `full`
+    (docs/weights.md)."""
     gather_bucket_size_mb: PositiveInt = 2048
     """Size in MiB of the trainer's buckets."""
     load_bucket_size_mb: PositiveInt = 128
