@@ -245,7 +245,7 @@ def _selection(totals: Totals, settings: LoopSettings) -> Iterator[Remark]:
     }
     for name, (what, below, above, others) in words.items():
         apart, error = totals.last.get(f"bias/run/{name}"), totals.last.get(f"bias/run/{name}_error")
-        if apart is None or error is None:
+        if apart is None or error is None or (fates and abs(apart) + error < 0.005):
             continue
         if not fates:
             if name == "length":
@@ -267,14 +267,8 @@ def _selection(totals: Totals, settings: LoopSettings) -> Iterator[Remark]:
             changes.append('async_training.on_stale = "wait" leaves out none for its age')
         if training.mixed_versions != "train":
             changes.append('async_training.mixed_versions = "train" leaves out none for its versions')
-        change = "; ".join(changes)
-        is_bad = abs(apart) > BIASED
-        yield Remark(
-            "selection",
-            "bad" if is_bad else "note",
-            f"{text}.",
-            f"{change[:1].upper()}{change[1:]}." if change else "",
-        )
+        weight: Weight = "bad" if abs(apart) > BIASED else "note"
+        yield Remark("selection", weight, f"{text}.", f"{'; '.join(changes)}." if changes else "")
 
 
 def _losses(totals: Totals) -> Iterator[Remark]:
