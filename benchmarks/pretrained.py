@@ -1,12 +1,13 @@
 """What a pretrained chat model learns on this machine: real runs of `asyncrl init pretrained`.
 
     python -m benchmarks.pretrained run --directory DIR [--only WORD ...] [--steps 40] [--seconds 36000]
-    python -m benchmarks.pretrained show --directory DIR
+    python -m benchmarks.pretrained show --directory DIR [--draw docs/pictures/pretrained.svg]
 
 `run` makes the runs that are missing in DIR/rows.jsonl, one at a time, each in a process of its own, and adds
 a line after each, so it may be stopped and called again. A run that was cut off begins anew. It goes seed by
 seed, the most important runs first; `--only` keeps those whose name has all of these words, such as
-`arithmetic-full-partial-transformers-0`. `show` prints the table for docs/learning.md.
+`arithmetic-full-partial-transformers-0`. `show` prints the table for docs/learning.md, and `--draw` draws
+held-out reward against minutes, a panel per task.
 
 A run trains all weights or LoRA adapters, with `partial-rollout` or `colocate`, both on the same two cores,
 and samples with the engine transformers or vLLM. Rewards are those of 64 held-out prompts; minutes count from
@@ -149,6 +150,52 @@ def show(directory: Path) -> None:
         print(f"| {' | '.join(cells)} |")
 
 
+def draw(directory: Path, path: Path) -> None:
+    """A panel per task, a colour per way to train it. Thick: the mean over seeds."""
+    from matplotlib import rc_context
+    from matplotlib.backends.backend_svg import FigureCanvasSVG
+    from matplotlib.figure import Figure
+
+    rows = [row for row in rows_in(directory) if "error" not in row]
+    tasks = [task for task in TASKS if any(row["task"] == task for row in rows)]
+    ways = list(dict.fromkeys((row["trained"], row["mode"], row["engine"]) for row in rows))
+    figure = Figure(figsize=(3.6 * len(tasks), 3.4), layout="constrained")
+    FigureCanvasSVG(figure)
+    panels = figure.subplots(1, len(tasks), sharey=True, squeeze=False)[0]
+    for panel, task in zip(panels, tasks, strict=True):
+        panel.set(title=task, xlabel="minutes")
+        panel.grid(alpha=0.3)
+        for number, way in enumerate(ways):
+            runs = [
+                row
+                for row in rows
+                if (row["task"], row["trained"], row["mode"], row["engine"]) == (task, *way)
+            ]
+            curves = [[(time_s / 60, reward) for _, time_s, reward in row["evals"]] for row in runs]
+            colour = f"C{number}"
+            for curve in curves if len(curves) > 1 else ():
+                panel.plot(*zip(*curve, strict=True), color=colour, alpha=0.3, linewidth=0.8)
+            if curves:
+                means = [
+                    [statistics.fmean(part) for part in zip(*points, strict=True)]
+                    for points in zip(*curves, strict=False)
+                ]
+                panel.plot(
+                    *zip(*means, strict=True), color=colour, linewidth=2.0, marker=".", label=" ".join(way)
+                )
+    panels[0].set_ylabel("held-out reward")
+    labelled = {
+        label: line
+        for panel in panels
+        for line, label in zip(*panel.get_legend_handles_labels(), strict=True)
+    }
+    figure.legend(
+        labelled.values(), labelled.keys(), loc="outside lower center", ncols=len(ways), frameon=False
+    )
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "pretrained"}):
+        figure.savefig(path, metadata={"Date": None})
+
+
 def spread(values: list[float], digits: int = 3) -> str:
     """The mean, and least to most of several."""
     mean, ends = statistics.fmean(values), f"{min(values):.{digits}f} to {max(values):.{digits}f}"
@@ -165,11 +212,14 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--set", action="append", default=[], dest="sets")
     parser.add_argument("--seconds", type=float, default=36000)
+    parser.add_argument("--draw", type=Path)
     given = parser.parse_args()
     if given.what == "run":
         sets = [f"run.train_steps={given.steps}", *given.sets]
         run_missing(given.directory, given.only, sets, given.seconds)
     show(given.directory)
+    if given.draw:
+        draw(given.directory, given.draw)
 
 
 if __name__ == "__main__":
