@@ -159,7 +159,7 @@ def draw(directory: Path, path: Path) -> None:
     rows = [row for row in rows_in(directory) if "error" not in row]
     tasks = [task for task in TASKS if any(row["task"] == task for row in rows)]
     ways = list(dict.fromkeys((row["trained"], row["mode"], row["engine"]) for row in rows))
-    figure = Figure(figsize=(3.6 * len(tasks), 3.4), layout="constrained")
+    figure = Figure(figsize=(3.6 * len(tasks) + 1.8, 3.4), layout="constrained")
     FigureCanvasSVG(figure)
     panels = figure.subplots(1, len(tasks), sharey=True, squeeze=False)[0]
     for panel, task in zip(panels, tasks, strict=True):
@@ -190,7 +190,7 @@ def draw(directory: Path, path: Path) -> None:
         for line, label in zip(*panel.get_legend_handles_labels(), strict=True)
     }
     figure.legend(
-        labelled.values(), labelled.keys(), loc="outside lower center", ncols=len(ways), frameon=False
+        labelled.values(), labelled.keys(), loc="outside lower center", ncols=len(tasks) + 1, frameon=False
     )
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": "pretrained"}):
         figure.savefig(path, metadata={"Date": None})
