@@ -53,6 +53,9 @@ TEMPLATE = (
 ITEM = {"uid": "sorting-7", "prompt": "4,1,9=", "answer": "1,4,9", "metadata": {}}
 
 
+RESTART = 1000
+
+
 class Rewards:
     """Reward is the length of the text; a text with `fails_on` in it has none; `hangs` never answers."""
 
@@ -319,11 +322,12 @@ async def test_every_span_of_every_turn_has_the_logprobs_of_the_weights_that_sam
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("turns", "most_requeues"), [(1, 0), (1, 5), (3, 1)])
+@pytest.mark.parametrize(("turns", "most_requeues"), [(1, 0), (1, 5), (3, 1), (1, RESTART), (3, RESTART)])
 async def test_what_several_versions_sampled_is_left_out_or_sampled_again(
     model: Qwen3ForCausalLM, model_dir: Path, turns: int, most_requeues: int
 ) -> None:
-    """Two loads, some responses being sampled at each. Each try counts as one failure, with its tokens."""
+    """Two loads, some responses being sampled at each. Each try counts as one failure, with its tokens. With
+    RESTART they are given up at the load."""
     weights = {version: tiny.weights_after(model, version) for version in (0, 1, 2)}
     how, freed = Sampling(temperature=0.9, max_response_tokens=40), list[int]()
     made = {"make_environment": Questions} if turns > 1 else {}
@@ -334,20 +338,26 @@ async def test_what_several_versions_sampled_is_left_out_or_sampled_again(
             while engine.sampled_tokens < after_tokens:  # noqa: ASYNC110
                 await asyncio.sleep(0)
             await engine.load(weights[version], version, "keep-kv")
+            if most_requeues == RESTART:
+                await runner.restart()
         result, payload = await running
         sampled = engine.sampled_tokens
     mixed = [failure for failure in result.failures if failure.kind == "mixed"]
     others = len(result.failures) - len(mixed)
-    assert mixed[0].text.startswith("sorting-7@2.1/")
-    assert mixed[0].text.endswith(("by the versions 0, 1", "by the versions 1, 2", "by the versions 0, 1, 2"))
+    versions = [f"was sampled by the versions {some}" for some in ("0, 1", "1, 2", "0, 1, 2")]
+    assert mixed[0].text.endswith((*versions, "new weights were loaded (rollout.interrupt)"))
+    if most_requeues != RESTART or turns == 1:
+        at_the_load = [failure for failure in mixed if "were loaded" in failure.text]
+        assert at_the_load == (mixed if most_requeues == RESTART else [])
     assert result.trajectories
     assert not any(meta.span for meta in result.trajectories)
-    if most_requeues == 5:
+    if most_requeues in (5, RESTART):
         assert len(result.trajectories) == 24 - others, "after the second load nothing can be mixed"
     elif most_requeues == 0:
         assert len(result.trajectories) == 24 - len(result.failures)
     trained = sum(meta.response_tokens for meta in result.trajectories)
-    assert trained + result.failed_tokens == sampled
+    in_flight = len(mixed) if most_requeues == RESTART else 0  # a token each, as the abort comes
+    assert 0 <= sampled - trained - result.failed_tokens <= in_flight
     assert (freed[-1], max(freed)) == (24, 24)
     for meta, trajectory in zip(result.trajectories, payload.trajectories, strict=True):
         ((version, _),) = meta.version_tokens

@@ -184,6 +184,20 @@ class GroupRunner:
             for episode in running.episodes:
                 await episode.stop("aborted", "")
 
+    async def restart(self) -> None:
+        """After a load: give up the trajectories that are being sampled and have tokens of an older version.
+        They begin again (`most_requeues`). Others that have, between two turns, do so after their next
+        one."""
+        engine, text = self.means.engine, "new weights were loaded (rollout.interrupt)"
+        groups = [part for part in self._running if part.request is not None]
+        for episode in [episode for part in groups for episode in part.episodes]:
+            so_far, first = engine.so_far(episode.id), episode.conversation.first_version
+            if so_far is not None and so_far.versions:
+                first = so_far.versions[0] if first is None else first
+            is_sampling = so_far is None or so_far.finish_reason == "abort"
+            if engine.tokens_of(episode.id) and is_sampling and first != engine.version:
+                await episode.stop(MIXED, text)
+
     async def _play(self, running: _Running, at_once: int) -> None:
         """Run all episodes. The first error cancels the others and is raised itself, not in an
         ExceptionGroup."""

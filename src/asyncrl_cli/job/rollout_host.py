@@ -46,7 +46,7 @@ from asyncrl_cli.envs.tool_environment import SUFFIX, CallLog, ToolEnvironment
 from asyncrl_cli.job.host_process import Refs, merging, no_collection_while_starting, set_up_process
 from asyncrl_cli.job.rollout_weights import Loader, RayRankZero
 from asyncrl_cli.measure.meters import LongPoll, MeteredRewards, RolloutMeter
-from asyncrl_cli.profile.arithmetic import sends_deltas
+from asyncrl_cli.profile.arithmetic import mixed_requeues, mixes, sends_deltas
 from asyncrl_cli.profile.schema import Interrupt, ProcessPlace, Profile
 from asyncrl_cli.sandbox.parent_processes import ProcessEnded, Processes, environment_processes
 from asyncrl_cli.sandbox.parent_rewards import RewardPool, default_workers
@@ -178,10 +178,8 @@ class RolloutHost:
         else:
             environment = partial(find_environment(environment_of(profile.task)), self._rewards)
         waiting = self._meter.waiting
-        training = profile.async_training
-        mixes = training.mixed_versions == "train"
-        means = Means(self._engine, chat, environment, limits, self._places, waiting, schema, mixes)
-        return GroupRunner(means, sampling, training.mixed_requeues)
+        means = Means(self._engine, chat, environment, limits, self._places, waiting, schema, mixes(profile))
+        return GroupRunner(means, sampling, mixed_requeues(profile))
 
     async def connect(self, rank_zero: ActorHandle) -> None:
         """For `nccl` and `ipc`: connect the engine's processes to the trainer's first actor. Both have
@@ -255,7 +253,11 @@ class RolloutHost:
         return await self._loader.prefetch(manifest, bucket_refs)
 
     async def load(self, version: int, interrupt: Interrupt) -> LoadReport:
-        return await self._loader.load(version, interrupt)
+        if interrupt != "restart":
+            return await self._loader.load(version, interrupt)
+        report = await self._loader.load(version, "keep-kv")
+        await self._runner.restart()
+        return report
 
     @ray.method(num_returns=1 + OBJECTS_PER_ANSWER)
     async def evaluate(self, request: EvalRequest) -> tuple[object, ...]:

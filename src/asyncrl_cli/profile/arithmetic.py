@@ -12,6 +12,7 @@ The arithmetic is exact: eta is a decimal, so (1 + 0.15) * 100 is 115 and not 11
 from __future__ import annotations
 
 import math
+import sys
 from dataclasses import dataclass
 from decimal import Decimal
 from fractions import Fraction
@@ -228,6 +229,19 @@ MAX_LOGPROB_DIFF = {"float32": 1e-3, "bfloat16": 0.1}
 logits between 8 and 16 to sixteenths: docs/weights.md has measured differences."""
 
 
+def mixes(profile: Profile) -> bool:
+    """Whether a trajectory may be trained that several versions have sampled."""
+    return profile.async_training.mixed_versions == "train" and profile.rollout.interrupt != "restart"
+
+
+def mixed_requeues(profile: Profile) -> int:
+    """How often a trajectory is sampled again because several versions have sampled it."""
+    if profile.rollout.interrupt == "restart":
+        return sys.maxsize
+    training = profile.async_training
+    return training.max_requeues if training.mixed_versions == "requeue" else 0
+
+
 def sends_deltas(profile: Profile) -> bool:
     """Whether weights travel as differences (`weights.encoding`)."""
     weights = profile.weights
@@ -259,7 +273,7 @@ class LoopSettings:
     @property
     def mixes(self) -> bool:
         """Whether a trajectory with tokens of several versions may be trained."""
-        return self.interrupt != "drain" and self.profile.async_training.mixed_versions == "train"
+        return self.interrupt != "drain" and mixes(self.profile)
 
     @property
     def sync_timeout_s(self) -> float:

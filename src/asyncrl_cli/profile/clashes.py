@@ -137,6 +137,9 @@ CLASHES = (
     Clash({"async_training.mixed_versions": _other_than("train"), PARTIAL: False},
         "workers finish their rollouts before they load, so none has tokens of two versions",
         "--set async_training.partial_rollout=true, or leave async_training.mixed_versions out"),
+    Clash({"async_training.mixed_versions": _other_than("train"), "rollout.interrupt": "restart"},
+        "responses begin again at a load, so none has tokens of two versions",
+        "leave one of the two out"),
     *(
         Clash({"weights.encoding": "delta", TRANSPORT: other},
             "only object-store sends deltas",

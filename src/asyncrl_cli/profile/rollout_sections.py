@@ -61,8 +61,10 @@ class RolloutSection(Section):
     """Top-k sampling. 0: off. Above 0 asyncrl warns, as with top_p."""
     stop: Strings = ()
     """Strings that end a response."""
-    interrupt: Literal["keep-kv", "recompute-kv"] | None = None
-    """With partial_rollout: what happens to the KV cache at a weight load. Default: keep-kv."""
+    interrupt: Literal["keep-kv", "recompute-kv", "restart"] | None = None
+    """With partial_rollout: what happens to running responses at a weight load. `keep-kv`: they continue with
+    their KV cache, `recompute-kv`: with one of the new weights. `restart`: they are given up and sampled
+    again, so that no trajectory has tokens of two versions. Default: keep-kv."""
     tensor_parallel_size: Processes | None = None
     """vllm: number of processes that share one model. On GPUs always one per GPU of the worker
     (`placement.gpus_per_rollout_worker`); on CPUs 1 by default."""
@@ -136,11 +138,6 @@ class AsyncTrainingSection(Section):
     again on its worker, at most `max_requeues` times, and then leaves its group."""
     use_rollout_log_probs: bool | None = None
     """verl's name for algorithm.old_logprobs: true means "rollout", false means "recompute"."""
-
-    @property
-    def mixed_requeues(self) -> int:
-        """How often a trajectory may be sampled again because of its versions."""
-        return self.max_requeues if self.mixed_versions == "requeue" else 0
 
 
 class DataPlaneSection(Section):

@@ -45,9 +45,9 @@ from asyncrl_cli.profile.rollout_sections import (
     WeightsSection,
 )
 
-Interrupt = Literal["drain", "keep-kv", "recompute-kv"]
+Interrupt = Literal["drain", "keep-kv", "recompute-kv", "restart"]
 """What a weight load does to a worker's running rollouts: they finish first (drain), or they freeze and then
-keep their KV cache or rebuild it."""
+keep their KV cache or rebuild it, or begin again (no engine knows `restart`: for it, it is keep-kv)."""
 VERIFIERS = "verifiers:"
 MOST_REWARDS = 16
 ActivationCheckpointing = Literal["none", "selective", "full"]

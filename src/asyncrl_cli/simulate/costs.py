@@ -35,6 +35,8 @@ from asyncrl_cli.profile.arithmetic import (
     TEACHER,
     Schedule,
     max_context_tokens,
+    mixed_requeues,
+    mixes,
 )
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.simulate.responses import Episodes, ResponseLengths, WorkerTimes
@@ -125,7 +127,6 @@ class Costs:
         effect here, because the workload's `send_bytes_per_s` already includes what it saves.
         """
         workload, weights, rollout = self.workload, self.profile.weights, self.profile.rollout
-        training = self.profile.async_training
         decoding, syncing, turns = workload.decoding, workload.syncing, workload.turns
         slowdown = self._slowdown(decoding, self.workers)
         slowed = {
@@ -151,8 +152,8 @@ class Costs:
             cache=self._cache_size(),
             reward_s=lambda rng: latency_s * (1 + spread * (2 * rng.random() - 1)),
             equal_ratio=workload.rewarding.equal_ratio,
-            mixes=training.mixed_versions == "train",
-            mixed_requeues=training.mixed_requeues,
+            mixes=mixes(self.profile),
+            mixed_requeues=mixed_requeues(self.profile),
             prefetch_s=lambda rng: send_s if weights.dual_buffer else 0.0,
             fetch_s=0.0 if weights.dual_buffer else send_s,
             load_s=lambda rng: load_s,

@@ -243,6 +243,16 @@ class Responses:
                 kept[response.index] = PartialResponse(versions, is_whole=response.has_ended)
         return kept, rest_tokens
 
+    def restart(self) -> None:
+        """After a load: sample anew those that have begun and not ended, unless they are at a tool: they do
+        after their last turn."""
+        for response in [*self._responses]:
+            is_running = not (response.has_ended or response.is_aborted or response.is_at_tool)
+            if is_running and self._engine.version_tokens(response):
+                self._engine.abort([response])
+                self.ended_tokens += response.tokens
+                self._sample_again(response)
+
     def abort(self) -> None:
         """Cut running trajectories short; unfinished tool calls and rewards are lost."""
         self.aborted = True
@@ -317,8 +327,8 @@ class Responses:
             return
         self.ended_tokens += response.tokens
         if not self._times.mixes and len(self._engine.version_tokens(response)) > 1 and not response.failure:
-            if self._draw_again is not None and response.requeues < self._times.mixed_requeues:
-                self._sample_again(response, self._draw_again(response.index))
+            if response.requeues < self._times.mixed_requeues:
+                self._sample_again(response)
                 return
             response.failure, response.reward_s = CROSSED, 0.0
         self.num_ended += 1
@@ -332,7 +342,9 @@ class Responses:
             else:
                 self._finish()
 
-    def _sample_again(self, mixed: SimulatedSequence, anew: SimulatedSequence) -> None:
+    def _sample_again(self, mixed: SimulatedSequence) -> None:
+        assert self._draw_again is not None, "no load comes while an eval runs"
+        anew = self._draw_again(mixed.index)
         self._lost_tokens += mixed.tokens
         self._num_mixed += 1
         anew.requeues, anew.on_end, anew.on_turn = mixed.requeues + 1, self._ended, self._call_tool

@@ -174,6 +174,9 @@ class SimulatedWorker:
         stopped_s = times.fetch_s + load_s + times.pause_s
         await self._take(stopped_s, f"the load of version {version} ({interrupt})")
         self.engine.thaw(version, recompute=interrupt == "recompute-kv")
+        if interrupt == "restart":
+            for part in self._parts.values():
+                part.restart()
         self._meter.load_ended()
         return LoadReport(
             version=version, send_s=times.fetch_s, load_s=load_s, pause_s=stopped_s, logprob_abs_diff=0.0

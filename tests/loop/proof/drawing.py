@@ -100,7 +100,7 @@ def draw(seed: int, *, with_turns: bool = False, with_scorer: bool = False) -> S
     mode = rng.choice(MODES)
     settings = changed(_draw_settings(rng, mode), weights_mode=_draw_weights_mode(seed))
     if mode == "partial-rollout":
-        settings = changed(settings, mixed_versions=_draw_mixed_versions(seed))
+        settings = changed(settings, **_draw_mixed_versions(seed))
     train_s = rng.choice((0.0, 0.2, 0.7, 2.0))
     expected_s = settings.schedule.train_steps * (train_s + 0.5)
     num_workers = rng.randint(1, 4)
@@ -297,8 +297,10 @@ def _draw_weights_mode(seed: int) -> Literal["async", "sync"]:
     return random.Random(f"weights {seed}").choice(("async", "async", "sync"))
 
 
-def _draw_mixed_versions(seed: int) -> Literal["train", "reject", "requeue"]:
-    return random.Random(f"mixed {seed}").choice(("train", "train", "reject", "requeue"))
+def _draw_mixed_versions(seed: int) -> dict[str, str]:
+    """What becomes of trajectories that cross an update: trained in 2 of 5 scenarios."""
+    drawn = random.Random(f"mixed {seed}").choice(("train", "train", "reject", "requeue", "restart"))
+    return {"interrupt": drawn} if drawn == "restart" else {"mixed_versions": drawn}
 
 
 def _draw_faults(

@@ -116,7 +116,8 @@ class LedgerWatch:
 
     def _check_kept(self, result: PartResult, part: PartBook) -> None:
         """What its responses went on from is among its tokens."""
-        if result.failures or self.settings.profile.async_training.mixed_versions == "requeue":
+        samples_again = self.settings.profile.async_training.mixed_versions == "requeue"
+        if result.failures or samples_again or self.settings.interrupt == "restart":
             return
         kept, has = Counter[int](), Counter[int]()
         for one in part.partial.values():
@@ -226,7 +227,7 @@ class LedgerWatch:
     def _trains_mixed(self) -> bool:
         """Whether a trajectory of several versions may be trained."""
         mixed = self.settings.profile.async_training.mixed_versions
-        return self.settings.interrupt != "drain" and mixed == "train"
+        return self.settings.interrupt in ("keep-kv", "recompute-kv") and mixed == "train"
 
     def _is_equal(self, key: AttemptKey) -> bool:
         """Whether the group is to be left out for equal rewards."""

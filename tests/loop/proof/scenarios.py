@@ -32,7 +32,7 @@ from asyncrl_cli.job.driver_prompts import PromptFeed
 from asyncrl_cli.loop.data_keys import SETTLE_S
 from asyncrl_cli.loop.pipeline import Pipeline
 from asyncrl_cli.loop.run_state import ResumeFrom, World
-from asyncrl_cli.profile.arithmetic import CRITIC, REWARD
+from asyncrl_cli.profile.arithmetic import CRITIC, REWARD, mixed_requeues, mixes
 from asyncrl_cli.simulate.responses import WorkerTimes
 from asyncrl_cli.simulate.sequences import ToolWait
 from asyncrl_cli.simulate.simulated_trainer import ScorerTimes, TrainerTimes
@@ -311,7 +311,6 @@ def _scorer(name: str, scenario: Scenario, invariants: Invariants, faults: Fault
 
 def _worker_times(scenario: Scenario) -> WorkerTimes:
     length, step_s = LENGTHS[scenario.lengths], scenario.step_s
-    training = scenario.settings.profile.async_training
     return WorkerTimes(
         decoding=Decoding(
             step_s=step_s,
@@ -324,8 +323,8 @@ def _worker_times(scenario: Scenario) -> WorkerTimes:
         hold_slots=scenario.settings.profile.rollout.hold_slots,
         reward_s=lambda rng: rng.random() * 2 * scenario.reward_s,
         failure_ratio=scenario.failed_rewards,
-        mixes=training.mixed_versions == "train",
-        mixed_requeues=training.mixed_requeues,
+        mixes=mixes(scenario.settings.profile),
+        mixed_requeues=mixed_requeues(scenario.settings.profile),
         prefetch_s=lambda rng: rng.random() * 2 * scenario.prefetch_lag_s,
         load_s=lambda rng: rng.random() * 2 * scenario.load_lag_s,
         restart_s=lambda rng: rng.random() * 2 * scenario.restart_s,
