@@ -17,6 +17,7 @@ from asyncrl_cli.plan.job_plan import ROLLOUT, TRAINER, JobPlan
 from asyncrl_cli.plan.memory import (
     MemoryEstimate,
     activation_bytes_per_token,
+    adapter_parameters,
     estimate_memory,
     kv_cache_bytes,
     peak,
@@ -185,6 +186,14 @@ def test_deltas_take_a_version_on_each_worker_and_one_more_at_rank_0(sets, sends
     weights, before = sizes(encoded, ROLLOUT)["weights"], sizes(plain, TRAINER)["published weights"]
     assert sizes(encoded, ROLLOUT).get("base of deltas") == (weights if sends_deltas else None)
     assert sizes(encoded, TRAINER)["published weights"] * 2 == before * (3 if sends_deltas else 2)
+
+
+def test_the_base_of_an_adapters_deltas_is_as_large_as_the_adapters():
+    profile, _, estimate = planned(
+        "builtin:tiny", "lora.rank=4", "lora.sync=adapter", "weights.encoding=delta"
+    )
+    adapters = 4 * adapter_parameters(profile, estimate.shape)
+    assert 0 < adapters == sizes(estimate, ROLLOUT)["base of deltas"]
 
 
 def test_vllm_holds_what_it_loads_once_as_the_other_engine_does():

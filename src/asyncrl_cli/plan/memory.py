@@ -170,8 +170,8 @@ def published_parameters(profile: Profile, shape: ModelShape) -> int:
 
 def object_store_bytes(profile: Profile, parameters: int) -> int:
     """Size of a local session's object store: the payloads in flight and, if versions of so many parameters
-    travel through it, two of them."""
-    versions = 2 * BYTES_OF[profile.model.dtype] * parameters
+    travel through it, two of them, and a third for their deltas."""
+    versions = (3 if sends_deltas(profile) else 2) * BYTES_OF[profile.model.dtype] * parameters
     return PAYLOAD_BYTES + (versions if profile.weights.transport == "object-store" else 0)
 
 
@@ -447,6 +447,5 @@ def _rollout(job: MemoryEstimate, left_bytes: int | None) -> Iterator[MemoryItem
         mapped = f", which {engine.name}'s processes map" if engine else ""
         yield host("sync", "load buffer", whole, f"received weights{mapped}")
     if sends_deltas(profile):
-        yield host(
-            "always", "base of deltas", whole, "the newest version, to which the next one's are applied"
-        )
+        base = e * published_parameters(profile, shape)
+        yield host("always", "base of deltas", base, "the newest version; the next one's are applied to it")
