@@ -9,6 +9,8 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
+import typer
+
 from asyncrl_cli.base.errors import counted
 from asyncrl_cli.cli.console import print_json, print_prose, print_text, print_whole, say, stderr, warn
 from asyncrl_cli.cli.options import (
@@ -68,6 +70,22 @@ def tune(
         Path | None,
         text_option("--out", "FILE", "Write the recommended settings to a new profile."),
     ] = None,
+    what_if: Annotated[
+        bool,
+        typer.Option(
+            "--what-if",
+            help="No search: what single changes to the setting would do, and which resource limits it.",
+        ),
+    ] = False,
+    scale: Annotated[
+        str | None,
+        text_option(
+            "--scale",
+            "GPUS",
+            "No search: how the speed grows with GPUs, such as 32,64,128,256,512, for the profile or for all "
+            "modes. With --out FILE.html also as a chart.",
+        ),
+    ] = None,
     runs_dir: RunsDirOption = RUNS_DIR,
     as_json: JsonOption = False,
 ) -> None:
@@ -80,6 +98,11 @@ def tune(
     asked = TuneRequest(
         reference=reference, runs_dir=runs_dir, profile=profile, sets=given, gpus=gpus, bound=max_staleness
     )
+    if what_if or scale is not None:
+        from asyncrl_cli.cli.what_if import answer
+
+        answer(asked, scale, out, as_json=as_json)
+        return
     if out is not None:
         _check_new(out)  # now: a search would be wasted
     with ProgressLine("auto", stderr()) as progress:

@@ -1,0 +1,126 @@
+"""`asyncrl tune --what-if` and `--scale`: what single changes would do, which resource limits, and how the
+speed grows with GPUs; printed, all SIMULATED, and drawn as a page."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from asyncrl_cli.base.errors import ConfigError, RefusedError
+from asyncrl_cli.cli.console import print_json, print_prose, print_whole, say, stderr, warn
+from asyncrl_cli.cli.options import MOST_DEVICES
+
+if TYPE_CHECKING:
+    from asyncrl_cli.bench.recommendation import TuneRequest
+    from asyncrl_cli.bench.what_if import Interval, Scaling, WhatIf
+
+MODES = (
+    "colocate",
+    "on-policy-pipeline",
+    "stream-off-policy",
+    "one-step-off",
+    "stale-samples",
+    "partial-rollout",
+)
+LEAST_CHANGE = 0.005
+
+
+def answer(asked: TuneRequest, scale: str | None, out: Path | None, *, as_json: bool) -> None:
+    """Answer `--scale`, or `--what-if` without it."""
+    from asyncrl_cli.bench.recommendation import DEFAULT_PROFILE
+    from asyncrl_cli.bench.what_if import scalings, what_if
+    from asyncrl_cli.observe.screen import ProgressLine
+
+    if scale is None:
+        if out is not None:
+            what = "--what-if recommends nothing that --out could write"
+            raise ConfigError(what, hint="leave --out away, or --what-if")
+        with ProgressLine("auto", stderr()) as progress:
+            found = what_if(asked, progress, DEFAULT_PROFILE)
+        print_json(found.to_json()) if as_json else _print_effects(found)
+        return
+    gpus = _numbers(scale)
+    if out is not None and out.suffix != ".html":
+        raise ConfigError(
+            f"--out {out}: a chart's file ends in .html", hint=f"--out {out.with_suffix('.html')}"
+        )
+    if out is not None and out.exists():
+        raise RefusedError(f"{out} exists and is not overwritten", hint="--out another.html")
+    profiles = [asked.profile] if asked.profile else MODES
+    with ProgressLine("auto", stderr()) as progress:
+        scaled = scalings(asked, profiles, gpus, progress)
+    if out is not None:
+        from asyncrl_cli.report.scaling import scaling_page
+
+        out.write_text(scaling_page(asked.reference, scaled), encoding="utf-8")
+        say(f"wrote {out}")
+    if as_json:
+        print_json({"simulated": True, "scalings": [one.to_json() for one in scaled]})
+    else:
+        _print_scalings(asked.reference, scaled)
+
+
+def _numbers(scale: str) -> list[int]:
+    """The ascending numbers of GPUs in "32,64". Raises ConfigError."""
+    parts = [part.strip() for part in scale.split(",")]
+    numbers = sorted({int(part) for part in parts if part.isdecimal()})
+    if len(numbers) < 2 or len(numbers) < len(parts) or not 1 <= numbers[0] <= numbers[-1] <= MOST_DEVICES:
+        what = f"--scale {scale} is no list of at least two numbers of GPUs, each up to {MOST_DEVICES:,}"
+        raise ConfigError(what, hint="--scale 32,64,128,256,512")
+    return numbers
+
+
+def _print_effects(found: WhatIf) -> None:
+    from rich.table import Table
+
+    first, *others = found.effects
+    assert first.groups_per_s is not None
+    assert first.staleness is not None
+    print_prose(f"SIMULATED: {found.workload.name}, {found.profile}; in brackets, 90% intervals")
+    rate, stale = _shown(first.groups_per_s), _shown(first.staleness)
+    print_prose(f"{rate} groups/s, {stale} versions of staleness")
+    print_prose(f"limited by {found.limit}\n")
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for heading in ("change", "groups/s", "staleness", "device s per group"):
+        table.add_column(heading, justify="left" if heading == "change" else "right", no_wrap=True)
+    for effect in sorted(others, key=lambda effect: effect.change.is_resource):
+        if effect.ratio is None or effect.staleness is None or effect.cost_s is None:
+            warn(f"{effect.change.label} could not be simulated and is left out: {effect.error}")
+            continue
+        name = f"twice: {effect.change.label}" if effect.change.is_resource else effect.change.label
+        if effect.change.label.startswith("tail"):
+            name = f"without the {effect.change.label}"
+        ratio = effect.ratio
+        low, high = f"{ratio.low - 1:+.1%}", f"{ratio.high - 1:+.1%}"
+        change = (
+            "the same" if abs(ratio.value - 1) < LEAST_CHANGE else f"{ratio.value - 1:+.1%} [{low} {high}]"
+        )
+        table.add_row(name, change, _shown(effect.staleness), _shown(effect.cost_s))
+    print_whole(table)
+    if notes := found.workload.notes.strip():
+        print_prose(f"\nnotes of the workload {found.workload.name}\n{notes}")
+
+
+def _print_scalings(name: str, scaled: list[Scaling]) -> None:
+    from rich.table import Table
+
+    print_prose(f"SIMULATED: {name}, the same batch on more GPUs; linearity: against the fewest\n")
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for heading in ("profile", "GPUs", "groups/s", "linearity", "GPU s per group"):
+        table.add_column(heading, justify="left" if heading == "profile" else "right", no_wrap=True)
+    for one in scaled:
+        for gpus, effect, linearity in zip(one.gpus, one.effects, one.linearity, strict=True):
+            if effect.groups_per_s is None or effect.cost_s is None or linearity is None:
+                warn(f"{one.profile} on {gpus} GPUs is left out: {effect.error}")
+                continue
+            figures = (_shown(effect.groups_per_s), f"{linearity:.2f}", _shown(effect.cost_s))
+            table.add_row(one.profile if gpus == one.gpus[0] else "", str(gpus), *figures)
+    print_whole(table)
+    print_prose("")
+    for one in scaled:
+        more = "more still pay" if one.enough_gpus == one.gpus[-1] else "more no longer pay"
+        print_prose(f"{one.profile}: at {one.enough_gpus} GPUs {more}")
+
+
+def _shown(figure: Interval) -> str:
+    return f"{figure.value:.3g} [{figure.low:.3g} {figure.high:.3g}]"

@@ -1,0 +1,155 @@
+"""Which resource limits, what a change does, and how speed grows with GPUs."""
+
+from __future__ import annotations
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from asyncrl_cli.bench.what_if import (
+    Change,
+    Effect,
+    Interval,
+    Scaling,
+    changes,
+    effects,
+    limit,
+    resources,
+)
+from asyncrl_cli.cli.app import run
+from asyncrl_cli.plan.compiler import compile_job
+from asyncrl_cli.simulate.workload import Workload
+from asyncrl_cli.simulate.workload_files import load_workload, profile_for
+from asyncrl_cli.simulate.world import virtual_cluster
+from tests.simulate.small_workload import COSTS
+
+Capture = pytest.CaptureFixture[str]
+
+SIZES = """
+[profile.trainer]
+ppo_mini_batch_size = 2
+[profile.rollout]
+n = 4
+slots = 16
+[profile.async_training]
+require_batches = 1
+[profile.placement]
+gpus = 4
+[memory]
+gpu_memory_gib = 1.0
+kv_bytes_per_token = 1000
+"""
+
+
+def small(tmp_path: Path, *replaced: tuple[str, str]) -> Workload:
+    text = SIZES + COSTS
+    for old, new in replaced:
+        assert old in text
+        text = text.replace(old, new)
+    (tmp_path / "small.toml").write_text(text, encoding="utf-8")
+    return load_workload(str(tmp_path / "small.toml"))
+
+
+def limits(tmp_path: Path, *replaced: tuple[str, str]) -> list[Effect]:
+    workload = small(tmp_path, *replaced)
+    profile = profile_for(workload, "partial-rollout", groups=1).profile
+    with ThreadPoolExecutor(1) as pool:
+        return effects(pool, workload, "partial-rollout", (), resources(workload, profile), draws=1)
+
+
+@pytest.mark.slow
+def test_the_resource_that_limits_is_named(tmp_path: Path) -> None:
+    slow_trainer = limits(tmp_path, ("s_per_token = 0.001", "s_per_token = 0.02"))
+    assert limit(slow_trainer).startswith("trainer: arithmetic (")
+    slow_steps = limits(tmp_path, ("step_s = 0.01", "step_s = 0.3"))
+    assert limit(slow_steps).startswith("rollouts: weights read per decode step (")
+    slow_gather = limits(tmp_path, ("gather_bytes_per_s = 1e8", "gather_bytes_per_s = 1e5"))
+    assert limit(slow_gather).startswith("sync: rank 0 (")
+
+
+@pytest.mark.slow
+def test_a_cache_that_is_too_small_limits_the_rollouts(tmp_path: Path) -> None:
+    # 0.9 GiB hold some 480 tokens of 2 MB, so a dozen sequences of 40
+    little = ("kv_bytes_per_token = 1000", "kv_bytes_per_token = 2_000_000\nblock_tokens = 4")
+    found = limits(tmp_path, ("step_s = 0.01", "step_s = 0.3"), ("slots = 16", "slots = 64"), little)
+    savings = {effect.change.label: effect.saving for effect in found}
+    assert savings["rollouts: KV memory"] > 0.1 > savings["rollouts: slots"]
+
+
+def test_one_change_of_each_kind_is_tried(tmp_path: Path) -> None:
+    workload = small(tmp_path)
+    profile = profile_for(workload, "partial-rollout", groups=1).profile
+    tried = {one.label: one for one in changes(workload, profile)}
+    kinds = {"K = 8", "K = 2", "eta = 1", "eta = 0.25", "split 3:1", "split 1:3", "slots = 8", "slots = 32"}
+    assert kinds | {"dispatch by group", "+8 GPUs", "longest response 48"} <= tried.keys()
+    for one in tried.values():  # each is a profile that can be planned
+        changed = profile_for(workload, "partial-rollout", one.sets, groups=1).profile
+        compile_job(changed, virtual_cluster(changed))
+
+
+@pytest.mark.slow
+def test_changes_are_compared_with_the_same_draws(tmp_path: Path) -> None:
+    workload, more = small(tmp_path), Change(label="more GPUs", sets=("placement.gpus=8",))
+    with ThreadPoolExecutor(1) as pool:
+        unchanged, same, faster, broken = effects(
+            pool,
+            workload,
+            "partial-rollout",
+            (),
+            [Change(label="nothing"), more, Change(label="none", sets=("placement.gpus=1",))],
+            draws=2,
+        )
+    assert unchanged.ratio == same.ratio == Interval(value=1.0, low=1.0, high=1.0)
+    assert faster.ratio is not None
+    assert faster.ratio.value > 1
+    assert broken.ratio is None
+    assert "GPU" in broken.error
+
+
+def test_gpus_pay_until_twice_as_many_make_less_than_a_quarter_more() -> None:
+    def effect(ratio: float) -> Effect:
+        figure = Interval(value=ratio, low=ratio, high=ratio)
+        return Effect(change=Change(label=""), groups_per_s=figure, ratio=figure)
+
+    scaling = Scaling(profile="p", gpus=(32, 64, 128, 256), effects=[*map(effect, (1.0, 1.9, 3.0, 3.3))])
+    assert scaling.linearity == pytest.approx([1.0, 0.95, 0.75, 3.3 / 8])
+    assert scaling.enough_gpus == 128
+
+
+def test_an_interval_holds_nine_of_ten_normal_values() -> None:
+    one = Interval.of([8.0, 12.5])  # logarithms 2.079 and 2.526: mean 2.303, deviation 0.316
+    assert (one.value, one.low, one.high) == pytest.approx((10.0, 5.95, 16.8), rel=0.01)
+
+
+def test_a_scale_is_at_least_two_numbers_and_a_chart_a_new_page(tmp_path: Path, capsys: Capture) -> None:
+    page = tmp_path / "scaling.html"
+    page.write_text("mine", encoding="utf-8")
+    for words, message in (
+        (["--scale", "32"], "--scale 32 is no list of at least two numbers of GPUs"),
+        (["--scale", "32,x"], "--scale 32,x is no list"),
+        (["--scale", "32,64", "--out", "a.toml"], "a chart's file ends in .html"),
+        (["--what-if", "--out", "a.toml"], "--what-if recommends nothing that --out could write"),
+        (["--scale", "32,64", "--out", str(page)], "is not overwritten"),
+        (["--scale", "32,64"], "runs on CPUs"),
+    ):
+        assert run(["tune", "laptop-tiny", *words]) == (4 if str(page) in words else 2)
+        assert message in " ".join(capsys.readouterr().err.split())
+    assert page.read_text(encoding="utf-8") == "mine"
+
+
+@pytest.mark.slow
+def test_tune_answers_both_questions_and_draws_the_second(tmp_path: Path, capsys: Capture) -> None:
+    file, page = tmp_path / "small.toml", tmp_path / "scaling.html"
+    file.write_text(SIZES + COSTS, encoding="utf-8")
+    assert run(["tune", str(file), "--what-if", "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["simulated"]
+    assert answer["effects"][0]["ratio"] == {"value": 1.0, "low": 1.0, "high": 1.0}
+    asked = ["tune", str(file), "--scale", "2,4,8", "--profile", "partial-rollout", "--out", str(page)]
+    assert run(asked) == 0
+    shown, drawn = capsys.readouterr().out, page.read_text(encoding="utf-8")
+    assert "more no longer pay" in shown or "more still pay" in shown
+    assert drawn.count("<polyline") == 1
+    assert "SIMULATED" in drawn
