@@ -31,6 +31,7 @@ EARLY_VERSION = 8
 """The RL run's eval that is nearest to a quarter of its samples."""
 STUDENT = (
     "algorithm.adv_estimator=none",
+    "algorithm.distill_loss=full",
     f"run.train_steps={STUDENT_STEPS}",
     "rollout.n=2",
     "async_training.require_batches=4",
@@ -38,12 +39,10 @@ STUDENT = (
     "trainer.ppo_epochs=6",
     "trainer.lr=3e-4",
     "trainer.lr_schedule=linear",
-    "algorithm.clip_ratio_low=0.8",
-    "algorithm.clip_ratio_high=2.0",
 )
 """As many samples per train step as the RL run has, of four times as many prompts: nothing is compared within
-a group. A teacher's judgement of a sample stays right while the policy moves (the advantage is that of the
-weights in training), so samples are used several times, with a wide clip."""
+a group. A teacher's judgement of a state stays right while the policy moves, so samples are used several
+times."""
 SCORED = ("eval.every_versions=0", "eval.samples_per_prompt=4")
 """The standard error of a reward is then 0.01."""
 

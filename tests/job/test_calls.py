@@ -8,13 +8,18 @@ import os
 import pickle
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from ray.exceptions import OutOfDiskError
 
-from asyncrl_cli.base.errors import ExecutorFailed, ExecutorLost, RefusedError
+from asyncrl_cli.base.errors import AsyncrlError, ExecutorFailed, ExecutorLost, RefusedError
+from asyncrl_cli.base.named_code import UserCode
+from asyncrl_cli.job.rank_host import RankHost
 from asyncrl_cli.job.ray.session import ray_session
+from asyncrl_cli.profile.schema import Profile
 
 from .crew import nodes, small_profile
 
@@ -184,3 +189,18 @@ def test_an_actor_that_dies_is_named_with_what_ray_knows(actor):
         called(actor.dies.remote())
     assert "\n" not in str(failed.value)
     assert "common causes" not in str(failed.value)
+
+
+def test_an_error_of_a_users_scorer_names_its_key_and_the_line_of_its_file(tmp_path, monkeypatch):
+    """Also where a library raises it."""
+    lines = "import json", "class Surprise:", "    def score(self, groups, items):", "        json.loads('{')"
+    (tmp_path / "my_surprise.py").write_text("\n".join(lines))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    profile = Profile.model_validate({"task": {"scorers": {"surprise": "my_surprise:Surprise"}}})
+    scorer = UserCode(name=profile.task.scorers["surprise"]).load()()
+    meter = SimpleNamespace(doing=lambda state: nullcontext())
+    host: Any = SimpleNamespace(_role="surprise", _profile=profile, _scorer=scorer, _meter=meter)
+    host._payloads = lambda groups, fields: []
+    code = r'task\.scorers\.surprise = "my_surprise:Surprise"'
+    with pytest.raises(AsyncrlError, match=rf"{code} failed: JSONDecodeError: .* \(my_surprise\.py:4\)"):
+        RankHost.score(host, 0, [], [], 0)

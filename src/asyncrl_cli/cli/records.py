@@ -37,7 +37,8 @@ SAMPLES_EXAMPLES = """
   asyncrl samples my-run --field logprobs   tokens coloured by a field
   asyncrl samples my-run --json | jq '.[].reward'
 
-The colour of a token shows the age of its version. (v7) precedes tokens of version 7;
+[bold]reward names_answer[/] is 1 where the reference answer stands in the response
+(docs/rewards.md). The colour of a token shows the age of its version. (v7) precedes tokens of version 7;
 (load v8) marks where version 8 was loaded within a response. [bold]logging.samples_*[/]
 set how many trajectories a run keeps."""
 TRACE_EXAMPLES = """

@@ -35,8 +35,8 @@ from typing import TYPE_CHECKING, TypedDict
 import ray
 from ray import ObjectRef
 
-from asyncrl_cli.base.errors import ExecutorFailed
-from asyncrl_cli.base.named_code import UserCode
+from asyncrl_cli.base.errors import AsyncrlError, ExecutorFailed
+from asyncrl_cli.base.named_code import UserCode, describe
 from asyncrl_cli.base.safe_files import MIB
 from asyncrl_cli.base.storage import as_storage_errors
 from asyncrl_cli.contracts.item import Item
@@ -444,7 +444,13 @@ class RankHost:
         with self._meter.doing(State.BUSY):
             is_users = self._role in self._profile.task.scorers
             payloads = self._payloads(groups, None if is_users else SCORED_FIELDS)
-            columns = self._scorer.score(payloads, items)
+            try:
+                columns = self._scorer.score(payloads, items)
+            except Exception as error:
+                if not is_users:
+                    raise
+                code = f'task.scorers.{self._role} = "{self._profile.task.scorers[self._role]}"'
+                raise AsyncrlError(f"{code} failed: {describe(error)}") from error
             self._meter.add(scored_tokens=num_tokens)
             added = [] if self._role == REWARD else [*self._added(groups, payloads, columns)]
         report = self._report()
