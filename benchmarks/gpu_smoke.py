@@ -4,6 +4,8 @@ limit.
     python benchmarks/gpu_smoke.py [--device cuda | cpu] [--check NAME...] [--limit-s 180] [--json [FILE]]
 
     attention  the chosen attention and packing; packed rows have the logprobs and gradients of padded ones
+    prefixes   what rows share is computed once: logprobs and gradients are those of whole rows; the speed of
+               both
     modes      activation checkpointing x (offload, recompute, LoRA, critic): losses are those of a CPU
     resume     a snapshot is written and loaded by another trainer: the same state, and the same next step
     memory     the allocator's peak in a train step, against the estimate of `asyncrl plan`, at three sizes
@@ -47,6 +49,7 @@ class Check(NamedTuple):
 
 CHECKS = {
     "attention": Check("gpu_smoke_trainer"),
+    "prefixes": Check("gpu_smoke_trainer"),
     "modes": Check("gpu_smoke_trainer"),
     "resume": Check("gpu_smoke_trainer"),
     "memory": Check("gpu_smoke_measures"),

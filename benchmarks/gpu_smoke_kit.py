@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from engine_kit import RandomModel, save_tokenizer
+from numpy.typing import NDArray
 
 from asyncrl_cli.contracts.prompt_group import AttemptKey, GroupResult, TrajectoryMeta
 from asyncrl_cli.data.sample_fields import BUILT_IN
@@ -132,6 +133,9 @@ class Step:
     response_tokens: int = 48
     number: int = 1
     is_ragged: bool = True
+    prompt_tokens: int = PROMPT_TOKENS
+    has_one_prompt: bool = False
+    """A group's trajectories have the same prompt. Otherwise they have no first token in common."""
     payloads: dict[int, GroupPayload] = field(default_factory=dict, init=False)
 
     def arguments(self, profile: Profile) -> dict[str, Any]:
@@ -144,19 +148,21 @@ class Step:
     @property
     def positions(self) -> int:
         """Tokens that the decoder reads, if all responses are of full length."""
-        return self.groups * GROUP_SIZE * (PROMPT_TOKENS + self.response_tokens - 1)
+        return self.groups * GROUP_SIZE * (self.prompt_tokens + self.response_tokens - 1)
 
     def _group(self, number: int) -> tuple[GroupResult, GroupPayload]:
         draw, key = random.Random(number), AttemptKey(f"prompt-{number}", 0, 0)
         least = self.response_tokens // 4 if self.is_ragged else self.response_tokens
         lengths = [draw.randint(least, self.response_tokens) for _ in range(GROUP_SIZE)]
         rewards = [float(index % 2) for index in range(GROUP_SIZE)]
+        prompt = self._random_tokens(draw, self.prompt_tokens) if self.has_one_prompt else None
         trajectories = [
-            self._trajectory(draw, length, reward) for length, reward in zip(lengths, rewards, strict=True)
+            self._trajectory(draw, prompt, length, reward)
+            for length, reward in zip(lengths, rewards, strict=True)
         ]
         metas = [
             TrajectoryMeta(
-                prompt_tokens=PROMPT_TOKENS,
+                prompt_tokens=self.prompt_tokens,
                 response_tokens=length,
                 reward=reward,
                 finish_reason="stop",
@@ -167,11 +173,16 @@ class Step:
         result = GroupResult(key=key, trajectories=tuple(metas), failures=(), failed_tokens=0, payload=None)
         return result, GroupPayload(uid=key.uid, epoch=0, attempt=0, trajectories=tuple(trajectories))
 
-    def _trajectory(self, draw: random.Random, length: int, reward: float) -> Trajectory:
-        sampled = np.arange(PROMPT_TOKENS + length) >= PROMPT_TOKENS
-        tokens = np.random.default_rng(draw.getrandbits(32)).integers(
-            self.model.vocab_size, size=len(sampled)
-        )
+    def _random_tokens(self, draw: random.Random, number: int) -> NDArray[Any]:
+        return np.random.default_rng(draw.getrandbits(32)).integers(self.model.vocab_size, size=number)
+
+    def _trajectory(
+        self, draw: random.Random, prompt: NDArray[Any] | None, length: int, reward: float
+    ) -> Trajectory:
+        sampled = np.arange(self.prompt_tokens + length) >= self.prompt_tokens
+        tokens = self._random_tokens(draw, len(sampled))
+        if prompt is not None:
+            tokens[: self.prompt_tokens] = prompt
         segment = dict(
             tokens=tokens.astype(np.int32),
             logprobs=np.where(sampled, -math.log(self.model.vocab_size), 0.0).astype(np.float32),
