@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-BARE = ("attention", "modes", "resume", "memory", "engine", "loop", "bench")
+BARE = ("attention", "prefixes", "modes", "resume", "memory", "engine", "loop", "bench")
 """The checks that need torch and transformers alone."""
 WITHOUT = """
 import sys
