@@ -196,9 +196,9 @@ def test_contexts_that_grow_make_later_steps_longer():
             SimulatedSequence(prompt, tokens, lambda one: ended.setdefault(one.tokens, loop.time()))
             for prompt, tokens in given
         )
-        for pause_s in (0.13, 0.4, 0.001):  # whoever looks, and a slowdown that ends, changes nothing after
+        for pause_s in (0.13, 0.4, 0.001):  # timed anew in the middle of a step, it ends as before
             await asyncio.sleep(pause_s)
-            engine.counters()
+            engine.slow_down(1.0)
         await asyncio.sleep(100)
         return ended
 
@@ -216,9 +216,9 @@ def test_a_batch_reads_as_many_experts_as_its_tokens_choose():
     times = Decoding(step_s=1.0, step_s_per_sequence=0.0, experts_s=10.0, expert_ratio=8 / 128)
     for batch in (1, 4, 16, 64):
         chosen = [
-            len(set().union(*(rng.sample(range(128), 8) for _ in range(batch)))) / 128 for _ in range(300)
+            len(set().union(*(rng.sample(range(128), 8) for _ in range(batch)))) / 128 for _ in range(100)
         ]
-        assert times.batch_step_s(batch) == pytest.approx(1 + 10 * sum(chosen) / 300, rel=0.02)
+        assert times.batch_step_s(batch) == pytest.approx(1 + 10 * sum(chosen) / 100, rel=0.03)
 
 
 def test_the_worked_example_of_the_docstring():

@@ -91,6 +91,7 @@ def test_a_time_that_is_computed_cannot_be_given_too(tmp_path: Path) -> None:
         loaded(tmp_path, PHYSICAL.replace("train_mfu = 0.25", "train_mfu = 2.5"))
 
 
+@pytest.mark.slow
 def test_every_published_row_has_a_profile_and_a_miniature_with_the_same_work_per_gpu() -> None:
     for name in shipped_workloads():
         workload = load_workload(name)
@@ -105,6 +106,15 @@ def test_every_published_row_has_a_profile_and_a_miniature_with_the_same_work_pe
             factor = windows[0] / windows[1]
             assert plans[0].trainer_workers / plans[1].trainer_workers == factor, (name, reference.source)
             assert plans[0].rollout_workers / plans[1].rollout_workers == factor, (name, reference.source)
+
+
+def test_what_was_fitted_has_draws_around_its_best_value() -> None:
+    for name in shipped_workloads():
+        unknowns = load_workload(name).unknowns
+        assert len({len(one.factors) for one in unknowns}) <= 1, name
+        for one in unknowns:
+            assert len(one.factors) > 20, (name, one.key)
+            assert min(one.factors) < 1 < max(one.factors), (name, one.key)
 
 
 def test_a_colocated_worker_spans_the_gpus_of_the_published_engine(tmp_path: Path) -> None:
