@@ -28,6 +28,7 @@ SECTIONS = {
     "activation_checkpointing": "trainer",
     "sequence_parallel_size": "trainer",
     "shared_prefixes": "trainer",
+    "router_replay": "trainer",
     **dict.fromkeys(LoraSection.model_fields, "lora"),
     "lr": "trainer",
     "ppo_epochs": "trainer",

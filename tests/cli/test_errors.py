@@ -139,9 +139,10 @@ def test_errors_of_any_kind_end_in_one_line_and_a_code(error, code, said, capsys
 
 
 def test_warnings_go_to_stderr_and_do_not_stop_the_command(capsys):
-    assert run(["plan", "-p", "base", "--set", "rollout.top_p=0.5", "--json"]) == 0
+    how = ["--set", "rollout.top_p=0.5", "--set", "rollout.sampling_mask=false"]
+    assert run(["plan", "-p", "base", *how, "--json"]) == 0
     said = capsys.readouterr()
-    assert said.err.startswith("warning: rollout.top_p = 0.5")
+    assert said.err.startswith("warning: rollout.sampling_mask = false with top_p = 0.5")
     assert said.out.startswith("{")
 
 

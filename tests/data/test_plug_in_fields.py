@@ -190,7 +190,11 @@ class Letters:
 
 
 def fields_of(tokens: list[int]) -> dict[str, Any]:
-    return {"ranks": [3 * t for t in tokens], "experts": [[t % 7, t % 5] for t in tokens]}
+    return {
+        "ranks": [3 * t for t in tokens],
+        "experts": [[t % 7, t % 5] for t in tokens],
+        "kept_tokens": [[t, *range(t % 3)] for t in tokens],
+    }
 
 
 class Counting:
@@ -219,9 +223,9 @@ class Counting:
         tokens = [prompt[-1] + 1 + n for n in range(self.stops_at)]
         fields = fields_of(tokens) if self.fields is None else self.fields
         if earlier is not None:  # of another engine: they must come back as they were
-            assert {name: np.asarray(values).tolist() for name, values in earlier.fields.items()} == {
-                name: values[: len(earlier.tokens)] for name, values in fields_of(tokens).items()
-            }
+            for name, values in fields_of(tokens).items():
+                came = [np.asarray(value).tolist() for value in earlier.fields[name]]
+                assert came == values[: len(earlier.tokens)]
         made = Completion(
             tokens=tokens,
             logprobs=[-1.0] * len(tokens),
@@ -283,6 +287,7 @@ def test_fields_of_engine_and_environment_are_where_the_answers_are():
         np.testing.assert_array_equal(segment["ranks"], np.where(mask, 3 * tokens, -1))
         np.testing.assert_array_equal(segment["marks"], np.where(mask, tokens % 9, 0))
         np.testing.assert_array_equal(segment["experts"], np.stack([tokens % 7, tokens % 5], 1)[mask])
+        assert segment["kept_tokens"].tolist() == fields_of(tokens[mask].tolist())["kept_tokens"]
         assert trajectory.values["level"] == "hard"
 
 
@@ -306,6 +311,7 @@ def test_an_engines_fields_survive_a_checkpoint_of_begun_responses(tmp_path):
         (segment,) = trajectory.segments()
         assert segment["ranks"].tolist() == [-1, *(3 * t for t in segment["tokens"][1:])]
         assert segment["marks"].tolist() == [0, *(t % 9 for t in segment["tokens"][1:])]
+        assert segment["kept_tokens"].tolist() == [[t, *range(t % 3)] for t in segment["tokens"][1:].tolist()]
 
 
 @pytest.mark.parametrize(
@@ -316,6 +322,9 @@ def test_an_engines_fields_survive_a_checkpoint_of_begun_responses(tmp_path):
         ({"ranks": [0.5] * 5}, "field ranks: its values are not int16"),
         ({"ranks": [70_000] * 5}, "field ranks: its values are not int16"),
         ({"ranks": ["a"] * 5}, "field ranks: its values are not int16"),
+        ({"kept_tokens": [[1]] * 4}, "field kept_tokens has 4 values for an answer of 5 tokens"),
+        ({"kept_tokens": [[1.5]] * 5}, "field kept_tokens: its values are not lists of integers"),
+        ({"kept_tokens": 7}, "field kept_tokens: its values are not lists of integers"),
         ({"experts": [1] * 5}, "field experts: its values are not uint8 of shape (2,)"),
         ({"rank": [1] * 5}, "field 'rank' is not declared as written by the engine; task.fields names"),
         ({"marks": [1] * 5}, "field 'marks' is not declared as written by the engine"),

@@ -119,6 +119,8 @@ def test_only_the_fields_that_are_asked_for_come_back(store: Store) -> None:
         for name, array in was.per_token.items():
             np.testing.assert_array_equal(whole.per_token[name], array)
             assert whole.per_token[name].dtype == array.dtype
+        for name, array in was.per_sampled.items():
+            assert whole.per_sampled[name].tolist() == array.tolist()
 
 
 def test_columns_are_added_beside_what_is_there_and_over_earlier_ones(store: Store) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from asyncrl_cli.data.ragged import Ragged
 from asyncrl_cli.data.sample_fields import FIELDS, Field, Schema
 from asyncrl_cli.data.trajectories import Trajectory, packed, segment_of, trajectory_of, unpacked
 
@@ -18,6 +19,7 @@ PLUGGED = Schema(
         Field(name="entropy", per="sampled", by="trainer"),
         Field(name="kinds", per="token", by="environment", dtype="int16", fill=-7),
         Field(name="experts", per="sampled", by="engine", dtype="uint8", shape=(2, 3)),
+        Field(name="chosen", per="sampled", by="engine", dtype="int32", is_ragged=True),
     ]
 )
 
@@ -47,6 +49,9 @@ def drawn(rng: random.Random) -> tuple[list[Trajectory], Rows]:
             if rng.random() < 0.6:
                 row["experts"] = [[[rng.randint(0, 9)] * 3] * 2 for _ in sampled]
                 segment["experts"] = np.array(row["experts"], dtype=np.uint8).reshape(-1, 2, 3)
+            if rng.random() < 0.6:
+                row["chosen"] = [[rng.randint(0, 10**6) for _ in range(rng.randint(0, 4))] for _ in sampled]
+                segment["chosen"] = Ragged.of(row["chosen"])
             segments.append(segment)
             rows.append(row)
         reward = rng.random()
@@ -76,6 +81,8 @@ def test_what_is_packed_comes_back_segment_by_segment(seed: int) -> None:
     if any("experts" in row for rows in model for row in rows):
         expected = filled(model, "experts", [[0] * 3] * 2, "sampled")
         assert [one["experts"].tolist() for one in segments] == expected
+    if any("chosen" in row for rows in model for row in rows):
+        assert [one["chosen"].tolist() for one in segments] == filled(model, "chosen", [], "sampled")
     for segment, row in zip(segments, [row for rows in model for row in rows], strict=True):
         assert segment["versions"].tolist() == row["versions"]
         np.testing.assert_allclose(segment["logprobs"], row["logprobs"], rtol=1e-6)
@@ -103,6 +110,9 @@ def test_an_array_of_another_length_is_refused() -> None:
         ({"dtype": "elephant"}, "no number of numpy's"),
         ({"per": "trajectory", "in_losses": True}, "only a field per token"),
         ({"shape": (2,), "in_losses": True}, "one number per token"),
+        ({"is_ragged": True, "dtype": "int32"}, "int32 values per sampled token"),
+        ({"is_ragged": True, "per": "sampled"}, "int32 values per sampled token"),
+        ({"is_ragged": True, "per": "sampled", "dtype": "int32", "in_losses": True}, "neither losses"),
     ],
 )
 def test_a_field_that_makes_no_sense_is_refused(wrong: dict[str, Any], match: str) -> None:
@@ -113,3 +123,9 @@ def test_a_field_that_makes_no_sense_is_refused(wrong: dict[str, Any], match: st
 def test_two_declarations_of_one_name_are_refused() -> None:
     with pytest.raises(ValueError, match="tokens is declared twice"):
         Schema([*FIELDS, Field(name="tokens", per="token", by="engine", dtype="int64")])
+
+
+@pytest.mark.parametrize("array", [[1], [2, 1, 5], [-1, 3, 5, 6], [1, 1, 5]])
+def test_an_array_that_is_not_of_two_rows_is_refused(array: list[int]) -> None:
+    with pytest.raises(ValueError, match="not 2 rows"):
+        Ragged.decoded(np.array(array, np.int32), 2)

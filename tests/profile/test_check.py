@@ -214,10 +214,14 @@ TABLE = (
      ["rollout.engine_args = {block_size = 32} with"], "rollout.engine=vllm"),
     ("base", "rollout.engine=vllm rollout.max_model_len=100",
      ["rollout.max_model_len = 100"], "max_model_len=352"),
-    ("base", "rollout.engine=vllm rollout.top_p=0.9 rollout.temperature=0.7",
+    ("base", "rollout.engine=vllm rollout.top_p=0.9 rollout.sampling_mask=false rollout.temperature=0.7",
      ["rollout.temperature = 0.7"], "transformers"),
-    ("base", "rollout.engine=vllm rollout.top_k=9 eval.temperature=0.7",
+    ("base", "rollout.engine=vllm rollout.top_k=9 rollout.sampling_mask=false eval.temperature=0.7",
      ["eval.temperature = 0.7"], "transformers"),
+    ("base", "rollout.engine=vllm rollout.top_p=0.9",
+     ["rollout.top_k = 0", "lists only the most likely tokens"], "--set rollout.top_k=64"),
+    ("base", "rollout.engine=vllm rollout.top_k=65",
+     ["rollout.top_k = 65", "a top_k of 1 to 64"], "sampling_mask=false"),
 )
 # fmt: on
 CONFLICTS = [(profile, sets.split(), parts, hint) for profile, sets, parts, hint in TABLE]
@@ -269,8 +273,9 @@ def test_what_is_shipped_warns_of_nothing_and_profiles_say_their_purpose() -> No
 @pytest.mark.parametrize(
     ("text", "part"),
     [
-        ("rollout.top_p=0.9", "rollout.top_p = 0.9"),
-        ("rollout.top_k=20", "rollout.top_k = 20"),
+        ("rollout.sampling_mask=false rollout.top_p=0.9", "top_p = 0.9"),
+        ("rollout.sampling_mask=false rollout.top_k=20", "top_k = 20"),
+        ("rollout.sampling_mask=false rollout.min_p=0.1", "min_p = 0.1"),
         ("trainer.lr=0.1", "trainer.lr = 0.1 is a doubtful value, more than 0.01: AdamW moves"),
         ("trainer.ppo_epochs=50", "trainer.ppo_epochs = 50 is a doubtful value"),
         ("task.train_prompts=8", "R = 16"),
@@ -280,7 +285,7 @@ def test_what_is_shipped_warns_of_nothing_and_profiles_say_their_purpose() -> No
     ],
 )
 def test_what_is_allowed_but_odd_is_a_warning(text: str, part: str) -> None:
-    (warning,) = load("base", [text], environ={}).warnings
+    (warning,) = load("base", text.split(), environ={}).warnings
     assert part in warning
 
 
@@ -292,6 +297,9 @@ def test_what_is_allowed_but_odd_is_a_warning(text: str, part: str) -> None:
         ("stale-samples", ["algorithm.old_logprobs=recompute"]),
         ("base", ["run.train_steps=20", "run.total_rollout_steps=320"]),
         ("base", ["rollout.engine=vllm", "rollout.temperature=0.7", "rollout.engine_args={block_size=32}"]),
+        ("base", ["rollout.engine=vllm", "rollout.temperature=0.7", "rollout.top_p=0.9", "rollout.top_k=64"]),
+        ("base", ["rollout.temperature=0.7", "rollout.min_p=0.1", "rollout.top_p=0.9"]),
+        ("base", ["rollout.sampling_mask=false"]),
         ("base", ["async_training.use_rollout_log_probs=true", "algorithm.old_logprobs=rollout"]),
         ("base", ["algorithm.rollout_is_threshold=2", "async_training.use_rollout_log_probs=false"]),
     ],

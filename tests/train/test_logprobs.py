@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import weakref
+from dataclasses import replace
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, Gemma2Config, Qwen3Config
 
+from asyncrl_cli.data.ragged import Ragged
 from asyncrl_cli.train import LOGITS_COPIES
 from asyncrl_cli.train import logprobs as head_chunks
 from asyncrl_cli.train.batch import scoring_microbatch
 from asyncrl_cli.train.logprobs import ForwardPass
+from asyncrl_cli.train.sampling_masks import KeptTokens
 
 SIZES = dict(vocab_size=61, hidden_size=16, intermediate_size=24, num_hidden_layers=2)
 SIZES |= dict(num_attention_heads=2, num_key_value_heads=1, head_dim=8)
@@ -107,12 +110,62 @@ class LargestTensors(TorchDispatchMode):
         self.alive -= 1
 
 
+@pytest.mark.parametrize("chunk_tokens", [1, 4, 1000])
+@pytest.mark.parametrize("has_bonus", [False, True])
+@pytest.mark.parametrize("has_teacher", [False, True])
+def test_masks_give_the_values_and_gradients_of_the_kept_tokens_alone(
+    chunk_tokens, has_bonus, has_teacher, monkeypatch
+):
+    monkeypatch.setattr(head_chunks, "LOGITS_CHUNK_ELEMENTS", {"cpu": chunk_tokens * SIZES["vocab_size"]})
+    model, temperature, generator = made("soft-cap"), 0.7, torch.Generator().manual_seed(1)
+    microbatch = scoring_microbatch(SEQUENCES, torch.device("cpu"))
+    kept = [  # the third has one token, the fourth the whole vocabulary
+        sorted({target, *torch.randint(61, (n % 9,), generator=generator).tolist()}) if n != 3 else []
+        for n, target in enumerate(microbatch.targets_N.tolist(), -2)
+    ]
+    masks = KeptTokens.of([Ragged.of(kept)], torch.device("cpu"))
+    forward = ForwardPass(model, temperature, differentiates_entropy=has_bonus)
+    teacher = torch.randn(len(kept), 61, generator=generator).log_softmax(-1) if has_teacher else None
+    scored = forward(replace(microbatch, kept=masks), teacher)
+
+    logits = torch.cat([model(torch.tensor([one])).logits[0, :-1] / temperature for one in SEQUENCES])
+    logprobs, entropies, divergences = [], [], []
+    for n, (row, target, ids) in enumerate(zip(logits, microbatch.targets_N.tolist(), kept, strict=True)):
+        ids = ids or list(range(61))
+        distribution = torch.distributions.Categorical(logits=row[ids])
+        logprobs.append(distribution.log_prob(torch.tensor(ids.index(target))))
+        entropies.append(distribution.entropy())
+        if has_teacher:
+            other = torch.distributions.Categorical(logits=teacher[n][ids])
+            divergences.append(torch.distributions.kl_divergence(distribution, other))
+    expected, entropy = torch.stack(logprobs), torch.stack(entropies)
+    divergence = torch.stack(divergences) if has_teacher else torch.zeros(1)
+    if has_teacher:
+        torch.testing.assert_close(scored.divergence_N, divergence)
+    torch.testing.assert_close(scored.logprobs_N, expected)
+    torch.testing.assert_close(scored.entropy_N, entropy)
+    assert any(len(ids) == 1 for ids in kept)
+    assert all(scored.logprobs_N[n] == 0 for n, ids in enumerate(kept) if len(ids) == 1)
+    found = []
+    ours = (scored.logprobs_N, scored.entropy_N, scored.divergence_N if has_teacher else divergence)
+    for values, entropy_N, divergence_N in (ours, (expected, entropy, divergence)):
+        model.zero_grad(set_to_none=True)
+        loss = loss_of(values) - (loss_of(entropy_N / 4) if has_bonus else 0)
+        (loss + loss_of(divergence_N / 8)).backward()
+        found.append(torch.cat([parameter.grad.flatten() for parameter in model.parameters()]))
+    assert (found[0] - found[1]).norm() < 1e-5 * found[1].norm()
+
+
+@pytest.mark.parametrize("is_masked", [False, True])
 @pytest.mark.parametrize("is_differentiated", [False, True])
-def test_no_more_copies_of_the_logits_are_alive_than_a_plan_counts(is_differentiated, monkeypatch):
+def test_no_more_copies_of_the_logits_are_alive_than_a_plan_counts(is_differentiated, is_masked, monkeypatch):
     tokens = sum(len(one) - 1 for one in SEQUENCES)
     monkeypatch.setattr(head_chunks, "LOGITS_CHUNK_ELEMENTS", {"cpu": tokens * SIZES["vocab_size"]})
     forward = ForwardPass(made("untied"), 0.7, differentiates_entropy=is_differentiated)
     microbatch = scoring_microbatch(SEQUENCES, torch.device("cpu"))
+    if is_masked:
+        kept = Ragged.of([[target, 7] for target in microbatch.targets_N.tolist()])
+        microbatch = replace(microbatch, kept=KeptTokens.of([kept], torch.device("cpu")))
     with LargestTensors(tokens * SIZES["vocab_size"]) as counted:
         scored = forward(microbatch)
         (loss_of(scored.logprobs_N) - (loss_of(scored.entropy_N) if is_differentiated else 0)).backward()

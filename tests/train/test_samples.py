@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from asyncrl_cli.data.sample_fields import BUILT_IN
+from asyncrl_cli.data.ragged import Ragged
+from asyncrl_cli.data.sample_fields import BUILT_IN, FIELDS, Field, Schema
 from asyncrl_cli.data.trajectories import GroupPayload, trajectory_of
 from asyncrl_cli.train.sample_dump import SampledGroup, choose_samples, dump_samples, is_dump_step, pieces
 
@@ -78,6 +80,18 @@ def test_logprobs_come_back_bit_for_bit(tmp_path, payloads, samples):
     line = read_lines(dump_samples(tmp_path, 1, samples, window=0, decode=str))[0]
     expected = next(payloads[0].trajectories[0].segments())["logprobs"]
     assert np.array(line["logprobs"], np.float32).tobytes() == expected.tobytes()
+
+
+def test_any_number_of_values_per_token_is_a_list(tmp_path, payloads):
+    chosen = Field(name="chosen", per="sampled", by="engine", dtype="int32", is_ragged=True, in_samples=True)
+    (first, _) = payloads[0].trajectories
+    one = replace(first, per_sampled={"chosen": Ragged.of([[5], [6, 7]])})
+    group = SampledGroup(payload=replace(payloads[0], trajectories=(one,)), advantages=[None])
+    path = dump_samples(
+        tmp_path, 3, [group], window=4, decode=lambda ids: "", schema=Schema([*FIELDS, chosen])
+    )
+    (line,) = read_lines(path)
+    assert line["fields"]["chosen"]["values"] == [None, None, [5], [6, 7]]
 
 
 def test_text_that_is_no_unicode_is_written_and_comes_back(tmp_path, samples):

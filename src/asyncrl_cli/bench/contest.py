@@ -37,7 +37,7 @@ LEAST_WINDOWS = 3
 SAME_KEYS = (
     *("model.", "task.", "run.seed", "trainer.ppo_mini_batch_size", "rollout.engine", "rollout.n"),
     *("rollout.max_prompt_tokens", "rollout.max_response_tokens", "rollout.temperature", "rollout.top_p"),
-    *("rollout.top_k", "rollout.stop", "eval.prompts", "eval.temperature"),
+    *("rollout.top_k", "rollout.min_p", "rollout.stop", "eval.prompts", "eval.temperature"),
 )
 """Keys (and sections) that must be equal in all profiles, because they define the work."""
 NO_SWITCH = "the bench scores the first and the last version, and writes no checkpoints"

@@ -24,14 +24,13 @@ from typing_extensions import TypedDict  # pydantic reads typing's own from Pyth
 from asyncrl_cli.base.errors import RefusedError
 from asyncrl_cli.base.safe_files import Count, Finite, load_json, open_regular, reason
 from asyncrl_cli.base.storage import naming
+from asyncrl_cli.data.ragged import Ragged
 from asyncrl_cli.data.sample_fields import (
     BUILT_IN,
     FINISH_REASON,
-    LOGPROBS,
     MASK,
+    REQUIRED,
     REWARD,
-    TOKENS,
-    VERSIONS,
     Schema,
 )
 from asyncrl_cli.data.trajectories import HEADS, GroupPayload, Trajectory, packed, unpacked
@@ -39,7 +38,6 @@ from asyncrl_cli.data.trajectories import HEADS, GroupPayload, Trajectory, packe
 ARRAYS = "payloads.safetensors"
 STRUCTURE = "payloads.json"
 WAY_OUT = "take another checkpoint"
-REQUIRED = (TOKENS, LOGPROBS, VERSIONS, MASK)
 
 
 class _Trajectory(TypedDict):
@@ -73,7 +71,7 @@ def write_payloads(directory: Path, payloads: Sequence[GroupPayload], schema: Sc
     everything = [one for group in payloads for one in group.trajectories]
     columns = packed(everything, schema)
     stored = (field for field in schema.arrays if field.in_checkpoints and field.by != "scorer")
-    names = {f"{field.per}/{field.name}": field.name for field in stored}
+    names = {field.column: field.name for field in stored}
     arrays = {name: schema[name].filled(0) for name in REQUIRED}
     arrays |= {name: columns[column] for column, name in names.items() if column in columns}
     with naming(directory / ARRAYS):
@@ -120,10 +118,14 @@ def read_payloads(directory: Path, schema: Schema = BUILT_IN) -> tuple[GroupPayl
     ]
     for name, array in sorted(arrays.items(), key=lambda entry: entry[0] not in REQUIRED):  # the mask first
         field = schema[name]
-        if array.dtype != np.dtype(field.dtype) or not array.ndim or array.shape[1:] != field.shape:
+        if not field.fits(array):
             raise RefusedError(f"{path}: {name} is not as the profile declares it", hint=WAY_OUT)
         expected = sum(lengths) if field.per == "token" else int(arrays[MASK].sum())
-        if len(array) != expected:
+        try:
+            found = len(Ragged.decoded(array, expected) if field.is_ragged else array)
+        except ValueError:
+            found = -1
+        if found != expected:
             raise RefusedError(f"{path} does not fit {STRUCTURE}: {expected} tokens expected", hint=WAY_OUT)
     ends_S = np.cumsum([0, *lengths])
     sampled_S = np.diff(np.concatenate([[0], np.cumsum(arrays[MASK])])[ends_S])
@@ -132,7 +134,7 @@ def read_payloads(directory: Path, schema: Schema = BUILT_IN) -> tuple[GroupPayl
         built_in = {name: value for name, value in line.items() if name in BUILT_IN}
         further = {n: value for n, value in line.get("values", {}).items() if n in schema}
         heads.append(([*islice(counts, len(line["segment_lengths"]))], further | built_in))
-    columns = {f"{schema[name].per}/{name}": array for name, array in arrays.items()}
+    columns = {schema[name].column: array for name, array in arrays.items()}
     trajectories = iter(unpacked({HEADS: heads, **columns}))
     return tuple(
         GroupPayload(

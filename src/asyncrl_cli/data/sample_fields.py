@@ -26,10 +26,10 @@ from importlib.metadata import entry_points
 from typing import Any, Literal, get_args
 
 import numpy as np
-from numpy.typing import NDArray
 
 from asyncrl_cli.base.errors import ConfigError, first_line
 from asyncrl_cli.base.named_code import UserCode, describe, is_user_code
+from asyncrl_cli.data.ragged import Ragged
 from asyncrl_cli.profile.arithmetic import CRITIC, PROX, REF, TEACHER
 from asyncrl_cli.profile.schema import Profile
 
@@ -54,7 +54,9 @@ class Field:
     `per`: what has a value. Those per token or per sampled token are arrays, all segments of a trajectory end
     to end: (tokens, *shape) or (sampled tokens, *shape). Others are values that JSON can hold: one of a
     trajectory or of its group, or a list with one for each segment.
-    `dtype`: numpy's name of an array's type; unused for others.
+    `dtype`: numpy's name of an array's type; unused for others. `shape`: of a token's value; (-1,) is a
+    vector of any length, the same for all tokens.
+    `is_ragged`: a sampled token has any number of int32 values, `fill` is none of them (a `Ragged`).
     `fill`: the value of a token that nobody gave one.
     `in_losses`: losses find it in `LossBatch.columns`, as float32 or int64 per sampled token.
     `in_samples`: dumps of samples have it. `shown`: how the page of samples shows it: as a scale of colours
@@ -67,6 +69,7 @@ class Field:
     doc: str = ""
     dtype: str = "float32"
     shape: tuple[int, ...] = ()
+    is_ragged: bool = False
     fill: float = 0
     in_checkpoints: bool = True
     in_samples: bool = False
@@ -95,26 +98,57 @@ class Field:
             raise ValueError(f"field {self.name}: losses take one number per token")
         if self.by == "reward" and self.is_array:
             raise ValueError(f"field {self.name}: the reward writes values of the trajectory")
+        if self.is_ragged and (
+            (self.per, self.dtype, self.shape) != ("sampled", "int32", ())
+            or self.by not in ("engine", "environment")
+            or self.in_losses
+            or self.shown
+        ):
+            why = "a ragged field has int32 values per sampled token, by the engine or the environment"
+            raise ValueError(f"field {self.name}: {why}; neither losses nor pages take it")
 
     @property
     def is_array(self) -> bool:
         return self.per in ("token", "sampled")
 
-    def filled(self, count: int) -> NDArray[Any]:
-        return np.full((count, *self.shape), self.fill, dtype=self.dtype)
+    @property
+    def column(self) -> str:
+        """Its name among the columns of a store (`trajectories.packed`)."""
+        return f"{'ragged' if self.is_ragged else self.per}/{self.name}"
 
-    def array_of(self, values: Any, count: int) -> NDArray[Any]:
+    def filled(self, count: int, like: Any = None) -> Any:
+        """`like`: an array of this field, with a vector's length."""
+        if self.is_ragged:
+            return Ragged.of([()] * count)
+        shape = self.shape if like is None else like.shape[1:]
+        return np.full((count, *(max(size, 0) for size in shape)), self.fill, dtype=self.dtype)
+
+    def fits(self, array: Any) -> bool:
+        """Whether an array is as declared."""
+        is_shape = array.ndim == 2 if self.shape == (-1,) else array.shape[1:] == self.shape
+        return bool(array.dtype == np.dtype(self.dtype) and array.ndim and is_shape)
+
+    def array_of(self, values: Any, count: int) -> Any:
         """Somebody's values of `count` tokens. Raises ValueError if they are not of this field."""
+        if self.is_ragged:
+            try:
+                rows = values if isinstance(values, Ragged) else Ragged.of(values)
+            except (TypeError, ValueError):
+                raise ValueError(f"field {self.name}: its values are not lists of integers") from None
+            if len(rows) != count:
+                why = f"has {len(rows)} values for an answer of {count} tokens"
+                raise ValueError(f"field {self.name} {why}")
+            return rows
         given, dtype = np.asarray(values), np.dtype(self.dtype)
         if given.shape[:1] != (count,):
             number = len(given) if given.shape else "no"
             raise ValueError(f"field {self.name} has {number} values for an answer of {count} tokens")
         if given.size == 0:
-            given = given.astype(dtype).reshape(0, *self.shape)
+            given = self.filled(count)
         taken = given.astype(dtype) if given.dtype.kind in "biuf" else given
         # Rounding to float32 is fine; an integer that changes is not.
         is_same = dtype.kind == "f" or (given.dtype.kind != "f" and bool((taken == given).all()))
-        if taken.dtype != dtype or taken.shape[1:] != self.shape or not is_same:
+        if not self.fits(taken) or not is_same:
             shape = f" of shape {self.shape}" if self.shape else ""
             raise ValueError(f"field {self.name}: its values are not {self.dtype}{shape}")
         return taken
@@ -150,6 +184,11 @@ class Schema(Mapping[str, Field]):
 TOKENS, LOGPROBS, VERSIONS, MASK = "tokens", "logprobs", "versions", "mask"
 REWARD, FINISH_REASON, TURN_REWARDS, FACTS = "reward", "finish_reason", "turn_rewards", "facts"
 TEACHER_NAME = "teacher_name"
+KEPT_TOKENS, ROUTED_EXPERTS = "kept_tokens", "routed_experts"
+REQUIRED = (TOKENS, LOGPROBS, VERSIONS, MASK)
+"""What every engine returns."""
+OPTIONAL = {KEPT_TOKENS, ROUTED_EXPERTS}
+"""Built-in fields that an engine writes as it does those of users."""
 
 FIELDS = (
     Field(name=TOKENS, per="token", by="engine", dtype="int32", in_samples=True, doc="token ids"),
@@ -159,7 +198,7 @@ FIELDS = (
         by="engine",
         in_samples=True,
         shown="colour",
-        doc="of the temperature-scaled, untruncated distribution; 0 where mask is 0",
+        doc="of the temperature-scaled distribution, among `kept_tokens` if there are any; 0 where mask is 0",
     ),
     Field(
         name=VERSIONS,
@@ -172,6 +211,23 @@ FIELDS = (
         doc="the version of the weights that sampled the token; -1 where mask is 0",
     ),
     Field(name=MASK, per="token", by="engine", dtype="bool", in_samples=True, doc="whether it was sampled"),
+    Field(
+        name=KEPT_TOKENS,
+        per="sampled",
+        by="engine",
+        dtype="int32",
+        is_ragged=True,
+        doc="ids of the tokens that top_p, top_k and min_p kept; none: all (exactness.md)",
+    ),
+    Field(
+        name=ROUTED_EXPERTS,
+        per="token",
+        by="engine",
+        dtype="int16",
+        shape=(-1,),
+        fill=-1,
+        doc="the experts that it was given to, layer by layer; -1: unknown (exactness.md)",
+    ),
     Field(name=REWARD, per="trajectory", by="reward", in_samples=True, shown="number"),
     Field(name=FINISH_REASON, per="trajectory", by="engine", in_samples=True),
     Field(

@@ -21,11 +21,12 @@ from itertools import chain, starmap, zip_longest
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from asyncrl_cli.data.ragged import Ragged, end_to_end
 from asyncrl_cli.data.sample_fields import LOGPROBS, MASK, NOT_SAMPLED, TOKENS, VERSIONS, Schema
 
-Arrays = Mapping[str, NDArray[Any]]
+Arrays = Mapping[str, Any]
+"""By field: an NDArray, or a Ragged if the field is declared so."""
 HEADS = "heads"
 
 
@@ -81,28 +82,31 @@ def trajectory_of(segments: Sequence[Arrays], schema: Schema, /, **values: Any) 
     """Join segments. A field that only some of them have is filled in the others. Raises ValueError if an
     array's length is not that of its segment."""
     counts = tuple(Counts(len(one[TOKENS]), int(one[MASK].sum())) for one in segments)
-    arrays: dict[str, dict[str, NDArray[Any]]] = {"token": {}, "sampled": {}}
+    arrays: dict[str, dict[str, Any]] = {"token": {}, "sampled": {}}
     for name in dict.fromkeys(chain.from_iterable(segments)):
         declared = schema[name]
+        like = next(segment[name] for segment in segments if name in segment)
         parts = []
         for segment, count in zip(segments, counts, strict=True):
             length = count.tokens if declared.per == "token" else count.sampled
-            part = segment[name] if name in segment else declared.filled(length)
+            part = segment[name] if name in segment else declared.filled(length, like)
             if len(part) != length:
                 raise ValueError(f"field {name} has {len(part)} values for {length} {declared.per} tokens")
             parts.append(part)
-        arrays[declared.per][name] = parts[0] if len(parts) == 1 else np.concatenate(parts)
+        arrays[declared.per][name] = end_to_end(parts)
     return Trajectory(counts=counts, per_token=arrays["token"], per_sampled=arrays["sampled"], values=values)
 
 
 def packed(trajectories: Sequence[Trajectory], schema: Schema) -> dict[str, Any]:
     """Several trajectories as one array per field, all segments end to end, by "token/<name>" and
-    "sampled/<name>"; and under HEADS the counts and values of each."""
+    "sampled/<name>", or encoded by "ragged/<name>"; and under HEADS the counts and values of each."""
     whole = trajectory_of([segment for one in trajectories for segment in one.segments()], schema)
     return {
         HEADS: tuple((one.counts, dict(one.values)) for one in trajectories),
-        **{f"token/{name}": array for name, array in whole.per_token.items()},
-        **{f"sampled/{name}": array for name, array in whole.per_sampled.items()},
+        **{
+            schema[name].column: array.encoded() if isinstance(array, Ragged) else array
+            for name, array in (*whole.per_token.items(), *whole.per_sampled.items())
+        },
     }
 
 
@@ -113,6 +117,10 @@ def unpacked(columns: Mapping[str, Any]) -> list[Trajectory]:
         {key.removeprefix(kind): array for key, array in columns.items() if key.startswith(kind)}
         for kind in ("token/", "sampled/")
     )
+    total = sum(count[1] for counts, _ in columns[HEADS] for count in counts)
+    for key, array in columns.items():
+        if key.startswith("ragged/"):
+            per_sampled[key.removeprefix("ragged/")] = Ragged.decoded(array, total)
     for counts, values in columns[HEADS]:
         one = Trajectory(counts=tuple(starmap(Counts, counts)), values=values)
         t_end, n_end = t + one.num_tokens, n + one.num_sampled

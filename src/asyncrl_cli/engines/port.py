@@ -30,26 +30,34 @@ FinishReason = Literal["stop", "length", "abort"]
 class Sampling:
     """How responses are sampled.
 
-    `temperature` 0 is greedy; `top_k` 0 and `top_p` 1 turn them off. A `stop` string ends a response and is
-    kept in it.
+    `temperature` 0 is greedy; `top_k` 0, `top_p` 1 and `min_p` 0 turn them off. They truncate in this order:
+    temperature, min-p, top-k, top-p. `returns_kept`: the completion has the field KEPT_TOKENS, with the ids
+    that truncation has kept of each token's distribution, and `logprobs` among these. A `stop` string ends a
+    response and is kept in it.
     """
 
     temperature: float
     top_p: float = 1.0
     top_k: int = 0
+    min_p: float = 0.0
+    returns_kept: bool = False
     max_response_tokens: int
     stop: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.temperature < 0 or not 0 < self.top_p <= 1 or self.top_k < 0 or self.max_response_tokens < 1:
+        is_truncation = 0 < self.top_p <= 1 and 0 <= self.min_p <= 1 and self.top_k >= 0
+        if self.temperature < 0 or not is_truncation or self.max_response_tokens < 1:
             raise ValueError(f"sampling out of range: {self}")
 
     @classmethod
-    def of(cls, rollout: RolloutSection, temperature: float) -> Sampling:
+    def of(cls, rollout: RolloutSection, temperature: float, *, is_eval: bool = False) -> Sampling:
+        """Nothing is trained of what an eval samples, so it needs no masks."""
         return cls(
             temperature=temperature,
             top_p=rollout.top_p,
             top_k=rollout.top_k,
+            min_p=rollout.min_p,
+            returns_kept=rollout.trains_kept_tokens and not is_eval,
             max_response_tokens=rollout.max_response_tokens,
             stop=rollout.stop,
         )
@@ -59,9 +67,11 @@ class Sampling:
 class Completion:
     """Response tokens only; all lists have the same length.
 
-    `logprobs` are from the temperature-scaled, untruncated distribution (the unscaled one if greedy).
+    `logprobs` are from the temperature-scaled distribution (the unscaled one if greedy), untruncated unless
+    `Sampling.returns_kept`.
     `versions` are the versions of the weights that sampled each token. `fields`: a value per token of
     declared fields that the engine writes (`data.sample_fields`); all completions of an engine have the same.
+    `prompt_fields`: likewise, a value per token of the prompt.
     """
 
     tokens: list[int]
@@ -69,6 +79,7 @@ class Completion:
     versions: list[int]
     finish_reason: FinishReason
     fields: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    prompt_fields: Mapping[str, Sequence[Any]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -272,6 +283,10 @@ class EngineKind:
     taking the worker's name before its other arguments."""
     loads_in_place: bool = False
     """Whether the engine implements `Engine.load_in_place`, which needs no second buffer."""
+    returns_kept_tokens: bool = False
+    """Whether the engine supports `Sampling.returns_kept`."""
+    returns_routed_experts: bool = False
+    """Whether the engine writes the field ROUTED_EXPERTS if `trainer.router_replay` is set."""
     finds_stops_in_continued: bool = True
     """Whether the engine, when it continues a response that another one began, finds a stop string that
     begins in the earlier tokens."""

@@ -6,11 +6,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from asyncrl_cli.base.errors import ExecutorFailed
+from asyncrl_cli.data.sample_fields import KEPT_TOKENS
 from asyncrl_cli.engines.port import Completion, Engine, FinishReason, Sampling
 from asyncrl_cli.measure.meters import SlotIntervals
 from asyncrl_cli.measure.states import SlotInterval
@@ -36,6 +37,18 @@ class Track:
     """Set before the last token gets its version."""
     num_kept: int = 0
     """How many of the tokens were sampled by another engine."""
+    fields: dict[str, list[Any]] = field(default_factory=dict)
+    """A value per token; appended to before the versions."""
+    prompt_fields: dict[str, Sequence[Any]] = field(default_factory=dict)
+
+    def begin_with(self, so_far: Completion) -> None:
+        self.tokens += so_far.tokens
+        self.logprobs += so_far.logprobs
+        self.versions += so_far.versions
+        self.num_kept = len(self.tokens)
+        self.fields = {name: [*values] for name, values in so_far.fields.items()}
+        if self.sampling.returns_kept:
+            self.fields.setdefault(KEPT_TOKENS, [()] * self.num_kept)
 
     def so_far(self) -> Completion:
         """The tokens that have a version, which may be the whole response. Another thread may append
@@ -53,6 +66,8 @@ class Track:
             logprobs=self.logprobs[:count],
             versions=self.versions[:count],
             finish_reason=finish_reason,
+            fields={name: values[:count] for name, values in self.fields.items()},
+            prompt_fields=dict(self.prompt_fields),
         )
 
 
@@ -185,10 +200,7 @@ class SlottedEngine(Engine, Generic[AnyTrack]):
             first_version=first_version,
         )
         if so_far is not None:
-            track.tokens += so_far.tokens
-            track.logprobs += so_far.logprobs
-            track.versions += so_far.versions
-            track.num_kept = len(track.tokens)
+            track.begin_with(so_far)
         self._tracks[request_id] = track
         reason: FinishReason = "abort"
         try:

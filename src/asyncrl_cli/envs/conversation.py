@@ -19,10 +19,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from numpy.typing import NDArray
-
 from asyncrl_cli.contracts.environment import Answer, EpisodeFailed, Message
-from asyncrl_cli.data.sample_fields import BUILT_IN, MASK, NOT_SAMPLED, Schema, Writer
+from asyncrl_cli.data.ragged import end_to_end
+from asyncrl_cli.data.sample_fields import BUILT_IN, NOT_SAMPLED, OPTIONAL, Schema, Writer
 from asyncrl_cli.data.trajectories import Arrays, segment_of
 from asyncrl_cli.engines.port import Completion
 from asyncrl_cli.envs.chat import Chat, Tools
@@ -41,7 +40,7 @@ class Context:
     num_sampled: int = 0
     answers: list[range] = field(default_factory=list)
     """Where the tokens of each answer are."""
-    written: list[tuple[str, range, NDArray[Any]]] = field(default_factory=list)
+    written: list[tuple[str, range, Any]] = field(default_factory=list)
     """Values of further fields: the name, the tokens, and a value for each of them."""
 
     def begins(self, tokens: Sequence[int]) -> bool:
@@ -52,12 +51,18 @@ class Context:
         """Tokens that were not sampled have mask 0, version -1 and logprob 0. Further fields have their
         `fill` where nobody wrote them."""
         arrays = dict(segment_of(self.tokens, self.logprobs, self.versions))
-        mask_T = arrays[MASK]
         for name in dict.fromkeys(name for name, _, _ in self.written):
-            values_T = schema[name].filled(len(self.tokens))
-            for _, where, values in (one for one in self.written if one[0] == name):
-                values_T[where.start : where.stop] = values
-            arrays[name] = values_T if schema[name].per == "token" else values_T[mask_T]
+            declared = schema[name]
+            written = {where: values for one, where, values in self.written if one == name}
+            if declared.per == "sampled":  # all answers end to end
+                parts = [written.get(where, declared.filled(len(where))) for where in self.answers]
+                arrays[name] = end_to_end(parts)
+                continue
+            like = max(written.values(), key=lambda values: values.size)
+            arrays[name] = declared.filled(len(self.tokens), like)
+            for where, values in written.items():
+                if len(where):
+                    arrays[name][where.start : where.stop] = values
         return arrays
 
 
@@ -107,6 +112,8 @@ class Conversation:
             self.contexts.append(context)
         added = list(prompt[len(context.tokens) :])  # what the prompt adds to the tokens so far
         begin = len(context.tokens) + len(added)
+        # the last token so far was no input before
+        told = range(max(len(context.tokens) - 1, 0), begin)
         context.answers.append(range(begin, begin + len(completion.tokens)))
         context.tokens += added + completion.tokens
         context.logprobs += [0.0] * len(added) + completion.logprobs
@@ -115,6 +122,10 @@ class Conversation:
         context.messages = messages
         self.num_turns += 1
         try:
+            for name, values in completion.prompt_fields.items():
+                if told:
+                    values_T = self.schema[name].array_of(values[told.start : told.stop], len(told))
+                    context.written.append((name, told, values_T))
             self.write("engine", completion.fields, context)
         except ValueError as error:
             raise EpisodeFailed("engine", f"engine: {error}") from None
@@ -124,7 +135,7 @@ class Conversation:
         ValueError if they are not as declared."""
         for name, values in fields.items():
             declared = self.schema.get(name)
-            if declared is None or declared.by != by or name in BUILT_IN:
+            if declared is None or declared.by != by or name in BUILT_IN.keys() - OPTIONAL:
                 why = f"field {name!r} is not declared as written by the {by}"
                 raise ValueError(f"{why}; task.fields names the declarations")
             if declared.is_array:

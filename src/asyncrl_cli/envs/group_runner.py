@@ -30,7 +30,7 @@ from asyncrl_cli.contracts.prompt_group import (
     PartRequest,
     PartResult,
 )
-from asyncrl_cli.data.sample_fields import BUILT_IN, FINISH_REASON, LOGPROBS, MASK, TOKENS, VERSIONS, Schema
+from asyncrl_cli.data.sample_fields import FINISH_REASON, LOGPROBS, MASK, REQUIRED, TOKENS, VERSIONS, Schema
 from asyncrl_cli.data.store import Stored
 from asyncrl_cli.data.trajectories import GroupPayload, Trajectory, trajectory_of
 from asyncrl_cli.engines.port import Completion, FinishReason, Sampling
@@ -235,7 +235,7 @@ def _kept(completion: Completion) -> PartialResponse:
 
 def _completion(trajectory: Trajectory, schema: Schema) -> Completion:
     (segment,) = trajectory.segments()
-    written = [name for name in segment if schema[name].by == "engine" and name not in BUILT_IN]
+    written = [name for name in segment if schema[name].by == "engine" and name not in REQUIRED]
     tokens, logprobs, versions = (segment[name].tolist() for name in (TOKENS, LOGPROBS, VERSIONS))
     return Completion(
         tokens=tokens,

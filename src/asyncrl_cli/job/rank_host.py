@@ -43,7 +43,7 @@ from asyncrl_cli.contracts.item import Item
 from asyncrl_cli.contracts.prompt_group import attempt_of
 from asyncrl_cli.data.backends import store_at
 from asyncrl_cli.data.ray_store import shipped
-from asyncrl_cli.data.sample_fields import LOGPROBS, MASK, TOKENS, VERSIONS
+from asyncrl_cli.data.sample_fields import KEPT_TOKENS, MASK, REQUIRED, ROUTED_EXPERTS, TOKENS
 from asyncrl_cli.data.store import Stored
 from asyncrl_cli.data.trajectories import Arrays, GroupPayload, joined_by_index
 from asyncrl_cli.data.transferqueue_client import Address
@@ -86,9 +86,12 @@ EAGER = (
 )
 
 
-ENGINE_FIELDS = (TOKENS, LOGPROBS, VERSIONS, MASK)
 SCORED_FIELDS = (TOKENS, MASK)
-"""What a scorer needs."""
+"""What a critic or a reward model needs."""
+LOGPROB_FIELDS = (*SCORED_FIELDS, KEPT_TOKENS)
+"""What logprobs need."""
+POLICY_FIELDS = (*LOGPROB_FIELDS, ROUTED_EXPERTS)
+"""What the policy's logprobs need, and prox."""
 Keys = Sequence[Stored]
 """A group's data: that of its parts, in order."""
 
@@ -285,7 +288,12 @@ class RankHost:
         scorers have added to it. `dumped`: groups of which `loss_fields` is asked for."""
         began_s = time.monotonic()
         with self._meter.doing(State.BUSY):
-            fields = [*ENGINE_FIELDS, *names, *(field.name for field in self._store.schema.in_losses)]
+            fields = [
+                *REQUIRED,
+                *POLICY_FIELDS,
+                *names,
+                *(field.name for field in self._store.schema.in_losses),
+            ]
             payloads = dict(zip(plan.groups, self._payloads(groups, fields), strict=True))
             if self._role == CRITIC:
                 report = self._critic.learn(plan, payloads, names)
@@ -387,7 +395,7 @@ class RankHost:
         """Logprobs of these groups' sampled tokens under the current weights. A collective: a rank has its
         own groups, or none."""
         with self._meter.doing(State.BUSY, "samples to be scored"):
-            payloads = self._payloads(groups, SCORED_FIELDS)
+            payloads = self._payloads(groups, POLICY_FIELDS)
             return self.trainer.model.column(dict(zip(indices, payloads, strict=True)))
 
     @ray.method(concurrency_group="main")
@@ -443,7 +451,9 @@ class RankHost:
         processes together score in this call."""
         with self._meter.doing(State.BUSY):
             is_users = self._role in self._profile.task.scorers
-            payloads = self._payloads(groups, None if is_users else SCORED_FIELDS)
+            needs = {CRITIC: SCORED_FIELDS, REWARD: SCORED_FIELDS, PROX: POLICY_FIELDS}
+            fields = needs.get(self._role, LOGPROB_FIELDS)
+            payloads = self._payloads(groups, None if is_users else fields)
             try:
                 columns = self._scorer.score(payloads, items)
             except Exception as error:

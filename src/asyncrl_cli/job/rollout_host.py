@@ -262,7 +262,7 @@ class RolloutHost:
     @ray.method(num_returns=1 + OBJECTS_PER_ANSWER)
     async def evaluate(self, request: EvalRequest) -> tuple[object, ...]:
         """The data, for a reward model, is further Ray objects."""
-        sampling = Sampling.of(self._profile.rollout, self._profile.eval.temperature)
+        sampling = Sampling.of(self._profile.rollout, self._profile.eval.temperature, is_eval=True)
         self._meter.evals(+1)
         try:
             with_tokens = self._profile.reward_model.path is not None

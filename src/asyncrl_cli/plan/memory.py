@@ -320,14 +320,15 @@ def _logits(job: MemoryEstimate, tokens: int, gradient_bytes: int) -> tuple[int,
     several or an entropy bonus, their float32 sum."""
     shape, chunk_values = job.shape, LOGITS_CHUNK_ELEMENTS[job.plan.device]
     values, head = tokens * shape.vocab_size, shape.vocab_size * shape.hidden_size
+    value_bytes = LOGITS_COPIES * MASTER_BYTES + job.profile.rollout.trains_kept_tokens  # a mask of booleans
     if values <= chunk_values and not job.profile.algorithm.entropy_coeff:
-        logits = LOGITS_COPIES * MASTER_BYTES * values + gradient_bytes * head
+        logits = value_bytes * values + gradient_bytes * head
         return logits, f"{tokens} tokens * {shape.vocab_size} of vocabulary"
     gradient = (MASTER_BYTES + gradient_bytes) * head if gradient_bytes else 0
     chunk_values = min(values, chunk_values)
     chunk = f"{chunk_values // shape.vocab_size} tokens * {shape.vocab_size} of vocabulary at a time"
     how = f"{chunk}, and the gradient of the head" if gradient else chunk
-    return LOGITS_COPIES * MASTER_BYTES * chunk_values + gradient, how
+    return value_bytes * chunk_values + gradient, how
 
 
 def _gathered(job: MemoryEstimate, shape: ModelShape) -> tuple[int, str]:

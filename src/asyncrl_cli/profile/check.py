@@ -86,6 +86,14 @@ def check(profile: Profile) -> list[str]:
         kind = engine_kind(profile.rollout.engine)
         clashes += _engine_clashes(kind)
         conflicts += kind.conflicts(profile)
+        if profile.rollout.trains_kept_tokens and not kind.returns_kept_tokens:
+            why = f'rollout.engine = "{profile.rollout.engine}" does not return the tokens that it has kept'
+            hint = "--set rollout.sampling_mask=false trains the whole distribution instead"
+            conflicts.append(ConfigError(f"top_p, top_k or min_p: {why}", hint=hint))
+        if profile.trainer.router_replay and not kind.returns_routed_experts:
+            why = f'rollout.engine = "{profile.rollout.engine}" does not return the experts of each token'
+            hint = "--set rollout.engine=transformers, or trainer.router_replay=false"
+            conflicts.append(ConfigError(f"trainer.router_replay = true: {why}", hint=hint))
     except ConfigError as unknown:
         conflicts.append(unknown)
     problems = list[ConfigError]()
@@ -174,9 +182,10 @@ def _warnings(profile: Profile) -> Iterator[str]:
     for key, most, why in DOUBTFUL:
         if values[key] is not None and values[key] > most:
             yield f"{key} = {values[key]:g} is a doubtful value, more than {most:g}: {why}"
-    for key, value, off in (("top_p", rollout.top_p, 1), ("top_k", rollout.top_k, 0)):
-        if value != off:
-            yield f"rollout.{key} = {value}: the sampled distribution is not the one that is trained"
+    if rollout.truncates and not rollout.sampling_mask:
+        how = f"top_p = {rollout.top_p:g}, top_k = {rollout.top_k}, min_p = {rollout.min_p:g}"
+        why = "the sampled distribution is not the one that is trained"
+        yield f"rollout.sampling_mask = false with {how}: {why}"
     algorithm, age = profile.algorithm, schedule.max_staleness
     ignores_sampling = algorithm.loss_mode == "reinforce" or algorithm.old_logprobs != "rollout"
     if age and algorithm.rollout_is == "none" and ignores_sampling:

@@ -17,6 +17,7 @@ from asyncrl_cli.profile.fields import (
     PositiveFloat,
     PositiveInt,
     Processes,
+    Ratio,
     Section,
     Share,
     Strings,
@@ -56,9 +57,16 @@ class RolloutSection(Section):
     temperature: PositiveFloat = 1.0
     """Sampling temperature. The trainer applies the same temperature."""
     top_p: Share = 1.0
-    """Nucleus sampling. Below 1 the trained distribution is not the sampled one, and asyncrl warns."""
+    """Nucleus sampling, among the tokens that min_p and top_k have left. 1: off."""
     top_k: NonNegativeInt = 0
-    """Top-k sampling. 0: off. Above 0 asyncrl warns, as with top_p."""
+    """Top-k sampling, among the tokens that min_p has left. 0: off."""
+    min_p: Ratio = 0.0
+    """Leave out tokens whose probability is less than this share of the most likely token's. 0: off."""
+    sampling_mask: bool = True
+    """With top_p, top_k or min_p: train the distribution that was sampled. The engine returns the tokens that
+    were kept at each position, and trainer and scorers compute logprobs among these. false: they compute them
+    over the whole vocabulary, which was not what was sampled, and asyncrl warns (docs/exactness.md). `vllm`
+    needs a top_k of at most 64 for it."""
     stop: Strings = ()
     """Strings that end a response."""
     interrupt: Literal["keep-kv", "recompute-kv", "restart"] | None = None
@@ -89,6 +97,15 @@ class RolloutSection(Section):
     min_workers: Processes | None = None
     """The run continues with at least this many workers when others have no restart left or find no room
     (`placement.timeout_s`). Those without room come back when there is room. Default: all workers."""
+
+    @property
+    def truncates(self) -> bool:
+        """Whether some tokens cannot be sampled."""
+        return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
+
+    @property
+    def trains_kept_tokens(self) -> bool:
+        return self.truncates and self.sampling_mask
 
 
 class EnvSection(Section):

@@ -258,6 +258,10 @@ class TrainerSection(Section):
     allows it, which a sample shows when it is loaded, and where it saves at least a tenth of the tokens.
     Models with sliding windows or attention of their own compute every response whole; `true` refuses
     them."""
+    router_replay: bool = False
+    """For mixtures of experts: policy and prox give each token to the experts that the sampler gave it to,
+    instead of choosing anew, where rounding may choose others. Gradients flow through the router's values of
+    these experts. `transformers` engine only (docs/exactness.md)."""
     activation_checkpointing: ActivationCheckpointing = "none"
     """What the backward pass of a layer recomputes instead of keeping it. `none`: nothing. `selective`: all
     but matrix products and attention (about half of the memory, little extra time). `full`: everything, from

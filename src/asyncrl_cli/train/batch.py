@@ -33,9 +33,11 @@ from numpy.typing import NDArray
 
 from asyncrl_cli.data.sample_fields import (
     BUILT_IN,
+    KEPT_TOKENS,
     LOGPROBS,
     MASK,
     NOT_SAMPLED,
+    ROUTED_EXPERTS,
     TOKENS,
     VERSIONS,
     Field,
@@ -45,6 +47,7 @@ from asyncrl_cli.data.trajectories import Arrays, GroupPayload, Trajectory, segm
 from asyncrl_cli.profile import arithmetic
 from asyncrl_cli.train.prefix_trees import PrefixTree, cut_trees, prefix_tree
 from asyncrl_cli.train.ranks import Ranks
+from asyncrl_cli.train.sampling_masks import KeptTokens
 from asyncrl_cli.train.step_plan import OptimizerStepPlan, RankPlan
 
 PROX, REF, TEACHER, VALUES = arithmetic.PROX, arithmetic.REF, arithmetic.TEACHER, arithmetic.CRITIC
@@ -68,7 +71,9 @@ class Microbatch:
     `staleness_N`: the version at the window's start minus the version that sampled the token.
     `trajectory_tokens_N`: the number of sampled tokens in the token's trajectory. `order_N`: the token's
     index among those of this rank's share of the optimizer step (F). `columns`: further values (N), by name.
-    `tree`: if set, models that can compute what rows share once.
+    `tree`: if set, models that can compute what rows share once. `kept`: if set, language models compute
+    logprobs and entropies among these tokens. `experts_BTW`: if set, those that the sampler gave each
+    position to, layer by layer, for models that replay them (models/experts.py).
     """
 
     inputs_BT: torch.Tensor
@@ -83,6 +88,8 @@ class Microbatch:
     order_N: torch.Tensor
     columns: dict[str, torch.Tensor] = field(default_factory=dict)
     tree: PrefixTree | None = None
+    kept: KeptTokens | None = None
+    experts_BTW: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,6 +212,10 @@ def build_microbatch(
     )
     advantages_N = np.array([row.advantage for row in rows], dtype=np.float32)[rows_N]
     trajectory_tokens_N = np.array([row.trajectory_tokens for row in rows])[rows_N]
+    masks = [
+        one[KEPT_TOKENS] if KEPT_TOKENS in one else BUILT_IN[KEPT_TOKENS].filled(int(one[MASK].sum()))
+        for one, *_ in rows
+    ]
     order_N = np.concatenate([row.first_token + np.arange(row.segment[MASK].sum()) for row in rows])
     return Microbatch(
         inputs_BT=torch.from_numpy(tokens_BT[:, :-1].copy()).to(device),
@@ -218,7 +229,21 @@ def build_microbatch(
         trajectory_tokens_N=torch.from_numpy(trajectory_tokens_N).to(device),
         order_N=torch.from_numpy(order_N).to(device),
         tree=prefix_tree([row.segment[TOKENS][:-1] for row in rows], device) if is_tree else None,
+        kept=KeptTokens.of(masks, device) if any(len(one.values) for one in masks) else None,
+        experts_BTW=_experts(rows, shape[1] - 1, device),
     )
+
+
+def _experts(rows: Sequence[BatchRow], width: int, device: torch.device) -> torch.Tensor | None:
+    found = [row.segment.get(ROUTED_EXPERTS) for row in rows]
+    like = next((one for one in found if one is not None and one.shape[1]), None)
+    if like is None:
+        return None
+    experts_BTW = np.full((len(rows), width, like.shape[1]), -1, dtype=np.int16)
+    for b, one in enumerate(found):
+        if one is not None and one.shape[1]:
+            experts_BTW[b, : len(one) - 1] = one[:-1]
+    return torch.from_numpy(experts_BTW).to(device)
 
 
 def scoring_microbatch(

@@ -21,15 +21,17 @@ import torch
 from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
+from asyncrl_cli.models.experts import Routing
 from asyncrl_cli.train import LOGITS_CHUNK_ELEMENTS
 from asyncrl_cli.train.batch import Microbatch
 from asyncrl_cli.train.packed_rows import Divide, RankShare, padded
+from asyncrl_cli.train.sampling_masks import KeptTokens
 
 
 class Scored(NamedTuple):
     """Each token's logprob (with gradient), the entropy in nats of its distribution (with gradient if
     `Head.differentiates_entropy`), and with a teacher the KL(this, teacher's) of the distributions (with
-    gradient). All float32."""
+    gradient); with a sampling mask among the tokens kept. All float32."""
 
     logprobs_N: torch.Tensor
     entropy_N: torch.Tensor
@@ -38,7 +40,8 @@ class Scored(NamedTuple):
 
 class Head(NamedTuple):
     """What follows the decoder. `logits_of` maps hidden states (N, H) to logits (N, V), and depends on
-    `parameters` alone. `teacher_NV`: a teacher's logprobs of the whole vocabulary."""
+    `parameters` alone. `teacher_NV`: a teacher's logprobs of the whole vocabulary. `kept`: the sampling
+    mask."""
 
     logits_of: Callable[[torch.Tensor], torch.Tensor]
     parameters: tuple[torch.Tensor, ...]
@@ -46,6 +49,7 @@ class Head(NamedTuple):
     temperature: float
     differentiates_entropy: bool = False
     teacher_NV: torch.Tensor | None = None
+    kept: KeptTokens | None = None
 
     def chunk_tokens(self, device: torch.device) -> int:
         return max(1, LOGITS_CHUNK_ELEMENTS[device.type] // self.vocab_size)
@@ -59,20 +63,40 @@ class Head(NamedTuple):
 
     def score_chunk(self, hidden_NH: torch.Tensor, targets_N: torch.Tensor, chunk: slice) -> Scored:
         """`chunk`: which of all tokens these are."""
-        logprobs_NV = torch.log_softmax(self.scaled_logits(hidden_NH), dim=-1)
+        scaled_NV = self.scaled_logits(hidden_NH)
+        left_out_NV = self.left_out(scaled_NV, chunk)
+        if left_out_NV is not None:
+            scaled_NV = scaled_NV.masked_fill(left_out_NV, -torch.inf)
+        logprobs_NV = torch.log_softmax(scaled_NV, dim=-1)
+        del scaled_NV
         whole_NV, divergence_N = logprobs_NV.detach(), None
+        products_NV = whole_NV.exp().mul_(whole_NV)
+        if left_out_NV is not None:  # 0 times -inf
+            products_NV.masked_fill_(left_out_NV, 0)
         if self.teacher_NV is not None:
-            divergence_N = (logprobs_NV.exp() * (logprobs_NV - self.teacher_NV[chunk])).sum(-1)
+            differences_NV = logprobs_NV - _renormalized(self.teacher_NV[chunk], left_out_NV)
+            if left_out_NV is not None:  # -inf minus -inf
+                differences_NV = differences_NV.masked_fill(left_out_NV, 0)
+            divergence_N = (logprobs_NV.exp() * differences_NV).sum(-1)
         return Scored(
             # a sum over one; FSDP rejects the view of squeeze
             logprobs_N=logprobs_NV.gather(-1, targets_N.unsqueeze(-1)).sum(-1),
-            entropy_N=-whole_NV.exp().mul_(whole_NV).sum(-1),
+            entropy_N=-products_NV.sum(-1),
             divergence_N=divergence_N,
         )
 
     def scaled_logits(self, hidden_NH: torch.Tensor) -> torch.Tensor:
         logits_NV = self.logits_of(hidden_NH).float()
         return logits_NV if self.temperature == 1.0 else logits_NV / self.temperature  # saves a copy
+
+    def left_out(self, scaled_CV: torch.Tensor, chunk: slice) -> torch.Tensor | None:
+        return None if self.kept is None else self.kept.chunk(chunk).left_out(scaled_CV)
+
+
+def _renormalized(logprobs_NV: torch.Tensor, left_out_NV: torch.Tensor | None) -> torch.Tensor:
+    if left_out_NV is None:
+        return logprobs_NV
+    return torch.log_softmax(logprobs_NV.masked_fill(left_out_NV, -torch.inf), dim=-1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +107,7 @@ class ForwardPass:
     temperature: float
     divide: Divide = padded
     differentiates_entropy: bool = False
+    routing: Routing | None = None
 
     def __call__(self, microbatch: Microbatch, teacher_NV: torch.Tensor | None = None) -> Scored:
         share, hidden_NH, head = self._decoded(microbatch)
@@ -98,6 +123,12 @@ class ForwardPass:
 
     def _decoded(self, microbatch: Microbatch) -> tuple[RankShare, torch.Tensor, Head]:
         share = self.divide(microbatch)
+        if self.routing is not None:
+            experts_BTW = microbatch.experts_BTW
+            shape = (self.routing.num_layers, self.routing.top_k)
+            self.routing.replayed_QLK = (
+                None if experts_BTW is None else share.at_inputs(experts_BTW).unflatten(-1, shape)
+            )
         decoded = getattr(self.model, self.model.base_model_prefix)(**share.inputs, use_cache=False)
         hidden_NH = decoded.last_hidden_state.flatten(0, 1).index_select(0, share.select_n)
         head = Head(
@@ -106,6 +137,7 @@ class ForwardPass:
             vocab_size=int(self.model.config.get_text_config().vocab_size),
             temperature=self.temperature,
             differentiates_entropy=self.differentiates_entropy,
+            kept=microbatch.kept and microbatch.kept.chosen(share.tokens_n, len(microbatch.targets_N)),
         )
         return share, hidden_NH, head
 
@@ -165,6 +197,8 @@ class _Chunks(torch.autograd.Function):
             hidden_CH = hidden_NH[chunk].detach().requires_grad_()
             with torch.enable_grad():
                 scaled_CV = head.scaled_logits(hidden_CH)
+            if (left_out_CV := head.left_out(scaled_CV, chunk)) is not None:
+                scaled_CV.detach().masked_fill_(left_out_CV, -torch.inf)  # in place: a copy less
             # d logprob / d scaled logit = one-hot - softmax, d entropy / d scaled logit = - softmax * (log
             # softmax + entropy), d divergence / d scaled logit = softmax * (log softmax - teacher's -
             # divergence); written out, because autograd would keep two more copies.
@@ -176,11 +210,14 @@ class _Chunks(torch.autograd.Function):
                 slopes_CV.mul_(entropy_gradient_N[chunk].unsqueeze(-1)).add_(gradient_C1)
             for each_N, its_gradient_N in zip(divergence_N, further_N, strict=True):
                 assert head.teacher_NV is not None
-                ratios_CV = torch.log_softmax(scaled_CV.detach(), dim=-1).sub_(head.teacher_NV[chunk])
+                ratios_CV = torch.log_softmax(scaled_CV.detach(), dim=-1)
+                ratios_CV.sub_(_renormalized(head.teacher_NV[chunk], left_out_CV))
                 ratios_CV.sub_(each_N[chunk].unsqueeze(-1)).mul_(its_gradient_N[chunk].unsqueeze(-1))
                 slopes_CV = slopes_CV - ratios_CV
                 del ratios_CV
             scaled_gradient_CV.mul_(slopes_CV).neg_()
+            if left_out_CV is not None:  # 0 times -inf
+                scaled_gradient_CV.masked_fill_(left_out_CV, 0)
             del slopes_CV  # or it would be alive beside the gradients that follow
             scaled_gradient_CV.scatter_add_(-1, targets_C1, gradient_C1)
             inputs = [hidden_CH, *trained]

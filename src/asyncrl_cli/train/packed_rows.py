@@ -67,6 +67,12 @@ class RankShare:
     select_n: torch.Tensor
     tokens_n: torch.Tensor | None = None
     sequence: dist.ProcessGroup | None = None
+    positions: tuple[torch.Tensor, torch.Tensor] | None = None
+    """The row and the position there of each input, if they are not the rows end to end."""
+
+    def at_inputs(self, values_BT: torch.Tensor) -> torch.Tensor:
+        """What belongs to the decoder's inputs, end to end."""
+        return values_BT.flatten(0, 1) if self.positions is None else values_BT[self.positions]
 
     def of(self, values_N: torch.Tensor) -> torch.Tensor:
         return values_N if self.tokens_n is None else values_N[self.tokens_n]
@@ -126,9 +132,10 @@ def rank_share(
     begin = ranks.rank % ranks.sequence_size * size
     tokens_n = ((places_N >= begin) & (places_N < begin + size)).nonzero().squeeze(1)
     mine, last = slice(begin, begin + size), microbatch.inputs_BT.shape[1] - 1
-    inputs = microbatch.inputs_BT[rows_P[mine], positions_P[mine].clamp(max=last)]
+    positions = rows_P[mine], positions_P[mine].clamp(max=last)
+    inputs = microbatch.inputs_BT[positions]
     arguments = {"input_ids": inputs[None], "position_ids": positions_P[None, mine], "layout": layout}
-    return RankShare(arguments, places_N[tokens_n] - begin, tokens_n, ranks.sequence)
+    return RankShare(arguments, places_N[tokens_n] - begin, tokens_n, ranks.sequence, positions)
 
 
 def in_padded_rows(

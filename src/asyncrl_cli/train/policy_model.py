@@ -23,9 +23,10 @@ from torch.nn.functional import linear
 from transformers import PreTrainedModel
 
 from asyncrl_cli.base.errors import ConfigError, ExecutorFailed
+from asyncrl_cli.models.experts import Routing
 from asyncrl_cli.models.saved_form import ADAPTER, merged, persistent_buffers, scale_of
 from asyncrl_cli.models.shape import LAYER
-from asyncrl_cli.profile.arithmetic import MAX_LOGPROB_DIFF, REF
+from asyncrl_cli.profile.arithmetic import MAX_LOGPROB_DIFF, PROX, REF
 from asyncrl_cli.profile.schema import LoraSection, ProcessPlace, Profile
 from asyncrl_cli.train.batch import Microbatch, scoring_microbatch
 from asyncrl_cli.train.logprobs import ForwardPass, Scored
@@ -41,17 +42,22 @@ class PolicyModel(ShardedModel[PreTrainedModel]):
     """One rank's part of the model. `parameters`: the model's (with LoRA the adapters'), by their first name
     if they are tied.
 
+    `replays`: whether it takes the sampler's experts, with `trainer.router_replay`.
+
     `specs` describe the tensors that a publish sends, under their names in the model's files: every parameter
     once, in the engine's dtype, then persistent buffers in their own dtype. With `lora.sync = "adapter"`: the
     adapters alone, in float32.
     """
 
-    def __init__(self, profile: Profile, model_dir: str, ranks: Ranks) -> None:
+    def __init__(self, profile: Profile, model_dir: str, ranks: Ranks, *, replays: bool = False) -> None:
         super().__init__(profile, model_dir, ranks)
         model = self.content
-        is_bonus = profile.algorithm.entropy_coeff > 0
         self._forward = ForwardPass(
-            model, profile.rollout.temperature, self.divide, differentiates_entropy=is_bonus
+            model,
+            profile.rollout.temperature,
+            self.divide,
+            differentiates_entropy=profile.algorithm.entropy_coeff > 0,
+            routing=Routing(model) if replays and profile.trainer.router_replay else None,
         )
         self.vocab_size = int(model.config.get_text_config().vocab_size)
         self._weights = {name: weight for name, weight in model.named_parameters() if ADAPTER not in name}
@@ -170,7 +176,9 @@ class PolicyModel(ShardedModel[PreTrainedModel]):
 def frozen_model(task: str, profile: Profile, place: ProcessPlace, ranks: Ranks) -> PolicyModel:
     """This rank's part of the model for `ref` or `prox`, which is never trained and has no adapters."""
     model_dir = (place.ref_dir if task == REF else "") or place.model_dir
-    return PolicyModel(profile.model_copy(update={"lora": LoraSection()}), model_dir, ranks)
+    # prox is the policy of the window's start; the reference chooses its own experts
+    profile = profile.model_copy(update={"lora": LoraSection()})
+    return PolicyModel(profile, model_dir, ranks, replays=task == PROX)
 
 
 class LoraLinear(torch.nn.Linear):

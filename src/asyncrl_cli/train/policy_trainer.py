@@ -87,7 +87,7 @@ class PolicyTrainer:
         self.profile = profile
         sequence_size = profile.trainer.sequence_parallel_size
         self.ranks = Ranks(profile, place, rank=rank, init_method=init_method, sequence_size=sequence_size)
-        self.model = PolicyModel(profile, place.model_dir, self.ranks)
+        self.model = PolicyModel(profile, place.model_dir, self.ranks, replays=True)
         algorithm, policy_steps = profile.algorithm, total_optimizer_steps - profile.critic.head_start_steps
         self.optimizer = PolicyOptimizer(
             profile.trainer, self.ranks, self.model.parameters, total_optimizer_steps=policy_steps

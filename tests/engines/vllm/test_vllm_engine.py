@@ -99,7 +99,7 @@ async def test_greedy_has_logprobs_of_the_unscaled_distribution(there: World) ->
 
 
 async def test_truncated_sampling_is_refused_where_its_logprobs_would_be_wrong(there: World) -> None:
-    with pytest.raises(ValueError, match="neither top-p nor top-k"):
+    with pytest.raises(ValueError, match="was started for no truncation"):
         await there.generate([5], sampling(top_p=0.9))
 
 

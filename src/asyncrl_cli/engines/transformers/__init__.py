@@ -23,4 +23,4 @@ def _make(profile: Profile, place: ProcessPlace, on_running: Callable[[int], Non
     return engine
 
 
-KIND = EngineKind(make=_make, loads_in_place=True)
+KIND = EngineKind(make=_make, loads_in_place=True, returns_kept_tokens=True, returns_routed_experts=True)

@@ -26,6 +26,7 @@ from transformers.generation.continuous_batching.requests import (
 )
 from transformers.generation.continuous_batching.scheduler import SCHEDULER_MAPPING, FIFOScheduler
 
+from asyncrl_cli.engines.transformers.expert_recorder import ExpertRecorder
 from asyncrl_cli.engines.transformers.token_sampler import SampledTrack
 
 PREFIX_SCHEDULER = "asyncrl_prefix"
@@ -41,6 +42,7 @@ class PrefixScheduler(FIFOScheduler):  # type: ignore[misc]
         super().__init__(**arguments)
         self.tracks: Mapping[str, SampledTrack] = {}
         self.interrupted: set[str] = set()
+        self.recorder: ExpertRecorder | None = None
         self._computed: dict[Prompt, RequestState] = {}
 
     def schedule_batch(
@@ -50,6 +52,8 @@ class PrefixScheduler(FIFOScheduler):  # type: ignore[misc]
         for request in batch or ():
             if request.state.request_id in self.interrupted:
                 request.complete_blocks = {}  # so that later prompts do not find its blocks
+        if self.recorder is not None:
+            self.recorder.begin(batch or ())
         return batch, *rest
 
     def _get_waiting_candidates(self) -> list[RequestState]:
@@ -113,6 +117,8 @@ class PrefixScheduler(FIFOScheduler):  # type: ignore[misc]
             # The rest of the block holds the source's response, which is overwritten before it is read.
             copied = pool.get_free_blocks(allocator.index, 1)
             allocator.copy_blocks([source_blocks[num_whole]], copied)
+            if self.recorder is not None:
+                self.recorder.copy(source_blocks[num_whole], copied[0])
             blocks += copied
         if blocks:
             allocator.block_table[state.request_id] = blocks

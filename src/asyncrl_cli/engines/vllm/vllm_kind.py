@@ -17,7 +17,14 @@ from typing import TYPE_CHECKING, Any
 
 from asyncrl_cli.base.errors import ConfigError, PreflightError
 from asyncrl_cli.engines.port import Engine, EngineKind
-from asyncrl_cli.engines.vllm.launch import OURS, check_engine_args, instead, memory
+from asyncrl_cli.engines.vllm.launch import (
+    MOST_TOP_K,
+    OURS,
+    check_engine_args,
+    has_raw_logprobs,
+    instead,
+    memory,
+)
 from asyncrl_cli.profile.arithmetic import max_context_tokens, tensor_parallel_size
 from asyncrl_cli.profile.rollout_sections import WeightsSection
 from asyncrl_cli.profile.schema import DIRECT_TRANSPORTS, PROBE_TOKENS, ProcessPlace, Profile
@@ -98,16 +105,20 @@ def conflicts(profile: Profile) -> Iterator[ConfigError]:
             "(weights.probe_sequences) with one token more",
             hint=f"--set rollout.max_model_len={needed}, or leave it out",
         )
-    # vLLM gives logprobs from before temperature and truncation, or from after both. Training needs scaled,
-    # untruncated ones.
-    truncates = rollout.top_p < 1 or rollout.top_k > 0
+    if rollout.trains_kept_tokens and not 1 <= rollout.top_k <= MOST_TOP_K:
+        why = f'rollout.engine = "vllm" lists only the most likely tokens, with a top_k of 1 to {MOST_TOP_K}'
+        why = f"{why}, and training needs all that top_p, top_k and min_p have kept (rollout.sampling_mask)"
+        hint = f"--set rollout.top_k={MOST_TOP_K}, or sampling_mask=false, or engine=transformers"
+        yield ConfigError(f"rollout.top_k = {rollout.top_k}: {why}", hint=hint)
+    # vLLM gives logprobs from before temperature and truncation, or from after both. Without masks, training
+    # needs scaled, untruncated ones.
     temperatures = {"rollout.temperature": rollout.temperature, "eval.temperature": profile.eval.temperature}
     for key, value in temperatures.items():
-        if truncates and value not in (0, 1):
+        if has_raw_logprobs(profile) and value not in (0, 1):
             yield ConfigError(
-                f'{key} = {value} with top_p or top_k: rollout.engine = "vllm" has no logprobs of the '
-                "scaled, untruncated distribution then",
-                hint=f"--set {key}=1, or rollout.top_p=1 and rollout.top_k=0, or rollout.engine=transformers",
+                f'{key} = {value} with rollout.sampling_mask = false: rollout.engine = "vllm" has no '
+                "logprobs of the scaled, untruncated distribution then",
+                hint=f"--set rollout.sampling_mask=true, or {key}=1, or rollout.engine=transformers",
             )
 
 
@@ -160,6 +171,7 @@ KIND = EngineKind(
     keys=frozenset(KEYS),
     direct_transports=frozenset(DIRECT_TRANSPORTS),
     finds_stops_in_continued=False,
+    returns_kept_tokens=True,
     rank_zero_end=_rank_zero_end,
     memory=memory,
     conflicts=conflicts,

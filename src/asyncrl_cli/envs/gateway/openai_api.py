@@ -98,7 +98,7 @@ class ModelRequest(BaseModel):
     def ignored(self, sampling: Sampling) -> list[str]:
         """Names of the given fields that have no effect, except those that ask for what the profile says
         anyway, and those that do not fit into a header."""
-        same = {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k}
+        same = {name: getattr(sampling, name) for name in ("temperature", "top_p", "top_k", "min_p")}
         given = {name: value for name, value in (self.model_extra or {}).items() if value is not None}
         others = (name for name, value in given.items() if name not in same or value != same[name])
         return sorted(filter(FIELD_NAME.fullmatch, others))[:MAX_IGNORED]
