@@ -14,7 +14,9 @@ import typer
 
 from asyncrl_cli.cli.app import app, run
 
-NAMES = "train submit resume watch status compare stop logs export report plan doctor init schema profiles"
+NAMES = (
+    "train submit resume watch status compare stop logs export report serve plan doctor init schema profiles"
+)
 COMMANDS = NAMES.split()
 
 

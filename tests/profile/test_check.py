@@ -182,6 +182,15 @@ TABLE = (
      "rollout.engine=vllm weights.probe_sequences=4 rollout.max_prompt_tokens=8 "
      "rollout.max_response_tokens=8 rollout.max_model_len=16",
      ["rollout.max_model_len = 16", "a probe"], "rollout.max_model_len=33"),
+    ("base", "weights.transport=directory", ['transport = "directory"', "there is no URL"], "weights.url=s3://"),
+    ("base", "weights.url=s3://bucket/path",
+     ['url = "s3://bucket/path"', 'transport = "object-store"'], "--set weights.transport=directory"),
+    ("base", "weights.transport=directory weights.url=file:///x weights.dual_buffer=false",
+     ["weights.dual_buffer = false", 'transport = "directory"'], "weights.transport=object-store"),
+    ("base", "weights.transport=directory weights.url=/local/path",
+     ['weights.url = "/local/path" is not a URL'], "file:///path"),
+    ("base", "weights.transport=directory weights.url=memory://x",
+     ["it lies in one process"], "file:///path"),
     ("base", "weights.transport=disk weights.dual_buffer=false",
      ["weights.dual_buffer = false", 'weights.transport = "disk"'], "weights.transport=object-store"),
     ("base", "lora.sync=adapter", ['lora.sync = "adapter"', "lora.rank = 0"], "lora.rank=8"),
@@ -331,3 +340,13 @@ def test_a_file_with_a_value_in_quotes_that_is_no_toml_is_refused_by_its_type(tm
     (tmp_path / "mine.toml").write_text("[trainer]\nlr = '[1'\n")
     with pytest.raises(ConfigError, match="expected a number above 0"):
         load(str(tmp_path / "mine.toml"), environ={})
+
+
+@pytest.mark.parametrize("url", ["sftp://me:hunter2@host/path", "https://host/path?signature=hunter2"])
+@pytest.mark.parametrize("transport", ["directory", "object-store"])
+def test_a_url_with_credentials_is_refused_and_never_shown(url, transport):
+    sets = [f"weights.transport={transport}", f"weights.url={url}"]
+    with pytest.raises(ConfigError, match=r"weights\.url holds credentials") as refused:
+        load("base", sets, environ={})
+    assert "hunter2" not in f"{refused.value} {refused.value.hint}"
+    assert "AWS_ACCESS_KEY_ID" in refused.value.hint

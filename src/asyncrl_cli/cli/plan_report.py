@@ -35,6 +35,7 @@ from asyncrl_cli.tasks.code_choice import check_fields
 from asyncrl_cli.tasks.files import KINDS
 from asyncrl_cli.tasks.task import load_task
 from asyncrl_cli.train.losses import check_loss
+from asyncrl_cli.weights.directory import check_url
 
 MIB, GIB = 2**20, 2**30
 NOT_COUNTED = "not counted: Python, torch and a GPU's context (about 1 GiB per process), and fragmentation"
@@ -56,12 +57,14 @@ def print_plan(
     and `node_memory_gib` of host memory, or for a cluster.
 
     Raises PreflightError if the job cannot run there: before printing if no plan can be made, otherwise after
-    printing the plan. Raises ConfigError for an unknown loss, and for fields and scorers that cannot be used.
+    printing the plan; also if `weights.url` cannot be written. Raises ConfigError for an unknown loss, and
+    for fields and scorers that cannot be used.
     A plan for this machine ends with the error of the model or the task that `train` would be refused with;
     what only the machine lacks is a warning.
     """
     check_loss(loaded.profile.algorithm.loss_mode)
     check_fields(loaded.profile)
+    check_url(loaded.profile.weights)
     is_here = gpus is None and address is None
     if address is not None:
         there = _Cluster.at(address)

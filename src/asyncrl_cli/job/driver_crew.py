@@ -4,6 +4,7 @@ the driver."""
 from __future__ import annotations
 
 import asyncio
+import logging
 import shutil
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -36,7 +37,9 @@ from asyncrl_cli.plan.job_plan import ROLLOUT, TRAINER, JobPlan, place_of
 from asyncrl_cli.profile.arithmetic import CRITIC, REF, TEACHER
 from asyncrl_cli.profile.schema import DIRECT_TRANSPORTS, Profile
 from asyncrl_cli.tasks.tool_class import ToolClass
+from asyncrl_cli.weights.directory import versions_at
 
+logger = logging.getLogger(__name__)
 FROZEN_SCORERS = {REF: "reference_logprob", TEACHER: "teacher_logprob"}
 """Scorers that are never trained, with the counters of their weights in a checkpoint (trainer_state.py)."""
 STOP_TIMEOUT_S = 1.0
@@ -103,6 +106,10 @@ async def started_crew(order: CrewOrder) -> AsyncIterator[Crew]:
                 order.warn(warning)
         weights_dir = order.run_dir / WEIGHTS_DIR
         await asyncio.to_thread(clear, weights_dir)
+        at_url = None
+        if profile.weights.transport == "directory":
+            at_url = versions_at(profile.weights, order.run_dir)
+            await asyncio.to_thread(at_url.remove, "")  # what a killed attempt has left
         store = await asyncio.to_thread(started_store, profile, order.run_dir.name)
         order = replace(order, store=store)
         scorers = [make_scorer(name, order, options) for name in plan.scorers]
@@ -139,6 +146,11 @@ async def started_crew(order: CrewOrder) -> AsyncIterator[Crew]:
             await _stop([trainer, *workers, *scorers])
             await asyncio.to_thread(store.close)
             await asyncio.to_thread(clear, weights_dir)
+            if at_url is not None:
+                try:
+                    await asyncio.to_thread(at_url.remove, "")
+                except AsyncrlError as left:
+                    logger.warning("%s", left.message)
 
 
 def make_trainer(order: CrewOrder, options: Options, critic: RayScorer | None = None) -> RayTrainer:

@@ -32,6 +32,7 @@ from asyncrl_cli.models.model_directory import BUILTIN, is_on_hub, teacher_key
 from asyncrl_cli.plan.cluster import node_lines
 from asyncrl_cli.plan.machine import GIB, LEAST_SHARED_MEMORY_BYTES, Finding
 from asyncrl_cli.profile.schema import Profile
+from asyncrl_cli.weights.directory import packages_of
 
 ALIKE = "asyncrl", "ray", "torch", "transformers"
 """Packages whose objects travel between the nodes, or whose numbers must be the same on all."""
@@ -91,7 +92,9 @@ class Wanted:
         names |= {teacher_key(name): path for name, path in profile.teacher.paths.items()}
         return cls(
             directory=directory,
-            packages=tuple(dict.fromkeys((*ALIKE, profile.rollout.engine))),
+            packages=tuple(
+                dict.fromkeys((*ALIKE, profile.rollout.engine, *packages_of(profile.weights.url)))
+            ),
             models=models,
             downloads={key: name for key, name in names.items() if is_on_hub(name)},
             builtin={key for key, name in names.items() if name.startswith(BUILTIN) or name.endswith(GGUF)},

@@ -44,6 +44,7 @@ from asyncrl_cli.sandbox.rehearsal import rehearse
 from asyncrl_cli.tasks.code_choice import check_fields, environment_of, has_tool_class
 from asyncrl_cli.tasks.task import Task, load_task
 from asyncrl_cli.train.losses import check_loss
+from asyncrl_cli.weights.directory import check_url
 
 T = TypeVar("T")
 ShowProgress = Callable[..., None]
@@ -111,8 +112,9 @@ def expectation(task: Task) -> str:
 
 def check_surroundings(profile: Profile, address: str | None) -> None:
     """Check that loss, fields, scorers and environment exist and fit, the job fits here (or the cluster
-    answers), the engine is installed, the sinks could start, and models in directories are complete. Call it
-    before transformers is imported: broken engine packages may break that import, too."""
+    answers), the engine is installed, the sinks could start, weights.url can be written, and models in
+    directories are complete. Call it before transformers is imported: broken engine packages may break that
+    import, too."""
     check_loss(profile.algorithm.loss_mode)
     check_fields(profile)
     if not profile.task.agent:
@@ -137,6 +139,7 @@ def check_surroundings(profile: Profile, address: str | None) -> None:
         check_reachable(address)
     check_engine(profile, device_of(profile, local_cluster()), is_elsewhere=address is not None)
     check_sinks(profile)
+    check_url(profile.weights)
     model_here(profile)
     check_further_here(profile)
 

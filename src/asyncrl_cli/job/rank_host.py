@@ -187,6 +187,8 @@ class RankHost:
     def _make_trainer(self, init_method: str) -> None:
         from asyncrl_cli.envs.chat import render_prompts
         from asyncrl_cli.train.policy_trainer import PolicyTrainer
+        from asyncrl_cli.weights.directory import versions_at
+        from asyncrl_cli.weights.directory_buckets import DirectorySender
         from asyncrl_cli.weights.senders import DiskSender, HeldVersions
 
         self.trainer = PolicyTrainer(
@@ -203,6 +205,8 @@ class RankHost:
             sender: Sender = ObjectStoreSender(deltas=sends_deltas(self._profile))
         elif weights.transport == "disk":
             sender = DiskSender(self._run_dir / WEIGHTS_DIR, Path(self._place.model_dir))
+        elif weights.transport == "directory":
+            sender = DirectorySender(versions_at(weights, self._run_dir))
         else:  # with `nccl` and `ipc` the buckets stay here until a worker asks for them (`direct`)
             sender = held = HeldVersions()
             make_end = kind_of(self._profile).rank_zero_end

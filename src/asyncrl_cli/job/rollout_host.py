@@ -18,6 +18,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -162,14 +163,21 @@ class RolloutHost:
         trusted, max_tokens = profile.model.trust_remote_code, limits.max_context_tokens
         chat = load_chat(self._place.model_dir, trust_remote_code=trusted, max_tokens=max_tokens)
         environment: Callable[[], Environment]
-        if profile.task.has_agent:
+        if profile.task.has_agent or profile.gateway.enabled:
             from asyncrl_cli.envs.gateway.admin_routes import admin_routes
             from asyncrl_cli.envs.gateway.server import AgentEnvironment, Gateway
 
             gateway = self._gateway = Gateway(self._engine, chat, sampling, limits, schema)
-            await gateway.start(admin_routes(gateway, self._loader))
+            try:
+                listening = socket.create_server((profile.gateway.host, 0))
+            except OSError as error:
+                why = f"gateway.host = {profile.gateway.host}: {error.strerror}"
+                raise ExecutorFailed(why, hint="127.0.0.1, 0.0.0.0 or an address of the node") from None
+            await gateway.start(admin_routes(gateway, self._loader), listening)
+            gateway.url = gateway.url.replace("0.0.0.0", ray.util.get_node_ip_address())
             # its address and the admin's key, for this user alone
             gateway.write_address(self._log_path.with_suffix(".gateway.json"))
+        if profile.task.has_agent:
             environment = partial(AgentEnvironment, gateway, self._rewards)  # type: ignore[abstract]
         elif self._tool_class is not None and self._processes is not None:
             rewards = None if self._reward.kind == "episode" else self._rewards

@@ -189,7 +189,8 @@ def _trainer(job: MemoryEstimate) -> Iterator[MemoryItem]:
         yield host("always", "window's first weights", first, "float32, for the old-logprob pass")
     bucket_mb = profile.weights.gather_bucket_size_mb
     buckets = counted(ceil(e * job.shape.parameters / (bucket_mb * MIB)), "gather bucket")
-    holders = {"disk": "; the run's directory", "object-store": "; Ray's object store"}
+    holders = {"disk": "; the run's directory", "directory": "; weights.url"}
+    holders |= {"object-store": "; Ray's object store"}
     holder = holders.get(profile.weights.transport, "")
     held = 3 if sends_deltas(profile) else 2
     which = "new version and two that deltas may start from" if held == 3 else "new and previous version"

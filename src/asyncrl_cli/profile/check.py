@@ -80,6 +80,9 @@ def _engine_clashes(kind: Any) -> Iterator[Clash]:
 
 def check(profile: Profile) -> list[str]:
     """Check a whole profile. Returns the warnings. Raises one ConfigError for all conflicts."""
+    if holds_credentials(profile.weights.url or ""):  # before any message that would show it
+        hint = "they come from the environment, such as AWS_ACCESS_KEY_ID, or from fsspec's settings"
+        raise ConfigError("weights.url holds credentials, which a run's files would show", hint=hint)
     values = values_of(profile)
     clashes, conflicts = [*CLASHES], list[ConfigError]()
     try:
@@ -110,7 +113,7 @@ def check(profile: Profile) -> list[str]:
         check_name(profile.run.name or "unnamed")
     except ConfigError as wrong_name:
         problems.append(wrong_name)
-    problems += [*_sizes(profile), *_rewards(profile.task)]
+    problems += [*_sizes(profile), *_rewards(profile.task), *_url(profile.weights.url)]
     problems += filter(None, (clash.error(values) for clash in clashes))
     if problems or conflicts:
         raise combine([*problems, *conflicts])
@@ -160,6 +163,22 @@ def _rewards(task: TaskSection) -> Iterator[ConfigError]:
         yield ConfigError(f'{shown}: "{shortened(wrong[0])}" cannot be the name of a metric', hint=hint)
     if any(one.weight == 0 for one in task.rewards):
         yield ConfigError(f"{shown}: a weight is 0", hint="leave that reward out, or give it a small weight")
+
+
+def holds_credentials(url: str) -> bool:
+    """Whether the URL names a password, or a query, which may be signed."""
+    return "?" in url or ":" in url.partition("://")[2].rpartition("@")[0]
+
+
+def _url(url: str | None) -> Iterator[ConfigError]:
+    hint = "s3://bucket/path, gs://bucket/path or file:///path"
+    if url is not None and (not re.match(r"[a-z][a-z0-9+.-]*://[^/]*/?[^/]", url) or "::" in url):
+        yield ConfigError(
+            f"weights.url = {shortened(toml_value(url))} is not a URL of a directory", hint=hint
+        )
+    elif url is not None and url.startswith("memory:"):
+        why = "it lies in one process, but the trainer and its workers are several"
+        yield ConfigError(f"weights.url = {shortened(toml_value(url))}: {why}", hint=hint)
 
 
 def _too_small_eta(profile: Profile) -> str:

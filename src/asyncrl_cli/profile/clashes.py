@@ -144,7 +144,7 @@ CLASHES = (
         Clash({"weights.encoding": "delta", TRANSPORT: other},
             "only object-store sends deltas",
             "--set weights.transport=object-store, or weights.encoding=auto")
-        for other in ("disk", "nccl", "ipc")
+        for other in ("disk", "directory", "nccl", "ipc")
     ),
     Clash({"async_training.max_staleness": _positive, ETA: 0},
         "nothing is generated ahead, so nothing can be stale",
@@ -341,7 +341,18 @@ CLASHES = (
     Clash({"lora.sync": "adapter", "weights.keep_versions": _other_than(0)},
         "versions are kept as whole models, but rank 0 does not assemble them",
         "--set lora.sync=merged, or leave weights.keep_versions out; `asyncrl export` merges checkpoints"),
-    Clash({DUAL_BUFFER: False, TRANSPORT: "disk"},
+    *_unused("gateway.host",
+        {"gateway.enabled": False, AGENT: None, SOURCE: lambda source: not _of_verifiers(source)},
+        "no gateway is started",
+        "--set gateway.enabled=true"),
+    Clash({TRANSPORT: "directory", "weights.url": None},
+        "there is no URL to write versions to",
+        "--set weights.url=s3://bucket/path, gs://bucket/path or file:///path"),
+    *_unused("weights.url",
+        {TRANSPORT: _other_than("directory")},
+        "versions travel another way",
+        "--set weights.transport=directory"),
+    Clash({DUAL_BUFFER: False, TRANSPORT: lambda transport: transport in ("disk", "directory")},
         "weights read from files stay in memory until they are loaded, so there is always a second buffer",
         "--set weights.dual_buffer=true, or weights.transport=object-store"),
     Clash({SLOTS: _any, N: _any, MIN_WORKERS: given},

@@ -36,7 +36,7 @@ from asyncrl_cli.profile.validation import validate
 SCHEMA_VERSION = 1
 """The format version of `config.resolved.json`."""
 MAY_CHANGE = frozenset({
-    "placement", "data_plane", "weights", "checkpoint", "logging",
+    "placement", "data_plane", "weights", "checkpoint", "gateway", "logging",
     "run.train_steps", "run.total_rollout_steps", "run.stop_grace_s", "run.stall_timeout_s", "run.ship",
     "trainer.lr", "critic.lr",
     "trainer.max_tokens_per_microbatch", "trainer.activation_checkpointing", "trainer.max_skipped_steps",

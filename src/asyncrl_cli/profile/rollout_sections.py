@@ -175,10 +175,15 @@ class DataPlaneSection(Section):
 class WeightsSection(Section):
     """How published weights reach the rollout workers."""
 
-    transport: Literal["object-store", "disk", "nccl", "ipc"] = "object-store"
+    transport: Literal["object-store", "disk", "directory", "nccl", "ipc"] = "object-store"
     """How a version travels to the workers. `object-store`: in buckets, as Ray objects. `disk`: as
-    safetensors files in the run's directory, which all nodes must share. `nccl`: from the trainer's GPU to
-    vLLM's GPUs. `ipc`: within the GPU that trainer and vLLM share (colocate)."""
+    safetensors files in the run's directory, which all nodes must share. `directory`: as safetensors files at
+    `weights.url`, such as a bucket. `nccl`: from the trainer's GPU to vLLM's GPUs. `ipc`: within the GPU that
+    trainer and vLLM share (colocate)."""
+    url: str | None = None
+    """`directory`: where versions are, a URL that fsspec opens, such as `s3://bucket/path`, `gs://bucket/path`
+    or `file:///path`. A run has a directory of its own below it, which goes when the run ends. Credentials do
+    not belong in it: they come from the environment of every node."""
     encoding: Literal["full", "delta", "auto"] = "full"
     """What a sync sends with `object-store`. `full`: all bytes. `delta`: what has changed, bit for bit, since
     the version before, to workers that have that one; all bytes to others (at the start, after a restart or

@@ -415,6 +415,17 @@ class EvalSection(Section):
     """An eval that takes longer gives no result."""
 
 
+class GatewaySection(Section):
+    """OpenAI's API in each rollout worker (docs/agents.md)."""
+
+    enabled: bool = False
+    """Start it with every task, for requests from outside of the run. With `task.agent` it is always
+    there."""
+    host: Annotated[str, Field(min_length=1, max_length=255)] = "127.0.0.1"
+    """Address to listen on. `0.0.0.0` makes it reachable from other nodes: for whoever has its key, which is
+    in `logs/attempt-N/rollout-M.gateway.json`."""
+
+
 class LoggingSection(Section):
     """What is written besides metrics.jsonl and events.jsonl."""
 
@@ -470,6 +481,7 @@ class Profile(Section):
     weights: WeightsSection = WeightsSection()
     checkpoint: CheckpointSection = CheckpointSection()
     eval: EvalSection = EvalSection()
+    gateway: GatewaySection = GatewaySection()
     logging: LoggingSection = LoggingSection()
 
 

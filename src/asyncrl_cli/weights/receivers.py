@@ -20,7 +20,7 @@ import mmap
 import os
 import sys
 import weakref
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
@@ -32,9 +32,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load as load_tensors
 
 from asyncrl_cli.base.errors import AsyncrlError, ConfigError, RefusedError, first_names
-from asyncrl_cli.base.safe_files import Count, load_json, open_regular
+from asyncrl_cli.base.safe_files import MAX_JSON_BYTES, Count, load_json, open_regular, parse_json
 from asyncrl_cli.models.model_files import tensor_files
 from asyncrl_cli.models.saved_form import ADAPTER, SavedForm, adapter_names, merged, scale_of, skeleton
+from asyncrl_cli.profile.check import holds_credentials
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.weights.buckets import (
     ALIGNMENT_BYTES,
@@ -51,7 +52,15 @@ from asyncrl_cli.weights.buckets import (
     unpack,
     view_of,
 )
-from asyncrl_cli.weights.versions import MANIFEST, SCHEMA_VERSION, Manifest, UpdateInfo, file_fingerprint
+from asyncrl_cli.weights.directory import Directory
+from asyncrl_cli.weights.versions import (
+    MANIFEST,
+    SCHEMA_VERSION,
+    Manifest,
+    Probes,
+    UpdateInfo,
+    file_fingerprint,
+)
 
 
 def verified(buckets: Iterable[Bucket], manifest: Manifest) -> Iterator[Bucket]:
@@ -164,39 +173,89 @@ class ManifestFile:
     schema_version: int
     version: Count
     files: Mapping[str, str]
+    probes: Probes | None = None
 
 
-def read_version(directory: Path) -> tuple[Manifest, list[Bucket]]:
+def read_version(directory: Path | Directory) -> tuple[Manifest, list[Bucket]]:
     """Read a version and its buckets, one per file, for `Loader.prefetch`. Blocks, and holds the whole
     version in memory.
 
     Raises RefusedError for an unusable manifest, DamagedWeights for a file that is missing, unreadable or has
-    another fingerprint.
+    another fingerprint; AsyncrlError for what a URL's store does not give.
     """
-    path, hint = directory / MANIFEST, "it names the version and a fingerprint for each weight file"
-    found = load_json(path, ManifestFile, hint=hint)
+    where = directory.url if isinstance(directory, Directory) else directory
+    path, hint = f"{where}/{MANIFEST}", "it names the version and a fingerprint for each weight file"
+    if isinstance(directory, Directory):
+        content = directory.read(MANIFEST, 0, MAX_JSON_BYTES)
+        try:
+            found = parse_json(content, ManifestFile)
+        except ValueError as wrong:
+            raise RefusedError(f"{path} cannot be read: {wrong}", hint=hint) from None
+    else:
+        found = load_json(directory / MANIFEST, ManifestFile, hint=hint)
     names = [*found.files]
     if found.schema_version != SCHEMA_VERSION or not names or any(Path(name).name != name for name in names):
         why = f"{path} is refused: schema {found.schema_version}, files {first_names(names)}"
         raise RefusedError(why, hint=f"schema {SCHEMA_VERSION}, and names of files beside it: {hint}")
     buckets = list[Bucket]()
-    for path, expected in ((directory / name, expected) for name, expected in sorted(found.files.items())):
+    for name, expected in sorted(found.files.items()):
+        path = f"{where}/{name}"
         try:
-            with open_regular(path) as file:
-                content = file.read()
+            if isinstance(directory, Directory):
+                content = directory.read(name)
+            else:
+                with open_regular(directory / name) as file:
+                    content = file.read()
             if (fingerprint := file_fingerprint(content)) != expected:
                 why = f"has the fingerprint {fingerprint}, but its manifest says {expected}"
                 raise DamagedWeights(f"{path} {why}")
             buckets.append(packed(load_tensors(content)))
         except (OSError, SafetensorError, ValueError) as error:
             raise DamagedWeights(f"{path} cannot be read: {error}") from error
-    manifest = Manifest(
-        version=found.version,
+    manifest = manifest_of(buckets, found.version)
+    if found.probes:
+        manifest = replace(
+            manifest,
+            temperature=found.probes.temperature,
+            probe_tokens=found.probes.tokens,
+            probe_logprobs=found.probes.logprobs,
+            previous_logprobs=found.probes.previous_logprobs,
+        )
+    return manifest, buckets
+
+
+def read_weights(path: str, version: int | None, next_version: int) -> tuple[Manifest, list[Bucket]]:
+    """The weights in a directory or at a URL, as `version` if that is given. A directory without
+    manifest.json (any model's) has no version of its own, and gets `next_version`. Raises as `read_version`
+    does."""
+    if "://" in path and holds_credentials(path):
+        raise RefusedError("the URL holds credentials: the server's environment is the place for them")
+    if "://" in path:
+        manifest, buckets = read_version(Directory(path.rstrip("/")))
+    elif os.path.exists(os.path.join(path, MANIFEST)):
+        manifest, buckets = read_version(Path(path))
+    else:
+        if not (files := sorted(Path(path).glob("*.safetensors"))):
+            raise RefusedError(f"{path} holds neither {MANIFEST} nor safetensors files")
+        try:
+            buckets = []
+            for file in files:
+                with open_regular(file) as opened:
+                    buckets.append(packed(load_tensors(opened.read())))
+        except (OSError, SafetensorError, ValueError) as error:
+            raise DamagedWeights(f"weights in {path} cannot be read: {error}") from error
+        manifest = manifest_of(buckets, next_version)
+    return manifest if version is None else replace(manifest, version=version), buckets
+
+
+def manifest_of(buckets: Sequence[Bucket], version: int) -> Manifest:
+    """Of weights that come without probes."""
+    return Manifest(
+        version=version,
         num_bytes=sum(len(bucket.data) for bucket in buckets),
         fingerprints=tuple(bucket.fingerprint for bucket in buckets),
         temperature=1.0,
     )
-    return manifest, buckets
 
 
 def packed(tensors: Mapping[str, torch.Tensor], dtype: str = "") -> Bucket:

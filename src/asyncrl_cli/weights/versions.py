@@ -6,7 +6,7 @@
     worker   ref -> bucket ..., and `receivers.verified` checks fingerprints
 
 This module does not import torch, because the driver imports it. The Sender of `object-store` is in
-job/rank_sending.py (its refs are Ray's), those of `disk`, `nccl` and `ipc` in senders.py.
+job/rank_sending.py (its refs are Ray's), that of `directory` in directory_buckets.py, others in senders.py.
 
 The waits of `nccl` and `ipc` are bounded. Each has a longer limit than the waits inside it, so the innermost
 fails first, with the most precise error. T is `weights.timeout_s`.
@@ -47,8 +47,8 @@ if TYPE_CHECKING:  # it needs torch
     from asyncrl_cli.weights.buckets import Bucket
 
 Ref = Any
-"""With it a worker gets a bucket: a Ray ObjectRef, a BucketFile, or, with `nccl` and `ipc`, only its
-layout."""
+"""With it a worker gets a bucket: a Ray ObjectRef, a BucketFile, a BucketObject, or, with `nccl` and
+`ipc`, only its layout."""
 UpdateInfo = dict[str, object]
 """What vLLM's processes are told of a transfer, as plain values."""
 
@@ -58,6 +58,7 @@ PUBLISHED_FILE = "published.safetensors"
 """In a checkpoint: the published version's weights, if they are not the trainer's own."""
 MANIFEST, SCHEMA_VERSION = "manifest.json", 1
 """A version's own description in its directory (senders.py)."""
+VERSION_NAME = re.compile(r"version-(\d{6,})")
 TIMEOUT_KEY = "weights.timeout_s"
 AT_ONCE_S = 10.0
 """Timeout of calls that rank 0 answers at once, even while it sends: for an address, and `leave`."""
@@ -102,6 +103,26 @@ class Manifest:
     def fingerprint(self) -> str:
         """Fingerprint of the whole version, in 16 hex digits."""
         return xxhash.xxh3_64_hexdigest(b"".join(one.to_bytes(8, "big") for one in self.fingerprints))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Probes:
+    """What a manifest says of the probes, in manifest.json: a reader that is not part of the run can verify
+    its load, too."""
+
+    temperature: float
+    tokens: tuple[tuple[int, ...], ...]
+    logprobs: tuple[tuple[float, ...], ...]
+    previous_logprobs: tuple[tuple[float, ...], ...] = ()
+
+    @classmethod
+    def of(cls, manifest: Manifest) -> Probes:
+        return cls(
+            temperature=manifest.temperature,
+            tokens=manifest.probe_tokens,
+            logprobs=manifest.probe_logprobs,
+            previous_logprobs=manifest.previous_logprobs,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -206,14 +227,18 @@ def file_fingerprint(content: bytes) -> str:
     return f"{xxhash.xxh3_64_intdigest(content):016x}"
 
 
+def version_name(version: int) -> str:
+    return f"version-{version:06d}"
+
+
 def version_directory(root: Path, version: int) -> Path:
-    return root / f"version-{version:06d}"
+    return root / version_name(version)
 
 
 def kept_versions(root: Path) -> list[int]:
     """Versions on disk, ascending."""
     names = (entry.name for entry in root.iterdir()) if root.is_dir() else ()
-    return sorted(int(match[1]) for name in names if (match := re.fullmatch(r"version-(\d{6,})", name)))
+    return sorted(int(match[1]) for name in names if (match := VERSION_NAME.fullmatch(name)))
 
 
 def make_probes(

@@ -1,6 +1,7 @@
 """The admin routes, with which another trainer drives this rollout worker. Every request needs the admin key.
 
-    GET  /weights         {"version", "fingerprint", "last_load": {"version", "load_s", "pause_s"} or null}
+    GET  /weights         {"version", "fingerprint", "last_load": {"version", "load_s", "pause_s"} or null};
+                          /version is the same
     POST /weights/load    {"path": "<directory with manifest.json>", "interrupt": "keep-kv"}
                           answers once the version is loaded
     POST /pause           no model request begins any more; answers once none runs
@@ -50,17 +51,18 @@ class LoadPost(BaseModel):
 def admin_routes(gateway: Gateway, loads: Loads) -> web.RouteTableDef:
     routes = web.RouteTableDef()
 
+    @routes.get("/version")
     @routes.get("/weights")
     async def weights(request: web.Request) -> web.Response:
         gateway.check_admin(request)
-        return web.json_response(_described(loads))
+        return web.json_response(described(loads))
 
     @routes.post("/weights/load")
     async def load(request: web.Request) -> web.Response:
         gateway.check_admin(request)
         # A load that has begun is finished even if the client disconnects.
         await asyncio.shield(asyncio.create_task(_load(loads, await body_of(request, LoadPost)), name="load"))
-        return web.json_response(_described(loads))
+        return web.json_response(described(loads))
 
     @routes.post("/pause")
     async def pause(request: web.Request) -> web.Response:
@@ -82,7 +84,8 @@ def admin_routes(gateway: Gateway, loads: Loads) -> web.RouteTableDef:
     return routes
 
 
-def _described(loads: Loads) -> dict[str, object]:
+def described(loads: Loads) -> dict[str, object]:
+    """The version that is loaded, as `GET /weights` has it."""
     last = loads.last_load
     report = last and {"version": last.version, "load_s": last.load_s, "pause_s": last.pause_s}
     return {"version": loads.held, "fingerprint": loads.fingerprint or None, "last_load": report}

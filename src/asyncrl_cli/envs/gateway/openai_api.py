@@ -1,8 +1,8 @@
 """OpenAI's API as the gateway speaks it: requests, which fields are honoured, ignored or refused, the error
 that a refused client gets; and answers, whole or as the events of a stream.
 
-Training must follow the profile, so the profile alone decides how tokens are sampled. There are three kinds
-of fields:
+Training must follow the profile, so in a run the profile alone decides how tokens are sampled. `asyncrl
+serve` honours temperature, top_p, top_k and seed, too. There are three kinds of fields:
 
     honoured   messages, prompt, tools, tool_choice "none", stop, max_tokens, max_completion_tokens, stream,
                logprobs, return_token_ids
@@ -27,13 +27,13 @@ import re
 import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
-from asyncrl_cli.base.safe_files import MAX_NESTING, nesting
+from asyncrl_cli.base.safe_files import MAX_NESTING, first_problem, nesting
 from asyncrl_cli.contracts.environment import Message
 from asyncrl_cli.engines.port import Completion, Sampling
 
@@ -95,6 +95,16 @@ class ModelRequest(BaseModel):
         given = [self.stop] if isinstance(self.stop, str) else self.stop or []
         return tuple(stop for stop in given if stop)
 
+    def sampling(self, default: Sampling, seed: int) -> tuple[Sampling, int]:
+        """How to sample where requests may say so (`asyncrl serve`). Raises Refused (400) for a value out of
+        range."""
+        try:
+            asked = AskedSampling.model_validate(self.model_extra or {}).model_dump(exclude_none=True)
+        except ValidationError as error:
+            raise Refused(400, first_problem(error)) from None
+        seed = asked.pop("seed", seed)
+        return replace(default, **asked), seed
+
     def ignored(self, sampling: Sampling) -> list[str]:
         """Names of the given fields that have no effect, except those that ask for what the profile says
         anyway, and those that do not fit into a header."""
@@ -102,6 +112,13 @@ class ModelRequest(BaseModel):
         given = {name: value for name, value in (self.model_extra or {}).items() if value is not None}
         others = (name for name, value in given.items() if name not in same or value != same[name])
         return sorted(filter(FIELD_NAME.fullmatch, others))[:MAX_IGNORED]
+
+
+class AskedSampling(BaseModel):
+    temperature: Annotated[float, Field(ge=0, le=100)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=0, le=10**6)] | None = None
+    seed: Annotated[int, Field(ge=0, le=2**63 - 1)] | None = None
 
 
 class TextPart(BaseModel):

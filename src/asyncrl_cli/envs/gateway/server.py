@@ -1,4 +1,4 @@
-"""The gateway: a rollout worker serves OpenAI's API to users' agents, on loopback.
+"""The gateway: a rollout worker serves OpenAI's API to users' agents, by default on loopback.
 
     /health                                 is the server there?
     /sessions/{id}/v1/chat/completions      an agent's requests; its client's base URL is `/sessions/{id}/v1`
@@ -7,6 +7,7 @@
     /sessions/{id}/reward                   GET, POST
     /v1/...                                 the same with the admin key, outside of any trajectory
     /weights, /weights/load, /pause, /resume    admin key (admin_routes.py)
+    /async_rl/..., /abort, /metrics             admin key, only by `asyncrl serve` (async_rl_routes.py)
 
 Every request but /health needs a key, as `Authorization: Bearer <key>`; each session has its own. A wrong key
 or an unknown session gets 401, a closed session 410, too many requests at once 429, an invalid request 400,
@@ -37,6 +38,7 @@ import json
 import logging
 import os
 import secrets
+import socket
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -81,12 +83,23 @@ logger = logging.getLogger(__name__)
 
 
 class Gateway:
-    """`sampling`: for requests that belong to no trajectory. `num_running`: model requests that now run."""
+    """`sampling`: for requests that belong to no trajectory; they may ask for another if `follows_requests`.
+    `num_running`: model requests that now run."""
 
     def __init__(
-        self, engine: Engine, chat: Chat, sampling: Sampling, limits: Limits, schema: Schema = BUILT_IN
+        self,
+        engine: Engine,
+        chat: Chat,
+        sampling: Sampling,
+        limits: Limits,
+        schema: Schema = BUILT_IN,
+        *,
+        key: str = "",
+        follows_requests: bool = False,
     ) -> None:
-        self.admin_key = secrets.token_urlsafe(32)
+        self.admin_key = key or secrets.token_urlsafe(32)
+        self._follows_requests = follows_requests
+        self._outside: set[Session] = set()
         self.url = ""
         self._engine = engine
         self._chat = chat
@@ -104,8 +117,10 @@ class Gateway:
         self._idle.set()
         self._runner: web.AppRunner | None = None
 
-    async def start(self, more_routes: Iterable[web.AbstractRouteDef] = ()) -> None:
-        """Listen on a free port of loopback."""
+    async def start(
+        self, more_routes: Iterable[web.AbstractRouteDef] = (), listening: socket.socket | None = None
+    ) -> None:
+        """Listen there; by default on a free port of loopback."""
         routes = web.RouteTableDef()
 
         @routes.get("/health")
@@ -142,7 +157,8 @@ class Gateway:
         app.add_routes([*routes, *more_routes])
         self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
         await self._runner.setup()
-        await web.TCPSite(self._runner, "127.0.0.1", 0, backlog=BACKLOG).start()
+        listening = listening or socket.create_server(("127.0.0.1", 0))
+        await web.SockSite(self._runner, listening, backlog=BACKLOG).start()
         host, port = self._runner.addresses[0][:2]
         self.url = f"http://{host}:{port}"
 
@@ -189,6 +205,13 @@ class Gateway:
     def resume(self) -> None:
         self._resumed.set()
 
+    async def abort_all(self) -> int:
+        """End the requests that belong to no trajectory: they get 410. Returns their number."""
+        sessions = list(self._outside)
+        for session in sessions:
+            await session.close()
+        return len(sessions)
+
     def check_admin(self, request: web.Request) -> None:
         """Raises Refused unless the request has the admin key."""
         if not _has_key(request, self.admin_key):
@@ -217,10 +240,18 @@ class Gateway:
             asked = await body_of(request, kind)
         except web.HTTPRequestEntityTooLarge:
             raise session.too_long(f"the request has more than {self._max_body_bytes:,} bytes") from None
-        async with self._admitted():
-            reply = await session.reply(asked)
-            answer = await asyncio.to_thread(openai_api.answer, reply, asked)  # for logprobs it decodes
-        ignored = asked.ignored(session.sampling)
+        if self._follows_requests:
+            session.sampling, session.seed = asked.sampling(session.sampling, session.seed)
+        if request.match_info.get("id") is None:
+            self._outside.add(session)
+        try:
+            async with self._admitted():
+                reply = await session.reply(asked)
+                answer = await asyncio.to_thread(openai_api.answer, reply, asked)  # for logprobs it decodes
+        finally:
+            self._outside.discard(session)
+        honoured = {"seed"} if self._follows_requests else set()
+        ignored = [name for name in asked.ignored(session.sampling) if name not in honoured]
         headers = {"x-asyncrl-ignored": ", ".join(ignored)} if ignored else {}
         if not asked.stream:
             return web.json_response(answer, headers=headers)

@@ -1,0 +1,132 @@
+"""`asyncrl serve`: one rollout worker's engine and gateway in this process, without Ray and without a run.
+For trainers and agents of others.
+
+    POST /v1/chat/completions ─> Gateway ─> Engine <─ Loader <─ /async_rl/..., /weights/load
+
+The port is taken before the model is loaded. SIGINT and SIGTERM end the server: requests get an error, the
+engine's processes end. A second one ends it at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+from aiohttp import web
+
+from asyncrl_cli.base.errors import PreflightError, RefusedError
+from asyncrl_cli.engines.port import Engine, Sampling, make_engine
+from asyncrl_cli.envs.chat import load_chat
+from asyncrl_cli.envs.episode import Limits
+from asyncrl_cli.envs.gateway.admin_routes import admin_routes
+from asyncrl_cli.envs.gateway.async_rl_routes import Updates, async_rl_routes
+from asyncrl_cli.envs.gateway.server import BACKLOG, Gateway
+from asyncrl_cli.envs.slots import Slots
+from asyncrl_cli.job.host_process import no_collection_while_starting
+from asyncrl_cli.job.rollout_weights import Loader
+from asyncrl_cli.measure.meters import RolloutMeter
+from asyncrl_cli.profile.schema import ProcessPlace, Profile
+
+LEAST_KEY = 16
+"""Shortest key that a file may hold."""
+WIDEST = 4
+"""How many times the bytes of the model's files a trainer's tensors may have: float32 for 8 bits."""
+
+
+def bound(host: str, port: int) -> socket.socket:
+    """The port, listening. Raises PreflightError if it is taken, or the host is not this machine's."""
+    try:
+        return socket.create_server((host, port), backlog=BACKLOG)
+    except OSError as error:
+        hint = "--port 0 takes any free one; `ss -ltnp` says who listens"
+        raise PreflightError(f"{host}:{port} cannot be used: {error.strerror}", hint=hint) from None
+
+
+def key_in(path: Path) -> str:
+    """The key in the file, which only its user may read; "" if there is no file. Raises RefusedError."""
+    try:
+        mode, text = path.stat().st_mode & 0o777, path.read_text(encoding="ascii").strip()
+    except FileNotFoundError:
+        return ""
+    except (OSError, UnicodeDecodeError) as error:
+        raise RefusedError(f"{path} cannot be read: {error}", hint="name another --token-file") from None
+    if mode & 0o077 or len(text) < LEAST_KEY:
+        why = f"mode {mode:04o}" if mode & 0o077 else f"a key of {len(text)} characters"
+        hint = f"chmod 600, {LEAST_KEY} characters or more; without the file a new key is made"
+        raise RefusedError(f"{path} is refused: {why}", hint=hint)
+    return text
+
+
+def write_key(path: Path, key: str) -> None:
+    with open(path, "x", encoding="ascii", opener=partial(os.open, mode=0o600)) as file:
+        file.write(f"{key}\n")
+
+
+async def serve_until_stopped(
+    profile: Profile,
+    place: ProcessPlace,
+    listening: socket.socket,
+    token_file: Path,
+    say: Callable[[str], None],
+) -> None:
+    """Serve until SIGINT or SIGTERM. Raises as `make_engine` and the engine's start do."""
+    stop, loop = asyncio.Event(), asyncio.get_running_loop()
+
+    def end(number: int) -> None:
+        stop.set()
+        loop.remove_signal_handler(number)
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, end, number)
+    slots, timeout_s = profile.rollout.slots, profile.weights.timeout_s
+    with no_collection_while_starting():
+        # its clock stands still: nobody takes its reports, in which states would pile up
+        meter = RolloutMeter("server", slots, lambda: 0.0, lambda: None)
+        engine = make_engine(profile, place, meter.running)
+        limits, sampling = Limits.of(profile), Sampling.of(profile.rollout, profile.rollout.temperature)
+        trusted, max_tokens = profile.model.trust_remote_code, limits.max_context_tokens
+        chat = load_chat(place.model_dir, trust_remote_code=trusted, max_tokens=max_tokens)
+        loader = Loader(engine, profile.weights, meter, place.version, Slots(slots, hold=True))
+        key = key_in(token_file)
+        gateway = Gateway(engine, chat, sampling, limits, key=key, follows_requests=True)
+        files = Path(place.model_dir).glob("*.safetensors")
+        updates = Updates(loader, WIDEST * sum(path.stat().st_size for path in files), timeout_s)
+        try:
+            await engine.start()
+            routes = [*admin_routes(gateway, loader), *async_rl_routes(gateway, loader, updates)]
+            await gateway.start([*routes, *metrics_route(gateway, engine)], listening)
+            if not key:
+                write_key(token_file, gateway.admin_key)
+            say(f"serving {place.model_dir} at {gateway.url}; the key is in {token_file}")
+            await stop.wait()
+            say("ending")
+        finally:
+            await gateway.close()
+            await engine.close()
+            updates.close()
+
+
+def metrics_route(gateway: Gateway, engine: Engine) -> web.RouteTableDef:
+    """`GET /metrics`, with the key: the engine's counters in Prometheus' text format."""
+    routes = web.RouteTableDef()
+
+    @routes.get("/metrics")
+    async def metrics(request: web.Request) -> web.Response:
+        gateway.check_admin(request)
+        counters = engine.counters()
+        sums = {"sampled_tokens": engine.sampled_tokens, "decode_steps": engine.decode_steps, **counters.sums}
+        gauges = {"version": engine.version, "running": engine.running, **counters.gauges}
+        gauges |= {"slots": engine.slots, "requests": gateway.num_running}
+        lines = [
+            f"# TYPE asyncrl_{name}{end} {kind}\nasyncrl_{name}{end} {value:g}\n"
+            for values, kind, end in ((sums, "counter", "_total"), (gauges, "gauge", ""))
+            for name, value in values.items()
+        ]
+        return web.Response(text="".join(lines), content_type="text/plain")
+
+    return routes

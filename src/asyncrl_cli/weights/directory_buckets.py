@@ -1,0 +1,130 @@
+"""A version's files with `weights.transport = "directory"`: rank 0 writes them bucket by bucket, and workers
+fetch buckets by their refs.
+
+A file is a safetensors file with a bucket's tensors end to end. It is written and read in pieces of
+CHUNK_BYTES, so that neither end holds a bucket twice.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from itertools import accumulate, pairwise
+
+import xxhash
+
+from asyncrl_cli.models.model_files import WEIGHTS
+from asyncrl_cli.weights.buckets import Bucket, DamagedWeights, Layout, zeros
+from asyncrl_cli.weights.directory import Directory
+from asyncrl_cli.weights.versions import MANIFEST, SCHEMA_VERSION, Manifest, Probes, Sender, version_name
+
+CHUNK_BYTES = 32 * 2**20
+"""Most that one call to the store reads or writes."""
+KINDS = {"float32": "F32", "bfloat16": "BF16", "float16": "F16", "float64": "F64", "bool": "BOOL"}
+KINDS |= {
+    f"{kind}int{bits}": f"{kind[:1].upper() or 'I'}{bits}" for kind in ("", "u") for bits in (8, 16, 32, 64)
+}
+KINDS |= {"float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2"}
+"""safetensors' names of torch's dtypes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BucketObject:
+    """A bucket's ref at a URL: its file there, and the layout of the tensors in it."""
+
+    directory: Directory
+    path: str
+    entries: Layout
+
+    def read(self) -> Bucket:
+        """Fetch the bucket, in a worker. Raises AsyncrlError if the file is missing or cannot be read,
+        DamagedWeights if it holds other tensors."""
+        header, ends = header_of(self.entries), list(_ends(self.entries))
+        if self.directory.read(self.path, 0, len(header)) != header:
+            raise self._refused("it holds other tensors than were published")
+        data = zeros(self.entries[-1].end_bytes)
+        for begin in range(0, ends[-1], CHUNK_BYTES):
+            end = min(begin + CHUNK_BYTES, ends[-1])
+            part = self.directory.read(self.path, len(header) + begin, len(header) + end)
+            if len(part) != end - begin:
+                raise self._refused("it ends early")
+            data[begin:end] = memoryview(part)
+        # The file has the tensors end to end. From the last one on, each moves up to its aligned place.
+        for entry, end in zip(reversed(self.entries), reversed(ends), strict=True):
+            data[entry.offset_bytes : entry.end_bytes] = data[end - entry.spec.num_bytes : end]
+        for before, entry in pairwise(self.entries):
+            data[before.end_bytes : entry.offset_bytes] = 0
+        return Bucket(data=data, entries=self.entries)
+
+    def _refused(self, why: str) -> DamagedWeights:
+        hint = "the worker keeps its old weights; `asyncrl resume` publishes anew"
+        return DamagedWeights(f"weights in {self.directory.url}/{self.path} are refused: {why}", hint=hint)
+
+
+class DirectorySender(Sender):
+    """Rank 0's end. The directory belongs to one run."""
+
+    def __init__(self, directory: Directory) -> None:
+        self._directory = directory
+
+    def begin(self, version: int, num_buckets: int) -> None:
+        self._name, self._num_buckets = version_name(version), num_buckets
+        self._fingerprints: dict[str, str] = {}
+        self._directory.remove(self._name, first=MANIFEST)  # a resumed run publishes a version again
+
+    def put(self, bucket: Bucket) -> BucketObject:
+        index, total = len(self._fingerprints), self._num_buckets
+        file = WEIGHTS if total == 1 else f"model-{index + 1:05d}-of-{total:05d}.safetensors"
+
+        def pieces() -> Iterator[bytes | memoryview]:
+            whole = xxhash.xxh3_64()
+            for piece in file_pieces(bucket):
+                whole.update(piece)
+                yield piece
+            self._fingerprints[file] = whole.hexdigest()
+
+        ref = BucketObject(directory=self._directory, path=f"{self._name}/{file}", entries=bucket.entries)
+        self._directory.write(ref.path, pieces)
+        return ref
+
+    def finish(self, manifest: Manifest) -> None:
+        content = {
+            "schema_version": SCHEMA_VERSION,
+            "version": manifest.version,
+            "files": self._fingerprints,
+            "probes": asdict(Probes.of(manifest)),
+        }
+        text = json.dumps(content, indent=2).encode()
+        self._directory.write(f"{self._name}/{MANIFEST}", lambda: iter([text]))
+
+    def keep(self, wanted: Collection[int]) -> None:
+        for version in self._directory.versions():
+            if version not in wanted:
+                self._directory.remove(version_name(version), first=MANIFEST)
+
+
+def header_of(entries: Layout) -> bytes:
+    """The beginning of a safetensors file with these tensors end to end: the length of a description, and the
+    description, filled up to 8 bytes (safetensors' README, "Format")."""
+    described: dict[str, Mapping[str, object]] = {"__metadata__": {"format": "pt"}}
+    for entry, end in zip(entries, _ends(entries), strict=True):
+        spec, kind = entry.spec, KINDS[entry.spec.dtype]
+        offsets = [end - spec.num_bytes, end]
+        described[spec.name] = {"dtype": kind, "shape": list(spec.shape), "data_offsets": offsets}
+    text = json.dumps(described, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def file_pieces(bucket: Bucket) -> Iterator[bytes | memoryview]:
+    """A bucket as a safetensors file, without a second copy of it."""
+    yield header_of(bucket.entries)
+    for entry in bucket.entries:
+        for begin in range(entry.offset_bytes, entry.end_bytes, CHUNK_BYTES):
+            yield bucket.data[begin : min(begin + CHUNK_BYTES, entry.end_bytes)].data
+
+
+def _ends(entries: Layout) -> Iterator[int]:
+    """Where each tensor ends if they lie end to end."""
+    return accumulate(entry.spec.num_bytes for entry in entries)
