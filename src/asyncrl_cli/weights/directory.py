@@ -183,8 +183,8 @@ def _opened(url: str) -> tuple[Any, str]:
 
 def _hint(url: str, error: Exception) -> str:
     if isinstance(error, ImportError):
-        packages = {"s3fs": "asyncrl-cli[s3]"}
-        names = " ".join(f"'{packages.get(name, name)}'" for name in packages_of(url))
+        extras = {"s3fs": "asyncrl-cli[s3]"}
+        names = " ".join(f"'{extras.get(name, name)}'" for name in packages_of(url))
         return f"pip install {names}, on every node"
     if isinstance(error, ValueError):
         return "s3://bucket/path, gs://bucket/path or file:///path: a URL that fsspec knows"
