@@ -176,7 +176,7 @@ def test_a_taken_port_an_open_token_file_and_a_missing_model_are_one_error_each(
     assert (code, "serve.token is refused: mode 0644" in err) == (4, True)
     (tmp_path / "serve.token").unlink()
     code, _, err = finish(start(tmp_path, "serve", "--model", "./nowhere", "--port", "0", verbose=False))
-    assert (code, f"directory {tmp_path / "nowhere"} does not exist" in err) == (3, True)
+    assert (code, f"directory {tmp_path / 'nowhere'} does not exist" in err) == (3, True)
 
 
 def test_a_run_has_the_gateway_for_any_task_on_request(tmp_path):
