@@ -102,7 +102,8 @@ def test_samples_have_no_advantage_to_which_a_teacher_adds_for_each_token(coef, 
     async def main() -> None:
         trainer = RayTrainer(lambda: [Rank()], profile, store, samples_dir=tmp_path)
         batch = SimpleNamespace(step=1, window=0)
-        _, dump = trainer.chosen_samples(batch, [made_up_group(0, 1, store)], [plan])
+        known = trainer._advantages([plan])
+        _, dump = trainer.chosen_samples(batch, [made_up_group(0, 1, store)], known)
         await dump()
 
     asyncio.run(main())

@@ -37,7 +37,7 @@ from asyncrl_cli.contracts.ports import LoopSnapshot
 
 PROFILE_FILES = ("config.resolved.json", "profile.toml")
 LATEST, SAMPLES, VERSIONS = "latest", "samples", "versions"
-NUMBERED = re.compile(r"[a-z]+-([0-9]{6,15})(\.jsonl)?")
+NUMBERED = re.compile(r"[a-z]+-([0-9]{6,15})(\.jsonl|\.safetensors)?")
 
 
 class CheckpointStore:
@@ -91,7 +91,7 @@ class CheckpointStore:
         `samples` and `export`."""
         places = (
             (self.directory, "step-*", step),
-            (self._run_dir / SAMPLES, "step-*.jsonl", step),
+            (self._run_dir / SAMPLES, "step-*", step),
             (self._run_dir / VERSIONS, "version-*", version),
         )
         moved = []

@@ -73,12 +73,13 @@ class StepRecord:
     `window`: the version that the window began with; `step_in_window`: how many train steps it had before
     this one. `timing_s`: keys step, wait_data, old_logprob, train, gather, checkpoint, eval, other; also, if
     they took time, wait_scores, and ref and critic (columns that the trainer computed). `reports`: the newest
-    report of each executor, by name. `spans`: those of *all* reports since the previous step, by executor,
-    already mapped to the driver's clock; the same for `slot_intervals`, if they are recorded. `ended_s` is
-    on the driver's clock. `sync`: `WeightSync.summary`. `filtered`: the reward of each group dropped for
-    equal rewards since the previous step; None if the filter is off. `restarts`, `failures` (of trajectories,
-    by kind) and `orphans` (keys of the data store) count from the beginning of the run. `feed`: the feed's
-    figures. `bias`: what was trained of what has ended since the previous step (loop/bias.py).
+    report of each executor, by name; `covered_s`: up to when, on the driver's clock. `spans`: those of *all*
+    reports since the previous step, by executor, already mapped to the driver's clock; the same for
+    `slot_intervals`, if they are recorded. `ended_s` is on the driver's clock. `sync`: `WeightSync.summary`.
+    `filtered`: the reward of each group dropped for equal rewards since the previous step; None if the filter
+    is off. `restarts`, `failures` (of trajectories, by kind) and `orphans` (keys of the data store) count
+    from the beginning of the run. `feed`: the feed's figures. `bias`: what was trained of what has ended
+    since the previous step (loop/bias.py).
     """
 
     step: int
@@ -103,6 +104,7 @@ class StepRecord:
     feed: Mapping[str, float] = field(default_factory=dict)
     bias: Mapping[str, Value] = field(default_factory=dict)
     slot_intervals: Mapping[str, tuple[SlotInterval, ...]] = field(default_factory=dict)
+    covered_s: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,13 +20,14 @@ LoadVerdict = Literal["loaded", "not loaded", "unclear"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Published:
-    """One version's weights, ready to be sent. `handle` is the transport's (Ray object refs and a
-    manifest)."""
+    """One version's weights, ready to be sent. `handle` is the transport's (Ray object refs and a manifest);
+    `fingerprint` the manifest's ("" in a simulation, which has no weights)."""
 
     version: int
     num_bytes: int
     publish_s: float
     handle: Handle
+    fingerprint: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

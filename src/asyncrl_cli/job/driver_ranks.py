@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from itertools import chain
@@ -235,6 +235,11 @@ class RayScorer(RayRanks):
         await self.start()
 
 
+async def _one_by_one(dumps: Sequence[Dump]) -> None:
+    for dump in dumps:
+        await dump()
+
+
 class HeldRefs(list[ObjectRef]):
     """A version's refs in the driver. While this list lives a worker may want the version, and the next
     gather keeps it."""
@@ -276,12 +281,16 @@ class RayTrainer(RayRanks):
         shares = self.shares(batch, batch.columns, self._profile)
         logging = self._profile.logging
         is_dumped = is_dump_step(batch.step, logging.samples_every_steps, train_steps_of(self._profile))
+        known = self._advantages(shares[1])
         # called before the ranks train: the samples are scored by the weights that they are trained from
-        dumped, dump = self.chosen_samples(batch, *shares[:2]) if is_dumped else ([], None)
+        dumped, dump = self.chosen_samples(batch, shares[0], known) if is_dumped else ([], None)
+        dumps = [] if dump is None else [dump]
+        if logging.samples == "all":
+            dumps.append(self.recorded(batch, shares[0], known))
         answers = await self.train_share(batch, shares, f"train step {batch.step}", dumped)
         reports = [report for report, _ in answers]
-        if dump is not None:
-            await self.begin_dump(batch.step, dump)
+        if dumps:
+            await self.begin_dump(batch.step, lambda: _one_by_one(dumps))
         failed_dumps = {"samples/failed_dumps": Last(self.failed_dumps)} if self.failed_dumps else {}
         slowest_s = max(report.train_s for report in reports)
         column_s = {name: max(report.column_s[name] for report in reports) for name in reports[0].column_s}
@@ -310,8 +319,46 @@ class RayTrainer(RayRanks):
                 lost = f"the samples of step {step} are lost, training goes on: {error}"
                 self._warn(f"{lost} (further failures are only counted)")
 
+    def _advantages(self, plans: Sequence[RankPlan]) -> dict[tuple[int, int], float]:
+        """Of each trajectory of the step's groups; none if other things add to them for each token."""
+        algorithm = self._profile.algorithm
+        adds_teacher = bool(self._profile.teacher.paths and algorithm.distill_coef)
+        if needs_columns(algorithm) or (adds_teacher and algorithm.distill_loss == "sampled"):
+            return {}
+        planned = (t for plan in plans for step in plan.optimizer_steps for t in step.trajectories)
+        return {(t.group, t.trajectory): t.advantage for t in planned}
+
+    def recorded(
+        self,
+        batch: TrainBatch,
+        groups: Sequence[GroupResult],
+        advantages: Mapping[tuple[int, int], float],
+    ) -> Dump:
+        """A function that records all trajectories of the step, to be called after it: rank 0 writes them
+        beside training, for `weights.timeout_s` at most. `groups`: in training order."""
+        places = {group.key: index for index, group in enumerate(groups)}
+        rows = [
+            [advantages.get((places[group.key], number)) for number in range(len(group.trajectories))]
+            for group in batch.groups
+        ]
+        pinned = ExitStack()  # the loop clears the groups as soon as they are trained
+        pinned.enter_context(self._store.pinned([key for one in groups for key in one.payload or ()]))
+        keys = [self._keys(group) for group in batch.groups]
+        bare = replace(batch, groups=tuple(replace(group, payload=None) for group in batch.groups))
+
+        async def record() -> None:
+            with pinned:
+                given = str(self._samples_dir.absolute()), bare, rows, keys
+                ref = self.actors[0].record.remote(*given)
+                await self._answer(ref, f"the arrays of step {batch.step}", self._weights)
+
+        return record
+
     def chosen_samples(
-        self, batch: TrainBatch, groups: Sequence[GroupResult], plans: Sequence[RankPlan]
+        self,
+        batch: TrainBatch,
+        groups: Sequence[GroupResult],
+        advantages: Mapping[tuple[int, int], float],
     ) -> tuple[list[int], Dump]:
         """Choose samples of the step, and have the ranks score them before they train it. Returns their
         groups, and a function that dumps them, to be called after the train step: rank 0 writes them beside
@@ -319,12 +366,6 @@ class RayTrainer(RayRanks):
         logging, sharing = self._profile.logging, self._profile.trainer.sequence_parallel_size
         seed = f"samples {self._profile.run.seed}/{batch.step}"
         sizes = choose_samples([len(group.trajectories) for group in groups], logging.samples_per_step, seed)
-        planned = (t for plan in plans for step in plan.optimizer_steps for t in step.trajectories)
-        algorithm = self._profile.algorithm
-        adds_teacher = bool(self._profile.teacher.paths and algorithm.distill_coef)
-        adds_teacher = adds_teacher and algorithm.distill_loss == "sampled"
-        is_whole = not needs_columns(algorithm) and not adds_teacher
-        advantages = {(t.group, t.trajectory): t.advantage for t in planned if is_whole}
         facts: dict[int, SampleFacts] = {
             index: {
                 "advantages": [advantages.get((index, number)) for number in range(size)],
@@ -365,8 +406,13 @@ class RayTrainer(RayRanks):
         ref = self.actors[0].publish.remote(version)
         manifest, bucket_refs = await self._answer(ref, f"the publish of version {version}", self._weights)
         refs = self._wanted[version] = HeldRefs(bucket_refs)
-        publish_s, handle = time.monotonic() - began_s, (manifest, refs)
-        return Published(version=version, num_bytes=manifest.num_bytes, publish_s=publish_s, handle=handle)
+        return Published(
+            version=version,
+            num_bytes=manifest.num_bytes,
+            publish_s=time.monotonic() - began_s,
+            handle=(manifest, refs),
+            fingerprint=manifest.fingerprint,
+        )
 
     # --- checkpoints, of which a critic in its own processes writes its part
 

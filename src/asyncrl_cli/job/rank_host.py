@@ -44,6 +44,7 @@ from asyncrl_cli.contracts.prompt_group import attempt_of
 from asyncrl_cli.data.backends import store_at
 from asyncrl_cli.data.ray_store import shipped
 from asyncrl_cli.data.sample_fields import KEPT_TOKENS, MASK, REQUIRED, ROUTED_EXPERTS, TOKENS
+from asyncrl_cli.data.step_files import write_step
 from asyncrl_cli.data.store import Stored
 from asyncrl_cli.data.trajectories import Arrays, GroupPayload, joined_by_index
 from asyncrl_cli.data.transferqueue_client import Address
@@ -62,7 +63,7 @@ if TYPE_CHECKING:  # torch: the driver imports this module
     from transformers import PreTrainedTokenizerBase
 
     from asyncrl_cli.contracts.ports import LoopSnapshot
-    from asyncrl_cli.contracts.prompt_group import TrainReport
+    from asyncrl_cli.contracts.prompt_group import TrainBatch, TrainReport
     from asyncrl_cli.train.batch import Column
     from asyncrl_cli.train.critic import CriticApart
     from asyncrl_cli.train.policy_model import PolicyModel
@@ -439,6 +440,18 @@ class RankHost:
         path = Path(directory)
         with as_storage_errors():
             dump_samples(path, step, sampled, window=window, decode=decode, max_bytes=most, schema=schema)
+
+    @ray.method(concurrency_group="write")
+    def record(
+        self,
+        directory: str,
+        batch: TrainBatch,
+        advantages: Sequence[Sequence[float | None]],
+        groups: Sequence[Keys],
+    ) -> None:
+        """Rank 0: write all trajectories of a train step as arrays, beside training. `batch` without keys."""
+        with as_storage_errors():
+            write_step(Path(directory), batch, self._payloads(groups), advantages, self._store.schema)
 
     # --- scorers
 

@@ -172,6 +172,11 @@ class ReportBook:
     def latest(self) -> dict[str, ExecutorReport]:
         return {name: executor.report for name, executor in self._executors.items()}
 
+    @property
+    def covered_s(self) -> dict[str, float]:
+        """Up to when `latest` covers each executor, on the driver's clock."""
+        return {name: one.report.now_s + one.offset_s for name, one in self._executors.items()}
+
     def add(self, report: ExecutorReport, arrived_s: float, worker: str = "") -> bool:
         """Record a report of an executor in the process of `worker`. True if it has made tokens since its
         last report."""

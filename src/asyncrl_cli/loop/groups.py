@@ -219,12 +219,14 @@ class Groups:
     def trained(self) -> None:
         """The train step that took the last groups has ended."""
         for attempt in list(self.ledger.training.values()):
-            tokens = attempt.outcome().response_tokens
+            tokens, versions = attempt.outcome().response_tokens, Counter[int]()
+            for meta in attempt.outcome().trajectories:
+                versions.update(dict(meta.version_tokens))
             self.tokens_trained += tokens
             self.bias.trained(self._rewarded(attempt))
             self.ledger.move(attempt, Stage.TRAINED)
             self.data.release(attempt, Stage.TRAINED)
-            self._entered(attempt, tokens=tokens)
+            self._entered(attempt, tokens=tokens, versions=sorted(versions.items()))
 
     def open_window(self) -> list[tuple[str, AttemptKey]]:
         """Raise the version, and give up groups past their deadline if `on_stale` says so. Returns (worker,

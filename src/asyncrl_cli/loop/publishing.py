@@ -145,7 +145,7 @@ class Publishing:
         run = self._run
         published = await run.executors.trainer.publish(version)
         run.sync.offer(published, gather_s)
-        run.progress.event(
-            "published", version=version, num_bytes=published.num_bytes, publish_s=published.publish_s
-        )
+        seal = {"fingerprint": published.fingerprint} if published.fingerprint else {}
+        size_and_time = {"num_bytes": published.num_bytes, "publish_s": published.publish_s}
+        run.progress.event("published", version=version, **size_and_time, **seal)
         run.changes.notify(Change.PUBLISHED)

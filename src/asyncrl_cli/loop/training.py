@@ -211,6 +211,7 @@ class Training:
                 timing_s=self._times.so_far(),
                 train=report,
                 reports=executors.reports.latest,
+                covered_s=executors.reports.covered_s,
                 spans={},
                 sync=run.sync.summary,
                 evals=tuple(run.evaluator.ended),

@@ -24,6 +24,7 @@ from asyncrl_cli.base.errors import ConfigError
 from asyncrl_cli.base.safe_files import (
     T,
     UnsafeFile,
+    load_json,
     open_regular,
     parse_json,
     read_bytes,
@@ -31,7 +32,7 @@ from asyncrl_cli.base.safe_files import (
     reason,
 )
 from asyncrl_cli.checkpoint.lookup import find_run
-from asyncrl_cli.checkpoint.run_directory import RunDirectory
+from asyncrl_cli.checkpoint.run_directory import REPLAY, RunDirectory
 from asyncrl_cli.contracts.status import Status, parse_status
 from asyncrl_cli.observe.format import MOST_SHOWN, is_number
 from asyncrl_cli.observe.run_lines import (
@@ -113,6 +114,14 @@ class Recorded:
     def roles(self) -> dict[str, str]:
         """Executor -> feed, rollout, reward, scorer or trainer."""
         return {executor.name: executor.role for executor in self.status.executors} if self.status else {}
+
+    @cached_property
+    def replay_of(self) -> str:
+        """The run of which this is a replay (`asyncrl replay`); "" if it is none. Raises ConfigError if its
+        description cannot be read."""
+        path = self.files.path / REPLAY
+        described = load_json(path, dict[str, object], error=ConfigError) if path.exists() else {}
+        return str(described.get("of", ""))
 
     @property
     def attempts(self) -> list[Path]:

@@ -145,10 +145,11 @@ class TimelineFile(StepFile):
         {"step": 7, "spans": {"trainer": [["starved", 11.2, 11.9], ...]},
          "running": {"rollout-0": [[12.1, 64], ...]}}
 
-    A step's line holds what was reported since the previous line. Once a second `running` gets (time, running
-    sequences) and, if it has changed, `waits` gets (time, what the executor waits for). With
-    `logging.trace_sequences` there is `slots`, too: (slot, sequence, start, end) of each worker's sequences,
-    until the file has `MAX_TRACED_BYTES`.
+    A step's line holds what was reported since the previous line. `covered` has the time up to which the
+    step's figures count each executor: it may be a little later than its last span. Once a second `running`
+    gets (time, running sequences) and, if it has changed, `waits` gets (time, what the executor waits for).
+    With `logging.trace_sequences` there is `slots`, too: (slot, sequence, start, end) of each worker's
+    sequences, until the file has `MAX_TRACED_BYTES`.
     """
 
     def __init__(self, path: Path) -> None:
@@ -195,7 +196,8 @@ def span_line(record: StepRecord, ahead_s: float) -> dict[str, object]:
         name: [(slot, sequence, at(start_s), at(end_s)) for slot, sequence, start_s, end_s in intervals]
         for name, intervals in record.slot_intervals.items()
     }
-    return {"step": record.step, "spans": spans} | ({"slots": slots} if slots else {})
+    covered = {name: at(time_s) for name, time_s in record.covered_s.items()}
+    return {"step": record.step, "spans": spans, "covered": covered} | ({"slots": slots} if slots else {})
 
 
 class StatusFile(Sink):

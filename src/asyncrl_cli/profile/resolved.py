@@ -134,15 +134,11 @@ def changed(loaded: Loaded, sets: Sequence[str]) -> Loaded:
     other mistakes."""
     if not sets:
         return loaded
-    before, layer = loaded.profile, set_layer(sets)
-    values = {"name": before.name, "purpose": before.purpose, **entries_of(before)}
-    profile = validate(*merge([Layer(origin="default", values=values, origins=loaded.origins), layer]))
-    old, new = entries_of(before), entries_of(profile)
-    problems = []
-    for key in new | old:
+    before, after = loaded.profile, laid_over(loaded, sets, "--set (resume)")
+    profile, problems = after.profile, []
+    for key in differing(before, profile):
         section = key.partition(".")[0]
-        may_change = key not in FIXED and not MAY_CHANGE.isdisjoint((key, section))
-        if new.get(key) != old.get(key) and not may_change:
+        if key in FIXED or MAY_CHANGE.isdisjoint((key, section)):
             why = FIXED.get(key) or FIXED.get(section) or ELSE
             hint = "start another run for that (`asyncrl export`, then --set model.path=...), or leave it out"
             problems.append(ConfigError(f"{key} cannot change in a resumed run: {why}", hint=hint))
@@ -153,9 +149,23 @@ def changed(loaded: Loaded, sets: Sequence[str]) -> Loaded:
         problems.append(ConfigError(shorter, hint=hint))
     if problems:
         raise combine(problems)
-    warnings, schedule = check(profile), profile.trainer.lr_schedule
+    warnings, schedule = [*after.warnings], profile.trainer.lr_schedule
     if schedule != "constant" and steps != steps_before:
         rises = "so the learning rate rises with this resume"
         warnings.append(f"trainer.lr_schedule = {schedule} now falls to zero at step {steps}, {rises}")
-    origins = {**loaded.origins} | {key: "--set (resume)" for key in layer.values}
-    return Loaded(profile=profile, origins=origins, warnings=tuple(warnings))
+    return Loaded(profile=profile, origins=after.origins, warnings=tuple(warnings))
+
+
+def laid_over(loaded: Loaded, sets: Sequence[str], origin: str) -> Loaded:
+    """A run's profile with `--set`s on top, whatever their keys. Raises ConfigError for mistakes."""
+    before, layer = loaded.profile, set_layer(sets)
+    values = {"name": before.name, "purpose": before.purpose, **entries_of(before)}
+    profile = validate(*merge([Layer(origin="default", values=values, origins=loaded.origins), layer]))
+    origins = {**loaded.origins} | dict.fromkeys(layer.values, origin)
+    return Loaded(profile=profile, origins=origins, warnings=tuple(check(profile)))
+
+
+def differing(before: Profile, after: Profile) -> Table:
+    """The keys whose values differ, with the later values (None where the key is gone)."""
+    old, new = entries_of(before), entries_of(after)
+    return {key: new.get(key) for key in new | old if new.get(key) != old.get(key)}

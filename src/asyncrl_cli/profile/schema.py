@@ -438,6 +438,9 @@ class LoggingSection(Section):
     samples_max_mb: PositiveInt = 256
     """Largest size of all dumps of the run; the oldest are deleted. One dump takes at most an eighth of
     it."""
+    samples: Literal["some", "all"] = "some"
+    """`all`: keep all trained trajectories as arrays, too, for `asyncrl replay` and `asyncrl audit`: about 15
+    bytes per token, without a limit."""
     trace_sequences: bool = False
     """Record which sequence was in which slot when, for `asyncrl trace`: about 50 bytes each in
     timeline.jsonl, at most 256 MB."""

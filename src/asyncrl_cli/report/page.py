@@ -19,7 +19,9 @@ from itertools import chain, islice
 from typing import Any
 
 from asyncrl_cli import __version__
+from asyncrl_cli.audit.proofs import AUDIT, Audit
 from asyncrl_cli.base.errors import ConfigError
+from asyncrl_cli.base.safe_files import load_json
 from asyncrl_cli.data.sample_fields import NOT_SAMPLED
 from asyncrl_cli.observe.format import evenly
 from asyncrl_cli.observe.recorded import Recorded
@@ -239,6 +241,27 @@ def _asked(sample: EvalSample) -> str:
 
 def _answer(sample: EvalSample) -> str:
     return f"{escape(sample['text'])}<br><b>reward {sample['reward']:.4g}</b>"
+
+
+def audit_html(run: Recorded, title: str) -> str:
+    """A section with the verdicts of `asyncrl audit`; empty if it has not been run."""
+    path = run.files.path / AUDIT
+    try:
+        audit = load_json(path, Audit, error=ConfigError) if path.exists() else None
+    except ConfigError as error:
+        return card(title, f"<p>{escape(error.message)}</p>")
+    if audit is None:
+        return ""
+    rows = []
+    for one in audit["claims"]:
+        worst, limit = ("" if one[key] is None else f"{one[key]:.3g}" for key in ("worst", "limit"))
+        note = "; ".join(one["wrong"]) or one["unchecked"]
+        cells = (one["verdict"], one["what"], f"{one['cases']:,}", worst, limit, note)
+        rows.append([escape(cell) for cell in cells])
+    heads = ["verdict", "claim", "cases", "largest deviation", "limit", ""]
+    strong = [number for number, one in enumerate(audit["claims"]) if one["verdict"] == "fails"]
+    steps = f"<p>When it had {audit['train_steps']:,} train steps.</p>"
+    return card(title, steps + table(heads, rows, strong=strong))
 
 
 def samples_html(run: Recorded, title: str = "Samples", max_characters: int = MAX_CHARACTERS) -> str:

@@ -59,7 +59,8 @@ class Figure:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SideBySide:
     """`differences`: key -> a value per run. `samples`, `time_s`: what all runs have reached; `reward`: the
-    target, for the time to reach it. They are None if a run has trained nothing."""
+    target, for the time to reach it. They are None if a run has trained nothing. `replays`: the names of runs
+    that only trained on what another one had sampled."""
 
     names: Sequence[str]
     differences: Mapping[str, Sequence[object]]
@@ -67,12 +68,18 @@ class SideBySide:
     samples: int | None = None
     time_s: float | None = None
     reward: float | None = None
+    replays: Sequence[str] = ()
 
     @property
     def doubts(self) -> list[str]:
         doubts, keys = [], [key for key in self.differences if key.startswith(("task.", "env."))]
         if keys:
             doubts.append(f"the runs' tasks differ ({', '.join(keys)}): their rewards may not be comparable")
+        if self.replays:
+            what = (
+                f"{', '.join(self.replays)}: a replay, which trains on trajectories that another run sampled"
+            )
+            doubts.append(f"{what}; its rewards are theirs, except those of its own evals")
         if not self.samples:
             doubts.append("a run has no train step with a reward yet: rewards are not compared")
         return doubts
@@ -124,6 +131,7 @@ def compare(runs: Sequence[Recorded], target: float | None = None) -> SideBySide
         samples=samples,
         time_s=time_s,
         reward=reward,
+        replays=[run.name for run in runs if run.replay_of],
     )
 
 

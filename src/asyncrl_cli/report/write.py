@@ -27,6 +27,7 @@ from asyncrl_cli.observe.recorded import Recorded
 from asyncrl_cli.report.page import (
     GENERATOR,
     MAX_CHARACTERS,
+    audit_html,
     before_and_after_html,
     card,
     page_of,
@@ -76,6 +77,7 @@ def write_report(
     for recorded in found:
         progress(f"reading {recorded.name}")
         title = f"Samples of {recorded.name}" if len(found) > 1 else "Samples"
+        samples += audit_html(recorded, f"Audit of {recorded.name}")
         samples += before_and_after_html(recorded)
         samples += samples_html(recorded, title, MAX_CHARACTERS // len(found))
         runs.append(run_data(recorded))

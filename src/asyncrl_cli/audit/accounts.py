@@ -1,0 +1,207 @@
+"""Claims about groups, versions and metrics, from the run's events and timeline."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from fractions import Fraction
+from itertools import pairwise
+
+from asyncrl_cli.audit.claims import Claim
+from asyncrl_cli.audit.run_files import Line, RunFiles
+
+ENDED = ("trained", "dropped", "requeued")
+STAGES = ("running", "finished", "training", *ENDED)
+NEXT = {
+    "": {"running"},
+    "running": {"finished", "dropped", "requeued"},
+    "finished": {"training", "dropped", "requeued"},
+    "training": {"trained"},
+}
+SLACK_S = 0.05
+"""Events and lines of metrics are stamped one after the other."""
+REPORTED_S = 1.0
+"""A worker's load may be heard of after the first group that it finishes with the new version."""
+IDLE = {
+    "trainer": {"starved", "blocked", "syncing", "paused"},
+    "rollout": {"starved", "waiting for tools", "blocked", "loading", "syncing", "paused", "failed", "done"},
+}
+
+
+def step_groups(files: RunFiles) -> int:
+    """R."""
+    batches = int(files.section("async_training")["require_batches"])
+    return batches * int(files.section("trainer")["ppo_mini_batch_size"])
+
+
+def bound(files: RunFiles) -> int:
+    """The run's strict bound of staleness, in versions."""
+    training = files.section("async_training")
+    given = training.get("max_staleness")
+    return math.ceil(Fraction(training["staleness_threshold"])) if given is None else int(given)
+
+
+def account_claims(files: RunFiles) -> Iterator[Claim]:
+    yield _whole(files)
+    yield from _groups(files)
+    yield _windows(files)
+    yield from _staleness(files)
+    yield from (_idle(files, role, key) for role, key in (("trainer", "trainer"), ("rollout", "rollouter")))
+
+
+def _whole(files: RunFiles) -> Claim:
+    claim = Claim("files", "every line can be read, and there is one of metrics for each train step")
+    for step, line in enumerate(files.metrics, start=1):
+        claim.check(line.get("step") == step, f"line {step} of metrics.jsonl is of step {line.get('step')}")
+    trained = max((event.get("step", 0) for event in files.named("trained")), default=0)
+    # the last step of a run that was killed may lack its line
+    steps = (trained,) if files.is_done else (trained, trained - 1)
+    claim.check(files.last_step in steps, f"metrics end at step {files.last_step}, events at {trained}")
+    asked = files.section("run").get("train_steps")
+    if files.is_done and asked is not None:
+        claim.check(files.last_step == asked, f"{files.last_step} of {asked} steps have metrics")
+    return claim
+
+
+def _groups(files: RunFiles) -> Iterator[Claim]:
+    order = Claim("groups", "every admitted group goes through its stages, once, and is accounted for")
+    once = Claim("trained once", "no prompt of an epoch is trained twice, and a step trains R groups")
+    counters = Claim("ledger", "the counters of the metrics are those of the events", limit=0.0)
+    stages, prompts, steps = dict[str, str](), Counter[tuple[str, int]](), Counter[int]()
+    times = defaultdict[str, list[float]](list)
+    tokens = Counter[int]()
+    for event in files.named(*STAGES):
+        key, stage = str(event.get("group")), str(event["event"])
+        before = stages.get(key, "")
+        order.check(stage in NEXT.get(before, ()), f"{key} is {stage} after {before or 'nothing'}")
+        if stage in ("dropped", "requeued"):
+            order.check(event.get("reason"), f"{key} is {stage} without a reason")
+        stages[key] = stage
+        times[stage].append(event["time_s"])
+        if stage == "trained":
+            prompts[event["uid"], event["epoch"]] += 1
+            steps[event["step"]] += 1
+            tokens[event["step"]] += event["tokens"]
+    if files.is_done:
+        for key, stage in stages.items():
+            order.check(stage in ENDED, f"the run is done, but {key} is still {stage}")
+    for (uid, epoch), number in prompts.items():
+        once.check(number == 1, f"prompt {uid} of epoch {epoch} is trained {number} times")
+    size = step_groups(files)
+    for step, number in steps.items():
+        once.check(number == size, f"step {step} trains {number} groups, and not {size}")
+    trained_tokens = 0
+    for line in files.metrics:
+        step, where = line.get("step", 0), f"step {line.get('step')}"
+        trained_tokens += tokens[step]
+        counters.near(line.get("groups_trained"), step * size, f"{where}: groups_trained")
+        counters.near(line.get("tokens_trained"), trained_tokens, f"{where}: tokens_trained")
+        live = [line.get(f"ledger/{stage}", -1) for stage in STAGES]
+        counters.near(line.get("ledger/admitted_total"), sum(live), f"{where}: ledger/admitted_total")
+        for name, stage in (("admitted_total", "running"), *((stage, stage) for stage in ENDED)):
+            value = line.get(f"ledger/{name}", -1)
+            low, high = (bisect_right(times[stage], line["time_s"] + slack) for slack in (-SLACK_S, SLACK_S))
+            text = f"{where}: ledger/{name} is {value}, but {low} to {high} by the events"
+            counters.check(low <= value <= high, text)
+    yield from (order, once, counters)
+
+
+def _windows(files: RunFiles) -> Claim:
+    claim = Claim("windows", "K train steps make a window, and each publish raises the version by one")
+    size, last = files.section("async_training")["trigger_parameter_sync_step"], files.metrics[-1:]
+    windows = Counter(line.get("window") for line in files.metrics)
+    for window, number in windows.items():
+        is_last = bool(last) and window == last[0].get("window")
+        text = f"window {window} has {number} train steps, and not {size}"
+        claim.check(number <= size if is_last else number == size, text)
+    for one, other in pairwise(files.metrics):
+        text = f"step {other.get('step')}: window {other.get('window')} after version {one.get('version')}"
+        claim.check(other.get("window") == one.get("version"), text)
+    for line in files.metrics:
+        risen = line.get("version", -9) - line.get("window", 0)
+        claim.check(risen in (0, 1), f"step {line.get('step')}: version {line.get('version')} in its window")
+    published = [event.get("version") for event in files.named("published")]
+    for one, other in pairwise(dict.fromkeys(published)):  # a resume publishes its version again
+        claim.check(other == one + 1, f"version {other} is published after {one}")
+    return claim
+
+
+def _staleness(files: RunFiles) -> Iterator[Claim]:
+    most, training = bound(files), files.section("async_training")
+    limits = Claim("staleness bound", f"no trained token is older than {most} versions, or from the future")
+    loads = Claim(
+        "loaded first", "no token is of a version that no worker had loaded when its group finished"
+    )
+    metrics = Claim("staleness metrics", "staleness/* are those of the trained tokens", limit=1e-9)
+    windows = {line.get("step"): line.get("window") for line in files.metrics}
+    loaded = dict[int, float]()
+    for event in files.named("loaded"):
+        loaded.setdefault(event["version"], event["time_s"])
+    finished = {event["group"]: event["time_s"] for event in files.named("finished")}
+    ages = defaultdict[int, list[tuple[int, int]]](list)
+    for event in files.named("trained"):
+        step, key = event["step"], event["group"]
+        if "versions" not in event:
+            claims = (limits, loads, metrics)
+            for claim in claims:
+                claim.unchecked = "an older asyncrl wrote the run: its events have no versions of the tokens"
+            continue
+        for version, count in event["versions"]:
+            if step not in windows:
+                continue
+            age = windows[step] - version
+            ages[step].append((age, count))
+            limits.worst = max(age, limits.worst or 0)
+            text = f"step {step}: {count} tokens of {key} are {age} versions old"
+            limits.check(age >= 0 and (age <= most or training["on_stale"] == "accept"), text)
+            at_s = finished.get(key, math.inf)
+            text = f"{key} has tokens of version {version}"
+            loads.check(loaded.get(version, math.inf) <= at_s + REPORTED_S, text)
+    if training["on_stale"] == "accept":
+        limits.unchecked = 'async_training.on_stale = "accept" promises no bound'
+    size, seen = training["trigger_parameter_sync_step"], Counter[int]()
+    for line in files.metrics:
+        step, window = line.get("step", 0), line.get("window", 0)
+        steps_before = seen[window]
+        seen[window] += 1
+        if not (found := ages.get(step)):
+            continue
+        total, where = sum(count for _, count in found), f"step {step}: staleness/"
+        mean, oldest = sum(age * count for age, count in found) / total, max(age for age, _ in found)
+        metrics.near(line.get("staleness/mean"), mean, f"{where}mean")
+        metrics.near(line.get("staleness/max"), oldest, f"{where}max")
+        metrics.near(line.get("staleness/steps_mean"), mean * size + steps_before, f"{where}steps_mean")
+        metrics.near(line.get("staleness/steps_max"), oldest * size + steps_before, f"{where}steps_max")
+    yield from (limits, loads, metrics)
+
+
+def _idle(files: RunFiles, role: str, key: str) -> Claim:
+    claim = Claim(f"{role} idle", f"{key}/idle_ratio is that of the timeline's states", limit=0.01)
+    executors: list[Line] = files.status.get("executors", [])
+    names = [str(one.get("name")) for one in executors if one.get("role") == role]
+    spans, until = dict[str, list[tuple[str, float, float]]](), dict.fromkeys(names, -math.inf)
+    for name in names:
+        own = (span for line in files.timeline for span in line["spans"].get(name, ()))
+        spans[name] = sorted(own, key=lambda span: span[1])
+    starts = {name: [start_s for _, start_s, _ in own] for name, own in spans.items()}
+    covered = {line["step"]: line.get("covered", {}) for line in files.timeline}
+    for line in files.metrics:
+        step, shares = line.get("step"), list[float]()
+        for name in (name for name in names if name in covered.get(step, {})):
+            begin, end = until[name], covered[step][name]
+            until[name] = end
+            first, last = max(bisect_right(starts[name], begin) - 1, 0), bisect_right(starts[name], end)
+            inside = [(state, min(b, end) - max(a, begin)) for state, a, b in spans[name][first:last]]
+            total = sum(seconds for _, seconds in inside if seconds > 0)
+            idle = sum(seconds for state, seconds in inside if seconds > 0 and state in IDLE[role])
+            # the last spans of an attempt are never written: a later line would have them
+            if total > 0 and max(b for _, _, b in spans[name][first:last]) > end - SLACK_S:
+                shares.append(idle / total)
+        if len(shares) == len(names) > 0:
+            found, expected = line.get(f"{key}/idle_ratio"), sum(shares) / len(shares)
+            claim.near(found, expected, f"step {step}: {key}/idle_ratio")
+    if not claim.cases:
+        claim.unchecked = "an older asyncrl wrote the run: its timeline does not say what each step covers"
+    return claim

@@ -1,0 +1,190 @@
+"""Reads a run's files for the audit, by their documented formats alone."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import groupby
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from asyncrl_cli.base.errors import RefusedError
+from asyncrl_cli.base.safe_files import MAX_JSON_BYTES, read_bytes, reason
+
+Line = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """A trajectory. Arrays have an entry per token (T) of all segments, end to end; `kept` one per sampled
+    token, None without the field. `advantage`: None where none was recorded."""
+
+    reward: float
+    finish_reason: str
+    advantage: float | None
+    segment_lengths: Sequence[int]
+    tokens: NDArray[Any]
+    logprobs: NDArray[Any]
+    versions: NDArray[Any]
+    mask: NDArray[Any]
+    kept: Sequence[Sequence[int]] | None = None
+
+    @property
+    def num_sampled(self) -> int:
+        return int(self.mask.sum())
+
+
+class SampledGroup(NamedTuple):
+    key: str
+    step: int
+    window: int
+    samples: list[Sample]
+
+
+class RunFiles:
+    """`metrics`, `timeline`, `events`: the lines; `events` without those after a checkpoint from which the
+    run was resumed later: they belong to steps that were trained again. `damaged`: what cannot be read."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.damaged = path, list[str]()
+        if (path / "replay.json").exists():
+            hint = "audit the run that sampled its trajectories; `asyncrl compare` shows both"
+            raise RefusedError(f"{path} is a replay: it has no events of groups to audit", hint=hint)
+        config = self.document("config.resolved.json")
+        if not isinstance(config.get("profile"), dict):
+            why = f"{path / 'config.resolved.json'} cannot be read, which says what the run should have done"
+            raise RefusedError(why, hint="audit a run whose directory is whole")
+        self.profile: Line = config["profile"]
+        self.status = self.document("status.json")
+        self.is_done = self.status.get("phase") == "done"
+        self.metrics, self.timeline = self._lines("metrics.jsonl"), self._lines("timeline.jsonl")
+        self.events = list[Line]()
+        for event in self._lines("events.jsonl"):
+            if event.get("event") == "resumed":
+                self.events = [one for one in self.events if _lasts(one, event)]
+            self.events.append(event)
+
+    def section(self, name: str) -> Line:
+        found: Line = self.profile.get(name) or {}
+        return found
+
+    def named(self, *names: str) -> list[Line]:
+        return [event for event in self.events if event.get("event") in names]
+
+    def document(self, name: str) -> Line:
+        """A JSON file; empty, and noted, if it cannot be read."""
+        try:
+            content = json.loads(read_bytes(self.path / name, max_bytes=MAX_JSON_BYTES))
+            if not isinstance(content, dict):
+                raise ValueError("it is no JSON object")
+        except (OSError, ValueError) as error:
+            self.damaged.append(f"{name} cannot be read: {reason(error)}")
+            return {}
+        return content
+
+    def _lines(self, name: str) -> list[Line]:
+        try:
+            texts = read_bytes(self.path / name, max_bytes=16 * MAX_JSON_BYTES).split(b"\n")
+        except (OSError, ValueError) as error:
+            self.damaged.append(f"{name} cannot be read: {reason(error)}")
+            return []
+        *whole, rest = texts
+        if rest and self.is_done:  # a run that was killed may leave half a line
+            self.damaged.append(f"{name} ends in the middle of line {len(texts)}")
+        lines = list[Line]()
+        for number, text in enumerate(whole, start=1):
+            try:
+                lines.append({**json.loads(text)})
+            except (ValueError, TypeError) as error:
+                self.damaged.append(f"{name}, line {number} is no JSON object: {error}")
+        return lines
+
+    @cached_property
+    def last_step(self) -> int:
+        return max((int(line.get("step", 0)) for line in self.metrics), default=0)
+
+    def groups(self) -> Iterator[SampledGroup]:
+        """The groups whose samples were kept, step by step: those of the arrays if the step has them (all of
+        its trajectories), else those of the text. Later steps are of an attempt that was given up."""
+        directory = self.path / "samples"
+        for step in range(1, self.last_step + 1):
+            arrays, text = (directory / f"step-{step:06d}.{kind}" for kind in ("safetensors", "jsonl"))
+            try:
+                if arrays.is_file():
+                    yield from _from_arrays(arrays)
+                elif text.is_file():
+                    yield from _from_text(text)
+            except Exception as error:  # a damaged file may raise anything in the libraries that read it
+                self.damaged.append(f"the samples of step {step} cannot be read: {error}")
+
+
+def _lasts(event: Line, resumed: Line) -> bool:
+    if event.get("event") == "checkpointed":  # it is written a little after the time of its cut
+        return bool(event.get("step", 0) <= resumed.get("from_step", 0))
+    return bool(event.get("time_s", 0.0) <= resumed.get("time_s", 0.0))
+
+
+def _from_text(path: Path) -> Iterator[SampledGroup]:
+    lines = [json.loads(text) for text in path.read_text(encoding="utf-8").splitlines()]
+    for (key, step, window), members in groupby(
+        lines, lambda one: (one["group"], one["step"], one["window"])
+    ):
+        samples = []
+        for line in members:
+            kept = line.get("fields", {}).get("kept_tokens")
+            mask_T = np.array(line["mask"], bool)
+            samples.append(
+                Sample(
+                    reward=line["reward"],
+                    finish_reason=line["finish_reason"],
+                    advantage=line["advantage"],
+                    segment_lengths=line["segment_lengths"],
+                    tokens=np.array(line["tokens"]),
+                    logprobs=np.array(line["logprobs"], np.float32),
+                    versions=np.array(line["versions"]),
+                    mask=mask_T,
+                    kept=None if kept is None else [ids for ids in kept["values"] if ids is not None],
+                )
+            )
+        yield SampledGroup(key, step, window, samples)
+
+
+def _from_arrays(path: Path) -> Iterator[SampledGroup]:
+    from safetensors import safe_open
+
+    with safe_open(path, framework="np") as file:
+        head = json.loads(file.metadata()["step"])
+        names = ("token/tokens", "token/logprobs", "token/versions", "token/mask", "ragged/kept_tokens")
+        arrays = {name.partition("/")[2]: file.get_tensor(name) for name in names if name in set(file.keys())}
+    t = n = 0
+    lengths_N = values = np.zeros(0, np.int64)
+    if has_kept := "kept_tokens" in arrays:
+        total = int(arrays["mask"].sum())
+        lengths_N, values = arrays["kept_tokens"][:total], arrays["kept_tokens"][total:]
+    ends_N = np.cumsum([0, *lengths_N])
+    for group in head["groups"]:
+        samples, facts = [], group["result"]["trajectories"]
+        for (counts, values_of), fact, advantage in zip(
+            group["heads"], facts, group["advantages"], strict=True
+        ):
+            t_end, n_end = t + sum(one[0] for one in counts), n + sum(one[1] for one in counts)
+            kept = [values[ends_N[i] : ends_N[i + 1]].tolist() for i in range(n, n_end)] if has_kept else None
+            own = {name: arrays[name][t:t_end] for name in ("tokens", "logprobs", "versions", "mask")}
+            samples.append(
+                Sample(
+                    reward=fact["reward"],
+                    finish_reason=values_of["finish_reason"],
+                    advantage=advantage,
+                    segment_lengths=[one[0] for one in counts],
+                    kept=kept,
+                    **own,
+                )
+            )
+            t, n = t_end, n_end
+        uid, epoch, attempt = group["result"]["key"]
+        yield SampledGroup(f"{uid}@{epoch}.{attempt}", head["step"], head["window"], samples)

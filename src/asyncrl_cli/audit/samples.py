@@ -1,0 +1,160 @@
+"""Claims about the trajectories that were kept: their arrays, advantages and the metrics made of them."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from asyncrl_cli.audit.claims import Claim
+from asyncrl_cli.audit.run_files import RunFiles, Sample, SampledGroup
+
+KEEPS = 'logging.samples = "all" keeps all trajectories'
+EPSILON = 1e-6
+"""Added to standard deviations, as in docs/algorithms.md."""
+
+
+def sample_claims(files: RunFiles, groups: Sequence[SampledGroup]) -> Iterator[Claim]:
+    """`groups`: those whose samples were kept, in order."""
+    trained = {event["group"]: event for event in files.named("trained")}
+    arrays = Claim("samples", "each token has a version if it was sampled, and no logprob if it was not")
+    events = Claim("samples' groups", "the samples are of the groups and tokens that the events say")
+    steps = defaultdict[int, list[SampledGroup]](list)
+    for group in groups:
+        _check_arrays(arrays, group)
+        event = trained.get(group.key)
+        where = f"step {group.step}: {group.key}"
+        events.check(event and event["step"] == group.step, f"{where} was not trained in this step")
+        versions = Counter[int]()
+        for sample in group.samples:
+            versions.update(sample.versions[sample.mask].tolist())
+        if event is not None and "versions" in event:
+            said = dict(map(tuple, event["versions"]))
+            is_whole = versions.total() == sum(said.values())
+            fits = versions == said if is_whole else all(said.get(v, 0) >= n for v, n in versions.items())
+            events.check(fits, f"{where} has tokens of versions {dict(versions)}, the event says {said}")
+            if is_whole:
+                steps[group.step].append(group)
+    if not groups:
+        arrays.unchecked = events.unchecked = f"no samples were kept: {KEEPS}"
+    yield from (arrays, events, _advantages(files, steps), _metrics(files, steps))
+
+
+def _check_arrays(claim: Claim, group: SampledGroup) -> None:
+    prompts = set[tuple[int, ...]]()
+    for number, one in enumerate(group.samples):
+        where = f"step {group.step}: {group.key}, trajectory {number}:"
+        lengths = {len(one.tokens), len(one.logprobs), len(one.versions), len(one.mask)}
+        claim.check(lengths == {sum(one.segment_lengths)}, f"{where} its arrays differ in length")
+        if len(lengths) > 1:
+            continue
+        mask_T, versions_T, logprobs_T = one.mask.astype(bool), one.versions, one.logprobs
+        claim.check((mask_T == (versions_T >= 0)).all(), f"{where} its mask does not fit its versions")
+        claim.check((logprobs_T[~mask_T] == 0).all(), f"{where} a token that was not sampled has a logprob")
+        is_logprob = np.isfinite(logprobs_T) & (logprobs_T <= 1e-5)
+        claim.check(is_logprob.all(), f"{where} a logprob is not finite, or above 0")
+        claim.check((versions_T <= group.window).all(), f"{where} a token is newer than its window")
+        claim.check(mask_T.any(), f"{where} no token was sampled")
+        begin = 0
+        for length in one.segment_lengths:  # within one, weights are only loaded, never taken back
+            sampled = versions_T[begin : begin + length][mask_T[begin : begin + length]]
+            claim.check((np.diff(sampled) >= 0).all(), f"{where} its versions fall")
+            begin += length
+        first = int(mask_T.argmax())
+        if len(one.segment_lengths) == 1 and mask_T[first:].all():
+            prompts.add(tuple(one.tokens[:first].tolist()))
+        else:
+            return  # several turns: what was given to the model differs
+    claim.check(len(prompts) <= 1, f"step {group.step}: {group.key} has {len(prompts)} different prompts")
+
+
+def _advantages(files: RunFiles, steps: dict[int, list[SampledGroup]]) -> Claim:
+    claim = Claim("advantages", "advantages follow from the rewards", limit=1e-5)
+    algorithm, teacher = files.section("algorithm"), files.section("teacher")
+    estimator = str(algorithm["adv_estimator"])
+    if estimator not in ("grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "none"):
+        claim.unchecked = f"{estimator}: its advantages are per token, and samples do not have them"
+        return claim
+    per_token = algorithm.get("distill_coef") and algorithm.get("distill_loss", "sampled") == "sampled"
+    if algorithm.get("use_kl_in_reward") or (teacher.get("path") and per_token):
+        claim.unchecked = "the reference or the teacher adds to them for each token: samples do not have that"
+        return claim
+    over_step = estimator.startswith("reinforce_plus_plus")
+    batches = files.section("async_training")["require_batches"]
+    size = batches * files.section("trainer")["ppo_mini_batch_size"]
+    left_out = 0
+    for step, groups in steps.items():
+        if over_step and (batches > 1 or len(groups) < size):
+            left_out += len(groups)
+            continue
+        rewards = [np.array([_shaped(files, one) for one in group.samples]) for group in groups]
+        for group, expected in zip(groups, _estimated(rewards, estimator, algorithm), strict=True):
+            for number, (one, advantage) in enumerate(zip(group.samples, expected.tolist(), strict=True)):
+                where = f"step {step}: {group.key}, trajectory {number}: its advantage"
+                if algorithm.get("mask_truncated") and one.finish_reason in ("length", "max_turns"):
+                    claim.check(one.advantage is None, f"{where}: it was cut off, but is trained")
+                else:
+                    claim.near(one.advantage, advantage, where)
+    if left_out:
+        claim.unchecked = f"{left_out} groups: {estimator} needs all trajectories of an optimizer step"
+    elif not claim.cases:
+        claim.unchecked = f"no group was kept whole: {KEEPS}"
+    return claim
+
+
+def _shaped(files: RunFiles, one: Sample) -> float:
+    algorithm = files.section("algorithm")
+    if (buffer := algorithm.get("overlong_buffer_tokens")) is None:
+        return one.reward
+    over = one.num_sampled - (files.section("rollout")["max_response_tokens"] - buffer)
+    return one.reward - float(algorithm["overlong_penalty_factor"]) * float(np.clip(over / buffer, 0, 1))
+
+
+def _estimated(rewards: list[np.ndarray], estimator: str, algorithm: dict[str, object]) -> list[np.ndarray]:
+    """The advantages of the groups of an optimizer step, by docs/algorithms.md."""
+    centred = [row - row.mean() if np.ptp(row) > 0 else np.zeros_like(row) for row in rewards]
+    if estimator == "none":
+        return [np.zeros_like(row) for row in rewards]
+    if estimator == "rloo":  # against the mean of the others
+        return [
+            (row - (row.sum() - row) / max(len(row) - 1, 1)) if np.ptp(row) > 0 else np.zeros_like(row)
+            for row in rewards
+        ]
+    if estimator == "grpo":
+        if not algorithm["normalize_advantages"]:
+            return centred
+        return [row / (row.std(ddof=1) + EPSILON) if row.any() else row for row in centred]
+    if estimator == "reinforce_plus_plus":
+        mean = np.concatenate(rewards).mean()
+        centred = [row - mean for row in rewards]
+    every = np.concatenate(centred)
+    std = np.sqrt((every**2).sum() / max(len(every) - 1, 1))
+    return [row / (std + EPSILON) for row in centred]
+
+
+def _metrics(files: RunFiles, steps: dict[int, list[SampledGroup]]) -> Claim:
+    what = "rewards, response lengths and histograms of the metrics are those of the samples"
+    claim = Claim("sample metrics", what, limit=1e-6)
+    size = (
+        files.section("async_training")["require_batches"] * files.section("trainer")["ppo_mini_batch_size"]
+    )
+    for line in files.metrics:
+        groups = steps.get(line["step"], ())
+        if len(groups) < size:
+            continue
+        every, where = [one for group in groups for one in group.samples], f"step {line['step']}: "
+        claim.near(line.get("reward/mean"), sum(one.reward for one in every) / len(every), f"{where}reward")
+        tokens = sum(one.num_sampled for one in every) / len(every)
+        claim.near(line.get("response_tokens/mean"), tokens, f"{where}response_tokens/mean")
+        ages, spans = list[int](), list[int]()
+        for one in every:
+            sampled = one.versions[one.mask.astype(bool)]
+            ages.append(int(line["window"] - sampled.min()))
+            spans.append(int(np.ptp(sampled)))
+        for name, counted in (("staleness/histogram", ages), ("staleness/span_histogram", spans)):
+            own = np.bincount(counted).tolist()
+            claim.check(line.get(name) == own, f"{where}{name}: {line.get(name)}, but {own} by the audit")
+    if not claim.cases:
+        claim.unchecked = f"no step was kept whole: {KEEPS}"
+    return claim

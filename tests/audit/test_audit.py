@@ -1,0 +1,187 @@
+"""`asyncrl audit` on simulated runs with made-up arrays: it passes what the loop does, and notices damages to
+the files and faults of the code."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from asyncrl_cli.audit.proofs import audit_run
+from asyncrl_cli.cli.app import run as command
+from asyncrl_cli.loop.admission import Admission
+from asyncrl_cli.loop.groups import Groups
+from asyncrl_cli.loop.ledger import Ledger, Stage
+from asyncrl_cli.observe import step_values
+from tests.audit import damages as d
+from tests.audit.made_run import made_run
+
+DROPS = (
+    "async_training.staleness_threshold=3",
+    "async_training.max_staleness=3",
+    'async_training.on_stale="drop"',
+)
+KEPT_BY_REAL_RUNS = {"checkpoints", "versions", "logprobs"}
+
+
+def verdicts(run: Path) -> dict[str, str]:
+    claims, path = audit_run(run)
+    found = {claim.name: claim.verdict for claim in claims}
+    assert [one["verdict"] for one in json.loads(path.read_text())["claims"]] == [*found.values()]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("profile", "sets"),
+    [
+        ("colocate", ()),
+        ("on-policy-pipeline", ()),
+        ("stream-off-policy", ()),
+        ("one-step-off", ()),
+        ("stale-samples", ()),
+        ("partial-rollout", ()),
+        ("partial-rollout", DROPS),
+        ("partial-rollout", ("algorithm.adv_estimator=rloo",)),
+        ("partial-rollout", ("algorithm.adv_estimator=reinforce_plus_plus_baseline",)),
+    ],
+)
+def test_what_a_run_of_each_mode_has_recorded_holds(profile, sets, tmp_path):
+    made_run(tmp_path / "run", profile, sets)
+    found = verdicts(tmp_path / "run")
+    assert {name for name, verdict in found.items() if verdict == "not checked"} == KEPT_BY_REAL_RUNS
+    assert "fails" not in found.values()
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory) -> Path:
+    directory = tmp_path_factory.mktemp("made") / "run"
+    made_run(directory, "partial-rollout", ("async_training.trigger_parameter_sync_step=2",))
+    return directory
+
+
+@pytest.fixture
+def copy(whole, tmp_path) -> Path:
+    return Path(shutil.copytree(whole, tmp_path / "run", copy_function=os.link))
+
+
+DAMAGES: dict[str, list[Callable[[Path], None]]] = {
+    "files": [d.truncated, d.a_line_less, d.last_line_less],
+    "groups": [d.events(d.without("finished")), d.events(d.never_ends), d.events(d.twice)],
+    "trained once": [d.events(d.twice), d.events(d.without("trained"))],
+    "ledger": [
+        d.metrics("ledger/admitted_total", 1),
+        d.metrics("ledger/dropped", 1),
+        d.metrics("tokens_trained", -1),
+        d.metrics("groups_trained", 2),
+    ],
+    "windows": [d.metrics("window", 1), d.events(d.skips_a_version)],
+    "staleness bound": [d.events(d.older), d.events(d.newer)],
+    "loaded first": [d.events(d.loaded_late)],
+    "staleness metrics": [d.metrics("staleness/mean", 0.01), d.metrics("staleness/steps_max", 1)],
+    "trainer idle": [d.metrics("trainer/idle_ratio", 0.05), d.busy_instead],
+    "rollout idle": [d.metrics("rollouter/idle_ratio", 0.05)],
+    "samples": [
+        d.arrays(d.positive_logprob),
+        d.arrays(d.untrained_token),
+        d.arrays(d.trained_prompt),
+        d.arrays(d.other_prompt),
+    ],
+    "samples' groups": [d.arrays(d.other_group), d.arrays(d.stamped_wrong)],
+    "advantages": [d.arrays(d.no_mean), d.arrays(d.no_deviation)],
+    "sample metrics": [d.metrics("reward/mean", 0.01), d.histogram],
+}
+CASES = [(claim, number) for claim, ways in DAMAGES.items() for number in range(len(ways))]
+
+
+@pytest.mark.parametrize(("claim", "number"), CASES)
+def test_a_damage_is_noticed(claim, number, copy):
+    DAMAGES[claim][number](copy)
+    assert verdicts(copy)[claim] == "fails"
+
+
+def test_the_command_exits_with_1_if_a_claim_fails_and_the_report_shows_it(copy, capsys):
+    d.metrics("staleness/mean", 0.01)(copy)
+    assert command(["audit", str(copy), "--json"]) == 1
+    out = json.loads(capsys.readouterr().out)
+    (wrong,) = (one for one in out["claims"] if one["verdict"] == "fails")
+    assert wrong["name"] == "staleness metrics"
+    assert "step 5: staleness/mean" in wrong["wrong"][0]
+    assert command(["report", str(copy)]) == 0
+    page = (copy / "report.html").read_text()
+    assert "Audit of run" in page
+    assert "step 5: staleness/mean" in page
+
+
+def test_what_was_not_kept_is_not_checked_and_names_the_key_that_keeps_it(copy, capsys):
+    shutil.rmtree(copy / "samples")
+    assert command(["audit", str(copy)]) == 0
+    err = capsys.readouterr().err
+    assert 'advantages: not checked: no group was kept whole: logging.samples = "all" keeps' in err
+    assert 'logging.samples = "all" and weights.keep_versions = "all" would have kept' in err
+
+
+def _trains_twice(patch):
+    trained = Groups.trained
+
+    def twice(self):
+        attempts = list(self.ledger.training.values())
+        trained(self)
+        self._entered(attempts[0], tokens=1, versions=[])
+
+    patch.setattr(Groups, "trained", twice)
+
+
+def _loses_what_it_drops(patch):
+    entered = Groups._entered
+
+    def quiet(self, attempt, **fields):
+        if attempt.stage is not Stage.DROPPED:
+            entered(self, attempt, **fields)
+
+    patch.setattr(Groups, "_entered", quiet)
+
+
+def _breaks_the_bound(patch):
+    right = Admission.deadline_from
+    patch.setattr(Admission, "deadline_from", lambda self, version: right(self, version) + 2)
+
+
+def _counts_too_many(patch):
+    totals = Ledger.totals
+    patch.setattr(Ledger, "totals", lambda self: {**totals(self), "running": len(self.running) + 1})
+
+
+def _forgets_idle_time(patch):
+    patch.setattr(step_values, "TRAINER_IDLE", step_values.TRAINER_IDLE[1:])
+
+
+def _counts_staleness_from_the_next_version(patch):
+    right = step_values.staleness_values
+
+    def wrong(record, size):
+        return right(replace(record, window=record.version), size)
+
+    patch.setattr(step_values, "staleness_values", wrong)
+
+
+@pytest.mark.parametrize(
+    ("fault", "claim"),
+    [
+        (_trains_twice, "groups"),
+        (_loses_what_it_drops, "groups"),
+        (_breaks_the_bound, "staleness bound"),
+        (_counts_too_many, "ledger"),
+        (_forgets_idle_time, "trainer idle"),
+        (_counts_staleness_from_the_next_version, "staleness metrics"),
+    ],
+    ids=lambda value: getattr(value, "__name__", value).strip("_"),
+)
+def test_a_fault_of_the_code_is_noticed(fault, claim, tmp_path, monkeypatch):
+    fault(monkeypatch)
+    made_run(tmp_path / "run", "partial-rollout", DROPS)
+    assert verdicts(tmp_path / "run")[claim] == "fails"

@@ -1,0 +1,24 @@
+"""The audit's advantages are by formulas of its own: on random rewards both they and the trainer's agree."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from asyncrl_cli.audit.samples import _estimated
+from asyncrl_cli.profile.algorithm_section import AlgorithmSection
+from asyncrl_cli.train.step_plan import advantages_of
+
+ESTIMATORS = ("grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "none")
+
+
+@pytest.mark.parametrize("normalizes", [True, False])
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_the_audit_and_the_trainer_agree_on_advantages(estimator, normalizes):
+    random = np.random.default_rng(0)
+    groups = [random.normal(size=size) for size in (2, 5, 8)]
+    groups += [np.full(4, 0.3), np.array([0.0, 1.0]), (random.random(8) > 0.5).astype(float)]
+    algorithm = AlgorithmSection(adv_estimator=estimator, normalize_advantages=normalizes)
+    expected = advantages_of([row.tolist() for row in groups], algorithm)
+    for own, row in zip(_estimated(groups, estimator, algorithm.model_dump()), expected, strict=True):
+        np.testing.assert_allclose(own, row, atol=1e-12)
