@@ -122,9 +122,9 @@ def _windows(files: RunFiles) -> Claim:
     for line in files.metrics:
         risen = line.get("version", -9) - line.get("window", 0)
         claim.check(risen in (0, 1), f"step {line.get('step')}: version {line.get('version')} in its window")
-    published = [event.get("version") for event in files.named("published")]
-    for one, other in pairwise(dict.fromkeys(published)):  # a resume publishes its version again
-        claim.check(other == one + 1, f"version {other} is published after {one}")
+    published = [event.get("version", -9) for event in files.named("published")]
+    for before, after in pairwise(dict.fromkeys(published)):  # a resume publishes its version again
+        claim.check(after == before + 1, f"version {after} is published after {before}")
     return claim
 
 

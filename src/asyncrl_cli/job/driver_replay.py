@@ -137,8 +137,10 @@ class Replay:
             directory.start_attempt()
             with tempfile.TemporaryDirectory() as meeting:
                 steps = Schedule.of(profile).optimizer_steps
-                place_and_time = {"init_method": f"file://{meeting}/ranks", "total_optimizer_steps": steps}
-                trainer = PolicyTrainer(profile, place, rank=0, **place_and_time)
+                where = f"file://{meeting}/ranks"
+                trainer = PolicyTrainer(
+                    profile, place, rank=0, init_method=where, total_optimizer_steps=steps
+                )
                 try:
                     trainer.load(self._begin.directory)
                     self._train_all(trainer, directory, say)
@@ -194,7 +196,7 @@ class Replay:
         of_key = {group.key: payload for group, payload in zip(batch.groups, payloads, strict=True)}
         minibatches, seed = profile.async_training.require_batches, profile.run.seed
         groups = training_order(batch.groups, num_minibatches=minibatches, seed=seed, step=batch.step)
-        when = {"step": batch.step, "window": batch.window}
+        when: dict[str, Any] = {"step": batch.step, "window": batch.window}
         (plan,) = plan_train_step(groups, profile, ranks=1, **when, shares_prefixes=trainer.shares)
         indexed = {index: of_key[group.key] for index, group in enumerate(groups)}
         report = trainer.train(batch.step_in_window, plan, indexed, batch.columns)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 from asyncrl_cli.base.errors import AsyncrlError, StallError
 from asyncrl_cli.loop import causes
@@ -145,7 +146,8 @@ class Publishing:
         run = self._run
         published = await run.executors.trainer.publish(version)
         run.sync.offer(published, gather_s)
-        seal = {"fingerprint": published.fingerprint} if published.fingerprint else {}
-        size_and_time = {"num_bytes": published.num_bytes, "publish_s": published.publish_s}
-        run.progress.event("published", version=version, **size_and_time, **seal)
+        facts: dict[str, Any] = {"num_bytes": published.num_bytes, "publish_s": published.publish_s}
+        if published.fingerprint:
+            facts["fingerprint"] = published.fingerprint
+        run.progress.event("published", version=version, **facts)
         run.changes.notify(Change.PUBLISHED)
