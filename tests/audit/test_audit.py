@@ -83,8 +83,8 @@ DAMAGES: dict[str, list[Callable[[Path], None]]] = {
     "staleness bound": [d.events(d.older), d.events(d.newer)],
     "loaded first": [d.events(d.loaded_late)],
     "staleness metrics": [d.metrics("staleness/mean", 0.01), d.metrics("staleness/steps_max", 1)],
-    "trainer idle": [d.metrics("trainer/idle_ratio", 0.05), d.busy_instead],
-    "rollout idle": [d.metrics("rollouter/idle_ratio", 0.05)],
+    "trainer idle": [d.metrics("trainer/idle_ratio", 0.3), d.busy_instead],
+    "rollout idle": [d.metrics("rollouter/idle_ratio", 0.3)],
     "samples": [
         d.arrays(d.positive_logprob),
         d.arrays(d.untrained_token),

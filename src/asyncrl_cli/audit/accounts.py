@@ -24,6 +24,8 @@ SLACK_S = 0.05
 """Events and lines of metrics are stamped one after the other."""
 REPORTED_S = 1.0
 """A worker's load may be heard of after the first group that it finishes with the new version."""
+CLOCKS_S = 0.1
+"""How well clocks of two processes are known to agree while others use the cores."""
 IDLE = {
     "trainer": {"starved", "blocked", "syncing", "paused"},
     "rollout": {"starved", "waiting for tools", "blocked", "loading", "syncing", "paused", "failed", "done"},
@@ -188,7 +190,7 @@ def _idle(files: RunFiles, role: str, key: str) -> Claim:
     starts = {name: [start_s for _, start_s, _ in own] for name, own in spans.items()}
     covered = {line["step"]: line.get("covered", {}) for line in files.timeline}
     for line in files.metrics:
-        step, shares = line.get("step"), list[float]()
+        step, shares, shortest_s = line.get("step"), list[float](), math.inf
         for name in (name for name in names if name in covered.get(step, {})):
             begin, end = until[name], covered[step][name]
             until[name] = end
@@ -199,9 +201,10 @@ def _idle(files: RunFiles, role: str, key: str) -> Claim:
             # the last spans of an attempt are never written: a later line would have them
             if total > 0 and max(b for _, _, b in spans[name][first:last]) > end - SLACK_S:
                 shares.append(idle / total)
+                shortest_s = min(shortest_s, total)
         if len(shares) == len(names) > 0:
             found, expected = line.get(f"{key}/idle_ratio"), sum(shares) / len(shares)
-            claim.near(found, expected, f"step {step}: {key}/idle_ratio")
+            claim.near(found, expected, f"step {step}: {key}/idle_ratio", CLOCKS_S / shortest_s)
     if not claim.cases:
         claim.unchecked = "an older asyncrl wrote the run: its timeline does not say what each step covers"
     return claim

@@ -38,11 +38,12 @@ class Claim:
             if len(self.wrong) < MOST_TEXTS:
                 self.wrong.append(text)
 
-    def near(self, found: Any, expected: float, text: str) -> None:
-        """Count a case that holds if `found` is a number within `limit` of `expected`."""
+    def near(self, found: Any, expected: float, text: str, known_within: float = 0.0) -> None:
+        """Count a case that holds if `found` is a number within `limit` of `expected`, which itself is known
+        within `known_within`."""
         assert self.limit is not None
         is_number = isinstance(found, int | float) and not isinstance(found, bool)
-        deviation = abs(found - expected) if is_number else float("nan")
+        deviation = max(abs(found - expected) - known_within, 0.0) if is_number else float("nan")
         if self.worst is None or not deviation <= self.worst:  # also if it is not a number
             self.worst = deviation
         self.check(deviation <= self.limit, f"{text}: {found}, but {expected:.6g} by the audit")
