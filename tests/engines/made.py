@@ -15,6 +15,7 @@ from asyncrl_cli.profile.schema import (
     ProcessPlace,
     Profile,
     RolloutSection,
+    RunSection,
     WeightsSection,
 )
 
@@ -31,10 +32,12 @@ def made_for(
     colocate: bool = False,
     version: int = 0,
     timeout_s: float = 300.0,
+    deterministic: bool = False,
     **rollout: Any,
 ) -> tuple[Profile, ProcessPlace]:
     """`rollout`: its keys."""
     profile = Profile(
+        run=RunSection(deterministic=deterministic),
         model=ModelSection(dtype=dtype),
         rollout=RolloutSection(**rollout),
         placement=PlacementSection(colocate=colocate),

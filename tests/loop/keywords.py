@@ -12,6 +12,8 @@ from asyncrl_cli.profile.schema import Profile
 
 KEYS = {
     "seed": "run.seed",
+    "deterministic": "run.deterministic",
+    "max_response_tokens": "rollout.max_response_tokens",
     "train_steps": "run.train_steps",
     "stop_grace_s": "run.stop_grace_s",
     "stall_timeout_s": "run.stall_timeout_s",

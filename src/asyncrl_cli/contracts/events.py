@@ -22,8 +22,9 @@ ENDED = ("done", "failed", "stopped")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
     """One line of events.jsonl. `name` is a ledger stage or one of: replaced (responses that were lost or
-    resumed are placed again), scored, published, loaded, checkpointed, failed, resumed, warning, eval, lost,
-    away, restarted, tools_again. `fields` are further JSON values."""
+    resumed are placed again; in a deterministic run also their first place), scored, published, loaded,
+    checkpointed, failed, resumed, warning, eval, lost, away, restarted, tools_again. `fields` are further
+    JSON values."""
 
     time_s: float
     name: str

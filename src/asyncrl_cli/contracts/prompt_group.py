@@ -81,6 +81,31 @@ class Prompt:
     item: Item
 
 
+class VersionPlan(NamedTuple):
+    """In a deterministic run: which version samples each token of a response. `first` samples its first
+    `stretch_tokens` tokens, the next version as many again, and so on; `last` samples all that remain.
+
+    VersionPlan(first=3, last=4, stretch_tokens=48): tokens 0 to 47 have version 3, all later ones version 4.
+    """
+
+    first: Count
+    last: Count
+    stretch_tokens: Count
+
+    def at(self, position: int) -> int:
+        """The version that samples the token at this position."""
+        return min(self.first + position // self.stretch_tokens, self.last)
+
+    def begin(self, position: int) -> int:
+        """Where the stretch begins that the position is in."""
+        return (self.at(position) - self.first) * self.stretch_tokens
+
+    def left(self, position: int) -> int | None:
+        """How many tokens the stretch has from this position on; None if it does not end."""
+        version = self.at(position)
+        return None if version == self.last else self.begin(position) + self.stretch_tokens - position
+
+
 class PartialResponse(NamedTuple):
     """A response of a running group in a checkpoint. A resumed run continues the response or, if `is_whole`,
     only computes its reward."""
@@ -96,6 +121,14 @@ class PartialResponse(NamedTuple):
     def oldest(self) -> int:
         return self.version_tokens[0][0]
 
+    def cut(self, versions: VersionPlan) -> PartialResponse | None:
+        """What a deterministic run continues from: the stretches that are whole. (At a load, the cache is
+        rebuilt, and in a stretch it is not.)"""
+        if self.is_whole:
+            return self
+        kept = tuple(one for one in self.version_tokens if one[0] < versions.at(self.tokens))
+        return PartialResponse(kept) if kept else None
+
     def may_continue(self, version: int, *, mixes: bool, at_once: bool) -> bool:
         """Whether it may continue with weights of `version`. `mixes`: a response may have tokens of several
         versions. `at_once`: it gets a slot now. If it had to queue, a load could come first, because a drain
@@ -109,7 +142,8 @@ class PartRequest:
 
     `seed` is the group's: response i uses the i-th number that it yields, so its sampling does not depend on
     where it runs. `partial`: in a resumed group, what each response continues from, by index;
-    `partial_tokens` is the key of those tokens.
+    `partial_tokens` is the key of those tokens. `versions`: in a deterministic run, which version samples
+    which token.
     """
 
     key: PartKey
@@ -118,6 +152,7 @@ class PartRequest:
     seed: int
     partial: Mapping[int, PartialResponse] = field(default_factory=dict)
     partial_tokens: DataKey | None = None
+    versions: VersionPlan | None = None
 
 
 MIXED = "mixed"

@@ -36,7 +36,8 @@ class LoadReport:
     fetched (0 with a second buffer, which is filled beforehand); `fetched_bytes`: of buckets and deltas,
     where they are counted; `logprob_abs_diff` and its median: trainer against worker on the probe sequences,
     if scored; `verdict` and `loaded_share`: where the worker's logprobs lie between the previous version's
-    and this one's, if both are known (weights/versions.py). A doubt is only a warning: the worker stays."""
+    and this one's, if both are known (weights/versions.py). A doubt is only a warning: the worker stays.
+    `fingerprint`: of the version's bytes, which is the same in two runs if all weights are."""
 
     version: int
     send_s: float
@@ -47,3 +48,4 @@ class LoadReport:
     logprob_abs_diff_median: float | None = None
     verdict: LoadVerdict | None = None
     loaded_share: float | None = None
+    fingerprint: str = ""

@@ -33,13 +33,13 @@ from asyncrl_cli.contracts.environment import (
     figures_of,
 )
 from asyncrl_cli.contracts.item import Item
-from asyncrl_cli.contracts.prompt_group import MIXED, TrajectoryFailure, TrajectoryMeta
+from asyncrl_cli.contracts.prompt_group import MIXED, TrajectoryFailure, TrajectoryMeta, VersionPlan
 from asyncrl_cli.data.sample_fields import BUILT_IN, Schema
 from asyncrl_cli.data.trajectories import Trajectory, trajectory_of
 from asyncrl_cli.engines.port import Completion, Engine, FinishReason, Sampling
 from asyncrl_cli.envs.chat import Chat
 from asyncrl_cli.envs.conversation import Conversation
-from asyncrl_cli.envs.slots import Slots, TrajectorySlot
+from asyncrl_cli.envs.slots import Slots, TrajectorySlot, VersionGate
 from asyncrl_cli.profile.arithmetic import max_context_tokens
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.sandbox.parent_rewards import RewardFailed
@@ -78,6 +78,7 @@ class Means(NamedTuple):
     on_waiting: Callable[[str, str], None] = lambda episode, for_what: None
     schema: Schema = BUILT_IN
     mixes: bool = True
+    gate: VersionGate | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -88,7 +89,7 @@ class Episode:
     last answer, or why there was no further one ("length", "max_turns"). `on_slot(change)` is called with +1
     when the episode no longer needs its slot, and with -1 when it needs one again after a pause (with
     `rollout.hold_slots = false`). `earlier`, only for a single turn: the tokens from which the answer
-    continues, or the whole answer.
+    continues, or the whole answer. `versions`: in a deterministic run, which version samples which token.
     """
 
     id: str
@@ -98,6 +99,7 @@ class Episode:
     sampling: Sampling
     on_slot: Callable[[int], None] = lambda change: None
     earlier: Completion | None = None
+    versions: VersionPlan | None = None
     end: End | None = None
     failure: TrajectoryFailure | None = None
     finish_reason: str = ""
@@ -152,6 +154,8 @@ class Episode:
             self.failure = TrajectoryFailure(failed.kind, failed.text)
         finally:
             self._free()
+            if self.means.gate is not None:
+                self.means.gate.leave(self.id)
 
     async def stop(self, kind: str, text: str) -> None:
         """Make the episode fail soon."""
@@ -242,12 +246,7 @@ class Episode:
         seed = derived_seed(self.seed, str(num_turns)) if num_turns else self.seed
         completion = self.earlier if self.has_one_turn else None
         if completion is None or completion.finish_reason == "abort":  # then it is not a whole answer
-            first_version = self.conversation.first_version
-            # An engine that cannot continue a response need not know the parameter.
-            earlier = {} if completion is None else {"so_far": completion}
-            completion = await self.means.engine.generate(
-                self.id, prompt, sampling, seed, first_version=first_version, **earlier
-            )
+            completion = await self._generate(prompt, sampling, seed, completion)
         answer, self.finish_reason = self.conversation.take(completion), completion.finish_reason
         self._check_stopped()
         if completion.finish_reason == "abort":
@@ -271,13 +270,58 @@ class Episode:
         again.earlier_failures = (*self.earlier_failures, self.failure)
         return again
 
+    async def _generate(
+        self, prompt: list[int], sampling: Sampling, seed: int, earlier: Completion | None
+    ) -> Completion:
+        """The answer, which continues from `earlier`. In a deterministic run it stops where the next version
+        begins, and goes on, with its cache rebuilt, once that is loaded."""
+        first_version, num_before = self.conversation.first_version, self.conversation.num_sampled
+        most, versions = sampling.max_response_tokens, self.versions
+        while True:
+            done = len(earlier.tokens) if earlier is not None else 0
+            if versions is not None:
+                await self._reach(versions.at(num_before + done))
+                left = versions.left(num_before + done)
+                upto = most if left is None else min(most, done + left)
+                sampling = replace(sampling, max_response_tokens=upto)
+            # An engine that cannot continue a response need not know the parameter.
+            continues = {} if earlier is None else {"so_far": earlier}
+            earlier = await self.means.engine.generate(
+                self.id, prompt, sampling, seed, first_version=first_version, **continues
+            )
+            is_cut = earlier.finish_reason == "length" and len(earlier.tokens) < most
+            if versions is None or not is_cut:
+                return earlier
+            if self.has_one_turn:
+                self.earlier = replace(earlier, finish_reason="abort")
+
+    async def _reach(self, version: int) -> None:
+        """Wait until the version is loaded, without a slot meanwhile."""
+        engine, gate = self.means.engine, self.means.gate
+        assert gate is not None, "deterministic runs have one"
+        gate.need(self.id, version)
+        if engine.version < version:
+            self._slot.leave()
+            self.on_slot(+1)
+            try:
+                await self._call(gate.loaded(version))
+            finally:
+                self.on_slot(-1)
+            if not self.has_one_turn:
+                await self._call(self._slot.take())
+        assert engine.version == version, f"{self.id} needs version {version}, not {engine.version}"
+
     def so_far(self) -> Completion | None:
         """The tokens from which a later episode with the same seed can continue, or its whole answer; None if
         it must start again."""
         if not self.has_one_turn:
             return self.earlier
         if not self.conversation.num_turns:
-            return self.means.engine.so_far(self.id) or self.earlier
+            found = self.means.engine.so_far(self.id) or self.earlier
+            is_cut = self.versions is not None and found is not None and found.finish_reason == "length"
+            if is_cut and len(found.tokens) < self.sampling.max_response_tokens:  # the stretch is at its end
+                return replace(found, finish_reason="abort")
+            return found
         if self.finish_reason == "abort":
             return None
         (context,) = self.conversation.contexts

@@ -133,9 +133,12 @@ class GroupRunner:
         for index in request.indices:
             earlier = None
             if so_far is not None and index in request.partial:
-                earlier = _completion(so_far.trajectories[index], self.means.schema)
-            name, seed = f"{key}/{index}", seeds[index]
-            episodes.append(Episode(name, request.item, seed, self.means, self.sampling, on_slot, earlier))
+                num_kept = request.partial[index].tokens
+                earlier = _completion(so_far.trajectories[index], self.means.schema, num_kept)
+            name, seed, versions = f"{key}/{index}", seeds[index], request.versions
+            episodes.append(
+                Episode(name, request.item, seed, self.means, self.sampling, on_slot, earlier, versions)
+            )
         part = _Running(request, episodes)
         await self._play(part, at_once=len(episodes))
         return _result(request, part)
@@ -233,8 +236,11 @@ def _kept(completion: Completion) -> PartialResponse:
     return PartialResponse(version_tokens=versions, is_whole=completion.finish_reason != "abort")
 
 
-def _completion(trajectory: Trajectory, schema: Schema) -> Completion:
+def _completion(trajectory: Trajectory, schema: Schema, num_kept: int) -> Completion:
+    """Of its first `num_kept` tokens."""
     (segment,) = trajectory.segments()
+    if num_kept < len(segment[TOKENS]):
+        segment = {name: values[:num_kept] for name, values in segment.items()}
     written = [name for name in segment if schema[name].by == "engine" and name not in REQUIRED]
     tokens, logprobs, versions = (segment[name].tolist() for name in (TOKENS, LOGPROBS, VERSIONS))
     return Completion(

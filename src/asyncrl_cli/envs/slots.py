@@ -1,5 +1,5 @@
 """Who has a slot of the engine: which trajectories with several turns may generate on a rollout worker, and
-which ones a drain waits for.
+which ones a drain waits for. And in a deterministic run: who waits for which version (`VersionGate`).
 
     take (begins) ─> generate ─> pause, waits for a tool ─> take (goes on) ─> generate ─> ... ─> leave
 
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 
@@ -105,3 +105,41 @@ class TrajectorySlot:
         if self.is_taken:
             self.is_taken = False
             self._slots.give_back()
+
+
+class VersionGate:
+    """In a deterministic run each response needs one version at a time. It goes on when that version is
+    loaded, and no load begins while a response needs an older one.
+
+        need(3) ─> generate ─> need(4), loaded(4) ─> generate ─> leave
+                               quiet(4) ends ─> load of 4 ─> changed()
+
+    `held()`: the version of the engine's weights.
+    """
+
+    def __init__(self, held: Callable[[], int]) -> None:
+        self._held = held
+        self._needs: dict[str, int] = {}
+        self._change = asyncio.Event()
+
+    def changed(self) -> None:
+        before, self._change = self._change, asyncio.Event()
+        before.set()
+
+    def need(self, name: str, version: int) -> None:
+        assert version >= self._held(), f"{name} needs version {version}, after {self._held()} was loaded"
+        self._needs[name] = version
+        self.changed()
+
+    def leave(self, name: str) -> None:
+        self._needs.pop(name, None)
+        self.changed()
+
+    async def loaded(self, version: int) -> None:
+        while self._held() < version:
+            await self._change.wait()
+
+    async def quiet(self, version: int) -> None:
+        """Wait until no response needs an older version than this one."""
+        while any(needed < version for needed in self._needs.values()):
+            await self._change.wait()

@@ -42,7 +42,7 @@ from asyncrl_cli.data.trajectories import GroupPayload
 from asyncrl_cli.data.transferqueue_client import Address
 from asyncrl_cli.engines.port import Sampling, make_engine
 from asyncrl_cli.envs import find_environment
-from asyncrl_cli.envs.slots import Slots
+from asyncrl_cli.envs.slots import Slots, VersionGate
 from asyncrl_cli.envs.tool_environment import SUFFIX, CallLog, ToolEnvironment
 from asyncrl_cli.job.host_process import Refs, merging, no_collection_while_starting, set_up_process
 from asyncrl_cli.job.rollout_weights import Loader, RayRankZero
@@ -135,6 +135,7 @@ class RolloutHost:
             except ProcessEnded as why:
                 raise ExecutorFailed(f"environments cannot start: {why}") from None
             self._places = Slots(profile.rollout.slots, hold=profile.rollout.hold_slots)
+            self._gate = VersionGate(lambda: self._engine.version)
             whole = await asyncio.to_thread(merging, profile, place)
             # one version less than the engine has: the first load may bring that same version, to verify it
             self._loader = Loader(
@@ -145,6 +146,7 @@ class RolloutHost:
                 self._places,
                 whole,
                 deltas=sends_deltas(profile),
+                gate=self._gate,
             )
             self._runner = await self._make_runner()
         logger.info("%s started: %s", self._name, place)
@@ -186,7 +188,17 @@ class RolloutHost:
         else:
             environment = partial(find_environment(environment_of(profile.task)), self._rewards)
         waiting = self._meter.waiting
-        means = Means(self._engine, chat, environment, limits, self._places, waiting, schema, mixes(profile))
+        means = Means(
+            self._engine,
+            chat,
+            environment,
+            limits,
+            self._places,
+            waiting,
+            schema,
+            mixes(profile),
+            self._gate,
+        )
         return GroupRunner(means, sampling, mixed_requeues(profile))
 
     async def connect(self, rank_zero: ActorHandle) -> None:

@@ -15,7 +15,7 @@ from ray.actor import ActorHandle
 
 from asyncrl_cli.contracts.weight_version import LoadReport
 from asyncrl_cli.engines.port import Engine
-from asyncrl_cli.envs.slots import Slots
+from asyncrl_cli.envs.slots import Slots, VersionGate
 from asyncrl_cli.job.host_process import Refs, arriving
 from asyncrl_cli.job.ray.calls import Limit, answer
 from asyncrl_cli.measure.meters import RolloutMeter
@@ -71,6 +71,7 @@ class Loader:
         whole: Whole = iter,
         *,
         deltas: bool = False,
+        gate: VersionGate | None = None,
     ) -> None:
         self.engine = engine
         self._deltas = deltas
@@ -80,6 +81,7 @@ class Loader:
         self._weights = weights
         self._meter = meter
         self._places = places
+        self._gate = gate or VersionGate(lambda: engine.version)
         self.held = held
         self.fingerprint = ""
         self.last_load: LoadReport | None = None
@@ -103,6 +105,7 @@ class Loader:
         """Swap the received weights in, then verify them by the probes. Raises ValueError, with the old
         version still loaded, if `version` was not received."""
         engine, meter = self.engine, self._meter
+        await self._gate.quiet(version)
         async with self._places.drained() if interrupt == "drain" else nullcontext():
             received = self.received
             if received is None or received.manifest.version != version:
@@ -131,6 +134,7 @@ class Loader:
                     pause_s=pause.pause_s,
                     logprob_abs_diff=None,
                     fetched_bytes=self._fetched_bytes or None,
+                    fingerprint=manifest.fingerprint,
                 )
                 if not manifest.probe_tokens:
                     return report
@@ -156,6 +160,7 @@ class Loader:
                 )
             finally:
                 meter.load_ended()
+                self._gate.changed()
 
     def _receive(self, manifest: Manifest, refs: Refs) -> Mapping[str, torch.Tensor] | None:
         """Runs in a thread. With `weights.overlap` a bucket is copied while the next ones arrive. Returns

@@ -125,6 +125,10 @@ class Admission:
     def is_open(self) -> bool:
         return self._choose()[0] is not None
 
+    def may_load(self, worker: WorkerSlots) -> bool:
+        """Whether the worker may load the version that it has received."""
+        return True
+
     def choose(self) -> Placement | None:
         """Where the next responses start: those of the first group in `unplaced`, else those of a new group.
         None if closed."""

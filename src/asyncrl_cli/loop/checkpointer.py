@@ -29,6 +29,7 @@ from asyncrl_cli.contracts.ports import CheckpointWriter, Json, LoopSnapshot, Pa
 from asyncrl_cli.contracts.prompt_group import PartialResponse, TrajectoryMeta
 from asyncrl_cli.loop import group_states
 from asyncrl_cli.loop.admission import takeable_in_time
+from asyncrl_cli.loop.causes import lags
 from asyncrl_cli.loop.group_states import GroupsState, RunningState
 from asyncrl_cli.loop.ledger import Stage
 from asyncrl_cli.loop.run_state import ResumeFrom, RunState
@@ -77,6 +78,7 @@ class Checkpointer:
         if self._writer is None or progress.snapshot_step == progress.step:
             return
         await self.finish()
+        await self._until_current()
         data = run.groups.data
         with ExitStack() as kept:  # the data that is to be written, until it is
             with executors.calling_trainer(State.SYNCING, "a checkpoint's snapshot"):
@@ -96,6 +98,28 @@ class Checkpointer:
             progress.snapshot_step = progress.step
             writing = self._write(self._writer, snapshot, kept.pop_all())
             self._writing = self._tasks.create_task(writing, name=f"checkpoint {progress.step}")
+
+    async def _until_current(self) -> None:
+        """Deterministic runs: a resume has the weights of one version only, so no response may need an older
+        one. (A stop does not wait: then a resume does not repeat the run.)"""
+        run = self._run
+        if not run.settings.profile.run.deterministic:
+            return
+
+        def is_current() -> bool:
+            return run.admission.fleet.are_current(run.version)
+
+        await run.changes.until(
+            lambda: is_current() or run.failure.stopping,
+            "trainer (checkpoint)",
+            lambda: f"every response to need version {run.version}: {', '.join(lags(run))}",
+        )
+        if not is_current():
+            run.progress.warn(
+                f"the checkpoint of step {run.progress.step} does not hold all weights that running "
+                "responses need: a run that is resumed from it is not the uninterrupted one, bit for bit; "
+                "from the checkpoint before it, it is"
+            )
 
     async def _partial_result(self, worker: RolloutWorker, kept: ExitStack) -> PartialResult:
         """What the worker's running responses have so far; without an answer they start again after a
@@ -231,6 +255,8 @@ def _contradictions(state: LoopState, settings: LoopSettings) -> Iterator[str]:
     for running in groups["running"]:
         yield from _wrong_running(running, version, settings)
     least, most = least_trajectories(settings.profile), settings.profile.rollout.n
+    if settings.profile.run.deterministic:  # groups are judged in order, after they have finished
+        least = 0
     for entry in groups["finished"]:
         result = entry["result"]
         prompt, trajectories = f"prompt {result.key.uid:.40}", result.trajectories

@@ -22,9 +22,11 @@ from asyncrl_cli.contracts.prompt_group import (
     PartKey,
     PartResult,
     Prompt,
+    VersionPlan,
 )
 from asyncrl_cli.loop.groups import Groups
 from asyncrl_cli.loop.ledger import Attempt, LedgerState, Part, Stage
+from asyncrl_cli.loop.logical_order import LogicalAdmission
 
 Find = Callable[[str, int], Prompt]
 """Finds a prompt by uid and epoch (`Feed.find`)."""
@@ -33,8 +35,12 @@ PartialResponses = Mapping[PartKey, Mapping[int, PartialResponse]]
 
 
 class TryState(TypedDict):
+    """`position` and `versions`: only in deterministic runs."""
+
     key: AttemptKey
     requeues: Count
+    position: NotRequired[Count]
+    versions: NotRequired[VersionPlan]
 
 
 class EndedState(TypedDict):
@@ -59,7 +65,8 @@ FinishedState = TypedDict("FinishedState", {"deadline": Count, "try": TryState, 
 
 
 class GroupsState(TypedDict):
-    """The groups' part of a checkpoint. `again`: requeued, not yet started."""
+    """The groups' part of a checkpoint. `again`: requeued, not yet started. `judged`: in deterministic runs,
+    the first position that is not."""
 
     tokens_discarded: Count
     tokens_trained: Count
@@ -70,11 +77,13 @@ class GroupsState(TypedDict):
     finished: list[FinishedState]
     failures: NotRequired[dict[str, Count]]
     orphans: NotRequired[Count]
+    judged: NotRequired[Count]
 
 
 def frozen(groups: Groups, kept: PartialResponses) -> GroupsState:
     """The groups now. `kept`: what the running parts had a moment ago."""
-    return {
+    order = groups.admission
+    state: GroupsState = {
         "tokens_discarded": groups.tokens_discarded,
         "tokens_trained": groups.tokens_trained,
         "ledger": groups.ledger.state(),
@@ -92,6 +101,9 @@ def frozen(groups: Groups, kept: PartialResponses) -> GroupsState:
         "failures": dict(groups.failures),
         "orphans": groups.data.orphans,
     }
+    if isinstance(order, LogicalAdmission):
+        state["judged"] = order.judged
+    return state
 
 
 def payloads(groups: Groups) -> tuple[tuple[DataKey, ...], ...]:
@@ -123,6 +135,8 @@ def restore(
     for attempt in running:
         (attempt.partial_tokens,) = next(keys) if attempt.partial else (None,)
     groups.ledger.restore(state["ledger"], [*running, *finished])
+    if isinstance(groups.admission, LogicalAdmission):
+        groups.tokens_discarded += groups.admission.restore(state.get("judged", 0))
     groups.admission.note_unplaced()
     groups.again.extend(_restored_attempt(entry, find) for entry in state["again"])
 
@@ -139,12 +153,21 @@ def _without_payload(result: PartResult | GroupResult) -> Any:
 
 
 def _try_state(attempt: Attempt) -> TryState:
-    return {"key": attempt.key, "requeues": attempt.requeues}
+    state: TryState = {"key": attempt.key, "requeues": attempt.requeues}
+    if attempt.versions is not None:
+        state |= {"position": attempt.position, "versions": attempt.versions}
+    return state
 
 
 def _restored_attempt(state: TryState, find: Find) -> Attempt:
     key = state["key"]
-    return Attempt(prompt=find(key.uid, key.epoch), number=key.attempt, requeues=state["requeues"])
+    return Attempt(
+        prompt=find(key.uid, key.epoch),
+        number=key.attempt,
+        requeues=state["requeues"],
+        position=state.get("position", -1),
+        versions=state.get("versions"),
+    )
 
 
 def _running_state(attempt: Attempt, kept: PartialResponses) -> RunningState:

@@ -33,6 +33,7 @@ from asyncrl_cli.loop.bias import BiasMeter
 from asyncrl_cli.loop.data_keys import DataKeys
 from asyncrl_cli.loop.fleet import Placement
 from asyncrl_cli.loop.ledger import Attempt, Part, Stage
+from asyncrl_cli.loop.logical_order import LogicalAdmission
 from asyncrl_cli.profile.arithmetic import CRITIC, PROX, REWARD, LoopSettings, least_trajectories
 
 EQUAL_REWARDS = "equal rewards"
@@ -52,6 +53,7 @@ class Groups:
     ) -> None:
         """`event(name, key=key, **fields)` notifies the run's observers."""
         self.admission = admission
+        self._order = admission if isinstance(admission, LogicalAdmission) else None
         self.ledger = admission.ledger
         self.filter = GroupFilter(settings)
         self.bias = BiasMeter(settings.profile.rollout.n)
@@ -73,6 +75,7 @@ class Groups:
     def start(self) -> list[tuple[str, PartRequest]]:
         """Admit the next prompt, or place again what was lost with a worker. Returns (worker, request) pairs,
         none if closed."""
+        self._fill()
         placement = self.admission.choose()
         if placement is None:
             return []
@@ -91,6 +94,7 @@ class Groups:
             item=attempt.prompt.item,
             seed=int.from_bytes(seed) >> 1,
             partial_tokens=attempt.partial_tokens,
+            versions=attempt.versions,
         )
         return [
             (part.worker, request(key=part.key, indices=part.indices, partial=part.partial)) for part in parts
@@ -125,21 +129,47 @@ class Groups:
                 attempts[attempt] = None
         whole = [attempt for attempt in attempts if not (attempt.unplaced or attempt.running_parts())]
         for attempt in whole:
-            group = GroupResult.of(attempt.key, attempt.ended_parts())
+            group = attempt.joined()
             self.failures.update(failure.kind for failure in group.failures)
             self._failures_limit.count(group)
-            if len(group.trajectories) < (least := least_trajectories(self._profile)):
-                reason = MIXED if self._profile.rollout.n - len(_broken(group)) >= least else "failed"
+            if self._order is None and (reason := self._why_dropped(group)):
                 self._end(attempt, Stage.DROPPED, reason, group.response_tokens)
-            elif REWARD not in self.admission.scorers and self._leaves_out(group):
-                self._end(attempt, Stage.DROPPED, EQUAL_REWARDS, group.response_tokens)
             else:
                 attempt.result = group
                 self.data.clear([attempt.partial_tokens])
                 attempt.partial_tokens = None
                 self.admission.leave(attempt, Stage.FINISHED)
                 self._entered(attempt)
+        self._settle()
         return bool(whole)
+
+    def _why_dropped(self, group: GroupResult) -> str:
+        """The reason why a group is dropped whose generation has ended; "" if it is not."""
+        if len(group.trajectories) < (least := least_trajectories(self._profile)):
+            return MIXED if self._profile.rollout.n - len(_broken(group)) >= least else "failed"
+        is_left_out = REWARD not in self.admission.scorers and self._leaves_out(group)
+        return EQUAL_REWARDS if is_left_out else ""
+
+    def _fill(self) -> None:
+        """Deterministic runs: give prompts to all positions that enter now."""
+        for position in self._order.vacancies() if self._order is not None else ():
+            self._enter(position)
+
+    def _enter(self, position: int) -> None:
+        assert self._order is not None
+        attempt = Attempt(prompt=self.feed.next())
+        self._order.enter(attempt, position)
+        self._entered(attempt, workers={}, version=self.admission.version, position=position)
+
+    def _settle(self) -> None:
+        """Deterministic runs: judge finished groups in order of position, and replace those that are
+        dropped."""
+        while self._order is not None and (attempt := self._order.to_judge()) is not None:
+            if reason := self._why_dropped(attempt.outcome()):
+                self._end(attempt, Stage.DROPPED, reason, attempt.outcome().response_tokens)
+                self._enter(attempt.position)
+            else:
+                self._order.judged += 1
 
     def _leaves_out(self, group: GroupResult) -> bool:
         """Whether a group is dropped for its rewards, which are known now."""
@@ -238,6 +268,8 @@ class Groups:
         late, training = self.admission.open_window(), self._profile.async_training
         self.columns_lost(PROX)  # the next window begins with newer weights
         self.bias.open_window()
+        self._fill()
+        self._settle()
         if training.on_stale not in ("drop", "requeue"):
             return []
         running = [(part.worker, attempt.key) for attempt in late for part in attempt.running_parts()]
@@ -273,6 +305,11 @@ class Groups:
 
     def _requeue(self, attempt: Attempt, reason: str, requeues: int) -> None:
         self._end(attempt, Stage.REQUEUED, reason, attempt.ended_tokens())
+        if self._order is not None:
+            again = Attempt(prompt=attempt.prompt, number=attempt.number)
+            self._order.enter_again(again, attempt)
+            self._entered(again, workers={}, version=self.admission.version, position=again.position)
+            return
         self.again.append(Attempt(prompt=attempt.prompt, number=attempt.number + 1, requeues=requeues))
 
     def _end(self, attempt: Attempt, stage: Stage, reason: str, tokens: int) -> None:

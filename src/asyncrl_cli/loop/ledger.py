@@ -32,6 +32,7 @@ from asyncrl_cli.contracts.prompt_group import (
     PartKey,
     PartResult,
     Prompt,
+    VersionPlan,
 )
 
 
@@ -70,7 +71,8 @@ class Attempt:
     those that had not ended. `partial`: what unplaced responses continue from, by index; `partial_tokens` is
     the key of those tokens. `result` is set from the stage `finished` on. `columns`: by scorer that has
     scored it since, what it returned (`Scorer.score`). Checkpoints hold neither columns nor the parts of a
-    finished group.
+    finished group. `position` and `versions`: in a deterministic run (logical_order.py), its place among the
+    run's trained groups, and which version samples which token of its responses.
     """
 
     prompt: Prompt
@@ -84,6 +86,8 @@ class Attempt:
     partial_tokens: DataKey | None = None
     result: GroupResult | None = None
     columns: dict[str, tuple[float, ...]] = field(default_factory=dict)
+    position: int = -1
+    versions: VersionPlan | None = None
     key: AttemptKey = field(init=False)
     num_parts: int = 0
 
@@ -110,13 +114,24 @@ class Attempt:
 
     def lose(self, number: int) -> None:
         """The worker of a running part has died: its responses have to be placed again."""
-        self.unplaced = tuple(sorted((*self.unplaced, *self.parts.pop(number).indices)))
+        part = self.parts.pop(number)
+        self.unplaced = tuple(sorted((*self.unplaced, *part.indices)))
+        if self.versions is not None:  # the versions that sampled these tokens may be gone
+            self.partial.update(part.partial)
 
     def running_parts(self) -> list[Part]:
         return [part for part in self.parts.values() if part.result is None]
 
     def ended_parts(self) -> list[PartResult]:
         return [part.result for part in self.parts.values() if part.result is not None]
+
+    def joined(self) -> GroupResult:
+        """What all its parts have made, end to end: in a deterministic run, where each has one response, in
+        the order of the responses."""
+        parts = [*self.parts.values()]
+        if self.versions is not None:
+            parts.sort(key=lambda part: part.indices)
+        return GroupResult.of(self.key, [part.result for part in parts if part.result is not None])
 
     def ended_tokens(self) -> int:
         """The tokens of the group (before it has finished: of its ended parts), plus the tokens kept for

@@ -59,6 +59,7 @@ class Publishing:
                 )
             except StallError as error:
                 run.failure.stop(error)
+        has_room = run.sync.has_room
         run.sync.reserve()
         gather_s = await self._gather(run.version + 1)
         self._times.add("gather", gather_s)
@@ -71,7 +72,7 @@ class Publishing:
         if run.settings.profile.placement.colocate and not run.failure.stopping:
             await self._rollouts.hand_over(to_trainer=False)
         # There may be no room after a stop: workers keep their version, and a resume publishes first.
-        if run.sync.has_room:
+        if has_room or run.sync.has_room:
             self._publish_beside(gather_s)
         run.changes.notify()
         with self._times.waiting("gather"):

@@ -140,7 +140,10 @@ class WorkerTasks(ExecutorTasks):
                 report.state is State.WAITING or (report.role == "reward" and report.state is State.BUSY)
                 for report in update.reports
             )
-            may_rest = is_frozen or has_own_limit or not (slots.unfinished or slots.eval_sequences)
+            # In a deterministic run responses give their slots up, and wait for the next version.
+            may_hold = run.settings.profile.run.deterministic and not slots.used
+            may_rest = is_frozen or may_hold or has_own_limit
+            may_rest = may_rest or not (slots.unfinished or slots.eval_sequences)
             if freed or made_tokens or may_rest:
                 moved_s = arrived_s
             elif arrived_s - moved_s > limit_s:
@@ -182,6 +185,11 @@ class WorkerTasks(ExecutorTasks):
         run, name = self._run, self.worker.name
         self.slots.begin_prefetch(published.version)
         send_s = await self.worker.prefetch(published)
+        await run.changes.until(
+            lambda: run.admission.may_load(self.slots),
+            f"{name} (load)",
+            f"what needs version {self.slots.version} to be placed, and to end",
+        )
         self.slots.begin_load()
         report = await self.worker.load(published.version, run.settings.interrupt)
         self.slots.end_load(published.version)

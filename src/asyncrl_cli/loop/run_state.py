@@ -33,6 +33,7 @@ from asyncrl_cli.loop.evals import Evaluator
 from asyncrl_cli.loop.executors import Executors
 from asyncrl_cli.loop.fleet import WorkerSlots
 from asyncrl_cli.loop.groups import Groups
+from asyncrl_cli.loop.logical_order import LogicalAdmission, LogicalSync
 from asyncrl_cli.loop.progress import RunProgress
 from asyncrl_cli.loop.weight_sync import WeightSync
 from asyncrl_cli.profile.arithmetic import REWARD, LoopSettings
@@ -115,12 +116,16 @@ class RunState:
             WorkerSlots(name=worker.name, slots=worker.slots, version=-1, loading=True)
             for worker in world.workers
         ]
-        self.admission = Admission(settings, slots, scorers=[scorer.name for scorer in world.scorers])
+        scorers = [scorer.name for scorer in world.scorers]
+        self.admission = Admission(settings, slots, scorers)
+        self.sync = WeightSync(slots)
+        if settings.profile.run.deterministic:
+            self.admission = admission = LogicalAdmission(settings, slots)
+            self.sync = LogicalSync(slots, admission, settings.schedule.max_staleness)
         self.progress = RunProgress(self.admission, world.observers)
         self.executors = Executors(world.trainer, world.workers, world.scorers, self.changes, self.progress)
         self.failure = RunFailure(self.admission, self.changes, self.progress)
         self.groups = Groups(settings, self.admission, world.feed, self.progress.event, world.data)
-        self.sync = WeightSync(slots)
         judge = next((scorer for scorer in world.scorers if scorer.name == REWARD), None)
         self.evaluator = Evaluator(
             world.eval_sets, settings.profile, self.changes, self.progress.event, judge, self.groups.data

@@ -266,8 +266,9 @@ class LoopSettings:
 
     @property
     def interrupt(self) -> Interrupt:
-        """What a load does to a worker's running rollouts. Without partial rollouts, they finish first."""
-        is_partial = self.profile.async_training.partial_rollout
+        """What a load does to a worker's running rollouts. Without partial rollouts, they finish first; in a
+        deterministic run, those that have not ended hold before the load."""
+        is_partial = self.profile.async_training.partial_rollout and not self.profile.run.deterministic
         return (self.profile.rollout.interrupt or "keep-kv") if is_partial else "drain"
 
     @property

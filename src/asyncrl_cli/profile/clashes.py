@@ -123,6 +123,7 @@ CONTEXT, PROMPT = "env.max_context_tokens", "rollout.max_prompt_tokens"
 RESPONSE = "rollout.max_response_tokens"
 TOOL_TIMEOUT, EPISODE_TIMEOUT = "env.tool_timeout_s", "env.episode_timeout_s"
 SCORERS = "task.scorers"
+DETERMINISTIC = "run.deterministic"
 TASKS, RATIOS, GPUS_PER_WORKER = "placement.tasks", "placement.ratios", "placement.gpus_per_rollout_worker"
 EACH = 'a list of its own for each: placement.tasks = [["train"], ["ref"], ["reward"], ["rollout"]]'
 BUILT_IN_TASKS = (arithmetic.TRAIN, *arithmetic.SCORERS, arithmetic.ROLLOUT)
@@ -436,6 +437,40 @@ CLASHES = (
     Clash({TASKS: _apart("prox"), LORA_RANK: _positive, "model.dtype": "bfloat16"},
         "prox would use merged weights, where rounding to bfloat16 is larger than the adapters' change",
         "name prox beside train, or --set model.dtype=float32"),
+    *(
+        Clash({DETERMINISTIC: True, key: wrong}, because, f"--set run.deterministic=false, or {hint}")
+        for key, wrong, because, hint in (
+            ("rollout.engine", _other_than("transformers"),
+                "only the embedded engine computes a response independently of the rest of its batch",
+                "--set rollout.engine=transformers"),
+            (DEVICE, "cuda", "only on CPUs is the embedded engine's batch without influence",
+                "--set placement.device=cpu"),
+            ("model.dtype", "bfloat16", "it is proved for float32 only", "--set model.dtype=float32"),
+            (TRANSPORT, _other_than("object-store"),
+                "a restarted worker loads an older version again, which no other transport keeps",
+                "--set weights.transport=object-store"),
+            ("async_training.on_stale", _other_than("wait"),
+                "no group is ever late: which version samples it follows from its place in the run",
+                "--set async_training.on_stale=wait"),
+            ("rollout.interrupt", given,
+                "responses stop at fixed tokens before a load, and their caches are rebuilt after it",
+                "leave rollout.interrupt out"),
+            ("rollout.placement", "group", "each response is placed by itself",
+                "--set rollout.placement=response"),
+            (MIN_WORKERS, given, "only the restarted worker has the weights that its responses need",
+                "leave rollout.min_workers out"),
+            (AGENT, given, "an agent's requests come in the order of its own clock", "leave task.agent out"),
+            (SOURCE, _of_verifiers, "the environment's requests come in the order of its own clock",
+                "take prompts from a file"),
+            (REWARD_MODEL, given, "it scores groups in batches that depend on when they finish",
+                "leave reward_model.path out"),
+            (SCORERS, given, "they score groups in batches that depend on when they finish",
+                "leave task.scorers out"),
+            (TASKS, _lists(lambda sharing: len(sharing) == 1 and not sharing <= {"train", "rollout"}),
+                "a scorer apart scores groups in batches that depend on when they finish",
+                "name it beside train"),
+        )
+    ),
     *(
         Clash({f"{role}.nnodes": given, f"{role}.n_gpus_per_node": None},
             "the number of GPUs per node is missing",

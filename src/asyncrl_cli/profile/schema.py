@@ -65,6 +65,11 @@ class RunSection(Section):
     """Name of the run, and of its directory in the runs directory. Default: made from profile and time."""
     seed: Annotated[int, Field(ge=0, le=2**32 - 1)] = 0
     """Seed of prompts, sampling and initial weights."""
+    deterministic: bool = False
+    """The same profile and seed give the same weights, bit for bit, on the same kind of machine: groups are
+    trained in the order in which they were admitted, each token is sampled by a version that follows from its
+    place in the run, and a response depends on nothing that runs beside it (docs/exactness.md). Costs speed.
+    Only with `rollout.engine = "transformers"` on CPUs."""
     train_steps: PositiveInt | None = None
     """Length of the run in train steps."""
     total_rollout_steps: PositiveInt | None = None

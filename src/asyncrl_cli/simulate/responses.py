@@ -28,11 +28,12 @@ from asyncrl_cli.contracts.prompt_group import (
     PartResult,
     TrajectoryFailure,
     TrajectoryMeta,
+    VersionPlan,
 )
 from asyncrl_cli.measure.meters import DEBOUNCE_S, POLL_S
 from asyncrl_cli.profile.arithmetic import max_context_tokens
 from asyncrl_cli.profile.schema import Profile
-from asyncrl_cli.simulate.sequences import UNLIMITED, CacheSize, SimulatedSequence, ToolWait
+from asyncrl_cli.simulate.sequences import UNLIMITED, CacheSize, SimulatedSequence, ToolWait, cut
 from asyncrl_cli.simulate.simulated_engine import SimulatedEngine
 from asyncrl_cli.simulate.workload import Decoding, Drawn, Lengths, Turns
 
@@ -188,7 +189,7 @@ class Responses:
     when it completes a turn), `on_waiting(name, for_what)` when it begins to wait for a tool and, with "",
     when it continues, and `on_done(self)` once, after the last reward or by `abort`. `partial`: the tokens
     that they had in the run being resumed, by index. `draw_again(index)` draws a trajectory anew; None if
-    none can be mixed."""
+    none can be mixed. `versions`: in a deterministic run, which version samples which token."""
 
     def __init__(
         self,
@@ -200,6 +201,7 @@ class Responses:
         on_slot: Callable[[], None],
         partial: Mapping[int, PartialResponse],
         draw_again: Callable[[int], SimulatedSequence] | None = None,
+        versions: VersionPlan | None = None,
     ) -> None:
         self.aborted = self.is_done = False
         self.num_ended = 0
@@ -222,10 +224,21 @@ class Responses:
             if response.has_ended:
                 # its reward is computed again; not at once, because its owner does not have `self` yet
                 self._loop.call_soon(self._ended, response)
-        engine.submit([response for response in responses if not response.has_ended])
+            elif versions is not None:
+                cut(response, versions, response.kept_tokens)
+        self._may_hold = versions is not None
+        left = [response for response in responses if not response.has_ended]
+        if versions is None:
+            engine.submit(left)
+        for response in left if versions is not None else ():
+            self._loop.call_soon(self._go_on, response, versions.at(response.kept_tokens))
 
     @property
     def num_without_slot(self) -> int:
+        if self._may_hold:
+            held = [response.is_holding for response in self._responses]
+            at_tools = [response.is_at_tool and not self._times.hold_slots for response in self._responses]
+            return self.num_ended + sum(held) + sum(at_tools)
         if self._times.hold_slots:
             return self.num_ended
         # a list is faster here than a generator, and every report of a worker comes by
@@ -300,11 +313,31 @@ class Responses:
             reward=float(response.luck > 0.5),
             finish_reason="length" if last_tokens == self._times.max_response_tokens else "stop",
             version_tokens=self._engine.version_tokens(response),
-            num_turns=response.num_calls + 1,
+            num_turns=1 + sum([not call.is_hold for call in response.calls[: response.num_calls]]),
             tool_s=sum([call.seconds for call in response.calls]),
         )
 
+    def _go_on(self, response: SimulatedSequence, version: int) -> None:
+        """Begin, or go on after a tool, once the engine has this version."""
+        response.is_holding = False
+        if response.is_aborted or response.has_ended or self.aborted:
+            return
+        if self._engine.version < version:
+            self._engine.hold(response, lambda: self._go_on(response, version))
+            self._on_slot()
+            return
+        assert version in (-1, self._engine.version), f"{response.name} needs version {version}"
+        if response.has_begun:
+            self._engine.continue_after_tool(response)
+        else:
+            self._engine.submit([response])
+        self._on_slot()
+
     def _call_tool(self, response: SimulatedSequence) -> None:
+        call = response.calls[response.num_calls]
+        if call.is_hold:
+            self._go_on(response, call.version)
+            return
         self._on_waiting(response.name, "a tool")
         self._loop.call_later(response.calls[response.num_calls].seconds, self._tool_ended, response)
         if not self._times.hold_slots:
@@ -319,6 +352,8 @@ class Responses:
             response.failure = TrajectoryFailure(failure, f"{response.name}: the tool failed")
             self._engine.abort([response])
             self._ended(response)
+        elif self._may_hold:
+            self._go_on(response, response.calls[response.num_calls].version)
         else:
             self._engine.continue_after_tool(response)
 

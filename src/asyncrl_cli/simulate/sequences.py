@@ -26,9 +26,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import NamedTuple
 
-from asyncrl_cli.contracts.prompt_group import TrajectoryFailure
+from asyncrl_cli.contracts.prompt_group import TrajectoryFailure, VersionPlan
 
 SAME_STEP = 1e-9
 """Step counts closer than this count as equal: far above rounding errors, far below a token."""
@@ -40,12 +41,16 @@ VersionTokens = tuple[tuple[int, int], ...]
 
 class ToolWait(NamedTuple):
     """What follows a turn: a wait of `seconds`, `result_tokens` that the model then sees, and a turn of
-    `turn_tokens`. With a `failure` (its kind), the trajectory ends after the wait instead."""
+    `turn_tokens`. With a `failure` (its kind), the trajectory ends after the wait instead. `version`: which
+    one samples the turn, in a deterministic run. `is_hold`: no tool, the turn goes on with another
+    version."""
 
     seconds: float
     result_tokens: int
     turn_tokens: int
     failure: str = ""
+    version: int = -1
+    is_hold: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -73,6 +78,7 @@ class SimulatedSequence:
     on_turn: Callable[[SimulatedSequence], None] = lambda sequence: None
     num_calls: int = 0
     is_at_tool: bool = False
+    is_holding: bool = False
     result_tokens: int = 0
     failure: TrajectoryFailure | None = None
     rewarded_s: float = NEVER
@@ -120,6 +126,23 @@ class CacheSize(NamedTuple):
 
 
 UNLIMITED = CacheSize()
+
+
+def cut(sequence: SimulatedSequence, versions: VersionPlan, kept_tokens: int) -> None:
+    """In a deterministic run: end the sequence's turns where the next version begins. `kept_tokens`: whole
+    stretches that it has already."""
+    pieces, position = list[ToolWait](), 0
+    for call in (ToolWait(0.0, 0, sequence.tokens), *sequence.calls):
+        left, wait = call.turn_tokens, call
+        while left or wait is call:
+            stretch = versions.left(position)
+            tokens = left if stretch is None else min(left, stretch)
+            pieces.append(wait._replace(turn_tokens=tokens, version=versions.at(position)))
+            wait, left, position = ToolWait(0.0, 0, 0, is_hold=True), left - tokens, position + tokens
+    ends = [*accumulate(piece.turn_tokens for piece in pieces)]
+    sequence.calls = pieces[1:]
+    sequence.num_calls = next(number for number, end in enumerate(ends) if end > kept_tokens)
+    sequence.tokens = ends[sequence.num_calls]
 
 
 def prefix_tokens(prompt_tokens: int, block_tokens: int) -> int:

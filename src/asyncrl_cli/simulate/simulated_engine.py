@@ -103,6 +103,7 @@ class SimulatedEngine:
         self._num_at_tools = 0
         self._continuing: deque[SimulatedSequence] = deque()
         self._waiting: deque[SimulatedSequence] = deque()
+        self._holding: list[Callable[[], None]] = []
         self._is_closed = False
         self._is_frozen = False
         self._drained: asyncio.Future[None] | None = None
@@ -143,6 +144,15 @@ class SimulatedEngine:
         sequence.tokens += call.turn_tokens
         self._leave_tool(sequence)
         self._continuing.append(sequence)
+        self._begin_next(self.running)
+        self._retime()
+
+    def hold(self, sequence: SimulatedSequence, go_on: Callable[[], None]) -> None:
+        """The sequence needs a later version: it gives its slot up. `go_on` is called after every load."""
+        self._advance()
+        self._leave_tool(sequence)
+        sequence.is_holding = True
+        self._holding.append(go_on)
         self._begin_next(self.running)
         self._retime()
 
@@ -205,6 +215,9 @@ class SimulatedEngine:
         self._is_frozen = self._is_closed = False
         self._begin_next(self.running)
         self._retime()
+        holding, self._holding = self._holding, []
+        for go_on in holding:
+            go_on()
 
     def slow_down(self, slowdown: float) -> None:
         """From now on, everything takes `slowdown` times as long as it would with the machine to itself."""

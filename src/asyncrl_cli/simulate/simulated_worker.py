@@ -121,6 +121,7 @@ class SimulatedWorker:
             on_slot=self._poll.note,
             partial=request.partial,
             draw_again=lambda index: draw((index,))[0],
+            versions=request.versions,
         )
 
     async def partial_responses(self) -> PartialResult:

@@ -55,6 +55,7 @@ class Ranks:
         self.rank = rank
         self.world_size = world_size = place.workers
         self.device = device = device_of(place)
+        torch.use_deterministic_algorithms(profile.run.deterministic)
         timeout_s, meeting_s = profile.trainer.step_timeout_s, profile.trainer.meeting_timeout_s
         if device.type == "cuda":
             torch.cuda.set_device(device)

@@ -252,7 +252,7 @@ def _check_last_snapshot(invariants: Invariants, steps: Sequence[int], *, is_res
     )
 
 
-def _feed(scenario: Scenario) -> Feed:
+def feed_of(scenario: Scenario) -> Feed:
     """Some scenarios have a few prompts that come again, with a curriculum."""
     if scenario.seed % 8 != 5:
         return NumberedFeed()
@@ -268,7 +268,7 @@ def _world(
     leg: int,
     resume_from: ResumeFrom | None,
 ) -> World:
-    times, on_the_way, data = _worker_times(scenario), Counter[int](), invariants.data
+    times, on_the_way, data = worker_times(scenario), Counter[int](), invariants.data
     seed, limit_s, workers = scenario.seed + 2**32 * leg, _load_limit_s(scenario), []
     met = {"faults": faults, "call_timeout_s": _CALL_TIMEOUT_S, "is_judged": REWARD in scenario.scorers}
     for name in worker_names(scenario.workers_of(leg)):
@@ -277,9 +277,9 @@ def _world(
         workers.append(end.worker)
     for key in chain.from_iterable(resume_from.payloads if resume_from else ()):
         data.put(key)
-    trainer = KeepingTrainer(_trainer_times(scenario), faults)
+    trainer = KeepingTrainer(trainer_times(scenario), faults)
     return World(
-        feed=WatchedFeed(_feed(scenario), invariants),
+        feed=WatchedFeed(feed_of(scenario), invariants),
         trainer=WatchedTrainer(trainer, invariants),
         scorers=[
             WatchedScorer(_scorer(name, scenario, invariants, faults), invariants)
@@ -309,7 +309,7 @@ def _scorer(name: str, scenario: Scenario, invariants: Invariants, faults: Fault
     )
 
 
-def _worker_times(scenario: Scenario) -> WorkerTimes:
+def worker_times(scenario: Scenario) -> WorkerTimes:
     length, step_s = LENGTHS[scenario.lengths], scenario.step_s
     return WorkerTimes(
         decoding=Decoding(
@@ -350,7 +350,7 @@ def _tool_calls(scenario: Scenario, rng: random.Random, tokens: int) -> list[Too
     return calls
 
 
-def _trainer_times(scenario: Scenario) -> TrainerTimes:
+def trainer_times(scenario: Scenario) -> TrainerTimes:
     return TrainerTimes(
         train_s=lambda batch: scenario.train_s, gather_s=scenario.gather_s, publish_s=scenario.publish_s
     )

@@ -14,6 +14,10 @@ its paged cache, and asked for the logprobs of given tokens.
   running sequences into one row. With `sdpa` a mask hides the other sequences, so one step of B sequences of
   length L costs B * B * L. On a CPU, `packed_attention` takes its place, in which each sequence attends to
   its own keys only: B * L. Where a model's attention does more than sdpa, it is `own_paged_attention`.
+- In a deterministic run (`run.deterministic`) what is computed for a token does not depend on the rest of
+  the batch. Each linear layer computes FIXED_ROWS rows per product, because a kernel that is chosen by a
+  product's shape rounds differently. A prompt is computed whole, in one pass, and shares nothing. Attention
+  pads keys to a multiple of FIXED_KEYS, not to the longest sequence of the batch.
 - TokenSampler chooses the tokens: continuous batching's own logprobs are of the truncated distribution, and
   its own sampling has one seed for all requests.
 
@@ -28,6 +32,7 @@ cache. In a block: B = sequences, P = queries of each, L = keys of the longest.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from math import ceil, inf
 from typing import Any, NamedTuple
@@ -79,6 +84,10 @@ MAX_PADDING = 1.3
 this factor."""
 MIN_BLOCK = 8
 """Blocks with fewer sequences are not split: another call would cost more than the padding it saves."""
+FIXED_ROWS = 32
+FIXED_KEYS = 64
+FIXED_ATTENTION = "asyncrl_flash_cpu_fixed"
+"""`packed_attention` for deterministic runs."""
 
 
 def unbatchable(model: PreTrainedModel, why: str) -> PreflightError:
@@ -93,7 +102,7 @@ def open_model(
 ) -> tuple[PreTrainedModel, ContinuousBatchingManager]:
     """The model, with the same attention as the trainer, and its manager, which is not started yet. Raises
     PreflightError if its attention cannot be replaced."""
-    rollout, section = profile.rollout, profile.model
+    rollout, section, is_fixed = profile.rollout, profile.model, profile.run.deterministic
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
         place.model_dir,
         dtype=section.dtype,
@@ -117,7 +126,17 @@ def open_model(
     if attention == "sdpa" and is_plain and model.device.type == "cpu":
         prefill_tokens = PREFILL_TOKENS_PACKED
         # The public setter would look for a library behind any name that contains "flash".
-        model.config._attn_implementation = PACKED_ATTENTION
+        model.config._attn_implementation = FIXED_ATTENTION if is_fixed else PACKED_ATTENTION
+    elif is_fixed:
+        why = "only with plain causal attention on CPUs does a response not depend on the batch"
+        raise PreflightError(
+            f"run.deterministic = true with this {model.config.model_type} model on {place.device}: {why}",
+            hint="--set run.deterministic=false, or a Llama, Qwen2 or Qwen3 model with placement.device=cpu",
+        )
+    if is_fixed:
+        for module in model.modules():
+            if isinstance(module, torch.nn.Linear):
+                module.forward = partial(fixed_linear, module)
 
     config = model.config.get_text_config()
     kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
@@ -128,13 +147,16 @@ def open_model(
     # With fewer blocks than all slots need at full length, sequences may be evicted and prefilled again. That
     # costs time but loses nothing.
     blocks_of_one = ceil(max_context_tokens(profile) / PAGE_TOKENS)
+    if is_fixed:  # one that is evicted would depend on the others, so none may be; a prompt is never split
+        prefill_tokens = max(prefill_tokens, max_context_tokens(profile))
+        affordable = _all_affordable(rollout.slots * blocks_of_one, affordable)
     batching = ContinuousBatchingConfig(
         page_size=PAGE_TOKENS,
         num_blocks=max(blocks_of_one, min(rollout.slots * blocks_of_one, affordable)),
         max_batch_tokens=rollout.slots + max(prefill_tokens, rollout.max_prompt_tokens),
         max_requests_per_batch=rollout.slots,
         max_blocks_per_request=0,
-        allow_block_sharing=True,
+        allow_block_sharing=not is_fixed,
         scheduler_type=PREFIX_SCHEDULER,
         use_async_batching=False,
         use_cuda_graph=False if on_gpu else None,
@@ -148,6 +170,24 @@ def open_model(
     manager.logit_processor = ContinuousBatchingLogitsProcessorList(LogitsProcessorList([sampler]))
     manager.logit_processor.tensors_required = 1
     return model, manager
+
+
+def _all_affordable(needed: int, affordable: int) -> int:
+    if affordable < needed:
+        raise PreflightError(
+            f"run.deterministic = true: a cache for all slots at full length has {needed} blocks of "
+            f"{PAGE_TOKENS} tokens, and memory is left for {affordable}",
+            hint="lower rollout.slots or rollout.max_response_tokens",
+        )
+    return affordable
+
+
+def fixed_linear(module: torch.nn.Linear, input: torch.Tensor) -> torch.Tensor:
+    """The layer's output, FIXED_ROWS rows at a time: a row's does not depend on how many others there are."""
+    rows = input.reshape(-1, input.shape[-1])
+    padded = functional.pad(rows, (0, 0, 0, -len(rows) % FIXED_ROWS))
+    outputs = [functional.linear(block, module.weight, module.bias) for block in padded.split(FIXED_ROWS)]
+    return torch.cat(outputs)[: len(rows)].view(*input.shape[:-1], -1)
 
 
 def eos_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
@@ -207,10 +247,11 @@ def packed_attention(
     attention_mask: torch.Tensor | None,
     scaling: float | None = None,
     cache: PagedAttentionCache | None = None,
+    is_fixed: bool = False,
     **kwargs: Any,
 ) -> AttentionOutput:
     """query (1, H, Q, D), key and value (1, J, Q, D) -> (1, Q, H, D). Without a cache this is transformers'
-    causal sdpa."""
+    causal sdpa. `is_fixed`: the result for a sequence does not depend on the others."""
     if cache is None:
         how = {name: kwargs[name] for name in ("dropout", "is_causal") if name in kwargs}
         output: AttentionOutput = sdpa_attention_forward(
@@ -229,7 +270,7 @@ def packed_attention(
     query_QHD = query[0].transpose(0, 1)
     starts_q, starts_k = kwargs["cu_seq_lens_q"], kwargs["cu_seq_lens_k"][allocator.layer_type]
     if not hasattr(starts_q, "asyncrl_blocks"):  # all layers of a forward pass share this tensor
-        blocks = _make_blocks(starts_q.tolist(), starts_k.tolist(), places_K, query.dtype)
+        blocks = _make_blocks(starts_q.tolist(), starts_k.tolist(), places_K, query.dtype, is_fixed)
         starts_q.asyncrl_blocks = blocks
     out_QHD = torch.empty(query_QHD.shape, dtype=query.dtype)
     for block in starts_q.asyncrl_blocks:
@@ -288,10 +329,15 @@ def attend(
 
 
 def _make_blocks(
-    starts_q: list[int], starts_k: list[int], places_K: torch.Tensor, dtype: torch.dtype
+    starts_q: list[int],
+    starts_k: list[int],
+    places_K: torch.Tensor,
+    dtype: torch.dtype,
+    is_fixed: bool = False,
 ) -> tuple[_Block, ...]:
     """Group sequences with the same number of queries into blocks. A new block begins where padding would
-    read too many keys. `places_K`: where the packed keys are in the cache."""
+    read too many keys; with `is_fixed`, where a sequence alone would be padded to another number of keys.
+    `places_K`: where the packed keys are in the cache."""
     cut: list[list[_Sequence]] = []
     total = 0
     both = zip(pairwise(starts_q), pairwise(starts_k), strict=True)
@@ -300,6 +346,8 @@ def _make_blocks(
         block = cut[-1] if cut else []
         most = MAX_PADDING * (total + sequence.num_keys)
         too_padded = len(block) >= MIN_BLOCK and block[0].num_keys * (len(block) + 1) > most
+        if is_fixed and block:
+            too_padded = _fixed_keys(block[0]) != _fixed_keys(sequence)
         if not block or block[0].num_queries != sequence.num_queries or too_padded:
             cut.append([])
             total = 0
@@ -308,6 +356,8 @@ def _make_blocks(
     blocks = []
     for block in cut:
         num_queries, num_keys, _, _ = block[0]
+        if is_fixed:
+            num_keys = _fixed_keys(block[0])
         _, lengths_B, first_queries_B, first_keys_B = torch.tensor(block).unbind(1)
         steps_P, steps_L = torch.arange(num_queries), torch.arange(num_keys)
         packed_BL = (first_keys_B[:, None] + steps_L).masked_fill_(steps_L >= lengths_B[:, None], 0)
@@ -320,6 +370,14 @@ def _make_blocks(
     return tuple(blocks)
 
 
+def _fixed_keys(sequence: _Sequence) -> int:
+    """A prompt, which is computed whole, needs no padding: its length is its own."""
+    if sequence.num_queries == sequence.num_keys:
+        return sequence.num_keys
+    return ceil(sequence.num_keys / FIXED_KEYS) * FIXED_KEYS
+
+
 AttentionInterface.register(PACKED_ATTENTION, packed_attention)
+AttentionInterface.register(FIXED_ATTENTION, partial(packed_attention, is_fixed=True))
 AttentionInterface.register(PAGED_EAGER, own_paged_attention)
 AttentionMaskInterface.register(PAGED_EAGER, eager_mask)

@@ -17,6 +17,7 @@ Everything here runs in the generation thread, between two forward passes; `load
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import accumulate
 from typing import Any
 
 from transformers.generation.continuous_batching.requests import (
@@ -43,11 +44,15 @@ class PrefixScheduler(FIFOScheduler):  # type: ignore[misc]
         self.tracks: Mapping[str, SampledTrack] = {}
         self.interrupted: set[str] = set()
         self.recorder: ExpertRecorder | None = None
+        self.is_fixed = False
+        """A deterministic run: no prompt is split, and none shared."""
+        self._room_tokens = 0
         self._computed: dict[Prompt, RequestState] = {}
 
     def schedule_batch(
         self, token_budget: int, cache_budget: int
     ) -> tuple[list[FutureRequestState] | None, bool, int, int]:
+        self._room_tokens = token_budget - len(self.active_requests)
         batch, *rest = super().schedule_batch(token_budget, cache_budget)
         for request in batch or ():
             if request.state.request_id in self.interrupted:
@@ -59,6 +64,9 @@ class PrefixScheduler(FIFOScheduler):  # type: ignore[misc]
     def _get_waiting_candidates(self) -> list[RequestState]:
         """Without those whose prompt another request computes now."""
         waiting: list[RequestState] = super()._get_waiting_candidates()
+        if self.is_fixed:
+            ends = accumulate(len(state.remaining_prefill_tokens) for state in waiting)
+            return [state for state, end in zip(waiting, ends, strict=True) if end <= self._room_tokens]
         if not waiting or not self.cache.use_prefix_sharing:
             return waiting
         computing = set[Prompt]()

@@ -126,6 +126,7 @@ class TransformersEngine(SlottedEngine[SampledTrack]):
             if self.sampler.recorder is not None:
                 self.sampler.recorder.use(self.manager.batch_processor.cache)
                 self.manager.batch_processor.scheduler.recorder = self.sampler.recorder
+            self.manager.batch_processor.scheduler.is_fixed = self._profile.run.deterministic
 
     def _check(self, request_id: str, prompt_tokens: list[int], sampling: Sampling) -> None:
         super()._check(request_id, prompt_tokens, sampling)

@@ -1,0 +1,126 @@
+"""Deterministic runs on the virtual clock: what is trained depends on no latency, no worker and no death
+(proof/logical.py)."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from asyncrl_cli.base.errors import ConfigError
+from asyncrl_cli.contracts.prompt_group import GroupResult, PartialResponse, VersionPlan
+from asyncrl_cli.loop.ledger import Attempt
+from asyncrl_cli.loop.logical_order import LogicalAdmission, LogicalSync
+from asyncrl_cli.profile.check import check
+from asyncrl_cli.profile.schema import Profile
+from asyncrl_cli.simulate.simulated_worker import SimulatedWorker
+from tests.loop.proof.drawing import MODES
+from tests.loop.proof.logical import LogicalError, check_versions, draw_logical, pair, run_logical
+from tests.marks import one_in
+
+NUM_SEEDS = 40
+
+
+@pytest.mark.parametrize("seed", one_in(NUM_SEEDS, range(NUM_SEEDS)))
+def test_two_worlds_train_the_same(seed):
+    *_, wrong = pair(seed)
+    assert not wrong
+
+
+@pytest.mark.slow
+def test_what_was_drawn_really_happens():
+    counts, modes = Counter[str](), set[str]()
+    for seed in range(60):
+        outcome = run_logical(draw_logical(seed))
+        counts += outcome.counts + outcome.faults
+        modes.add(outcome.scenario.mode)
+        counts["spans"] += any(
+            len(tokens) > 1 for groups in outcome.steps.values() for _, *all_ in groups for tokens, _ in all_
+        )
+    assert modes == {*MODES}
+    assert {"dropped", "lost", "restarted", "resumed", "worker dies", "worker hangs", "spans"} <= set(+counts)
+
+
+def without_order(admission):
+    return [*admission.ledger.finished.values()]
+
+
+MUTANTS = {
+    "taken by arrival": (
+        LogicalAdmission,
+        "takeable",
+        lambda self, num_groups, unscored=False: without_order(self)[: min(num_groups, self.takes_left)],
+    ),
+    "judged by arrival": (
+        LogicalAdmission,
+        "to_judge",
+        lambda self: next((one for one in without_order(self) if one.position >= self.judged), None),
+    ),
+    "loaded too early": (LogicalAdmission, "may_load", lambda self, worker: True),
+    "newest version first": (
+        LogicalSync,
+        "wanted",
+        lambda self, worker: super(LogicalSync, self).wanted(worker),
+    ),
+    "parts as they came": (Attempt, "joined", lambda self: GroupResult.of(self.key, self.ended_parts())),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_what_each_rule_keeps_out_is_noticed(mutant, monkeypatch):
+    owner, name, planted = MUTANTS[mutant]
+    monkeypatch.setattr(owner, name, planted)
+    assert any(pair(seed)[2] for seed in range(60))
+
+
+@pytest.mark.slow
+def test_a_worker_that_samples_on_after_a_load_is_noticed(monkeypatch):
+    """Without holds, partial responses are of the versions that happen to be loaded."""
+    submit = SimulatedWorker.submit
+    dropped = lambda self, request: submit(self, request.__class__(**fields_of(request)))  # noqa: E731
+    monkeypatch.setattr(SimulatedWorker, "submit", dropped)
+    assert any(pair(seed)[2] for seed in range(60))
+
+
+def fields_of(request):
+    names = ("key", "item", "indices", "seed", "partial", "partial_tokens")
+    return {name: getattr(request, name) for name in names}
+
+
+def test_a_version_plan_is_its_formula():
+    plan = VersionPlan(first=3, last=5, stretch_tokens=4)
+    assert [plan.at(position) for position in range(14)] == [3] * 4 + [4] * 4 + [5] * 6
+    assert [plan.begin(position) for position in (0, 3, 4, 7, 8, 13)] == [0, 0, 4, 4, 8, 8]
+    assert [plan.left(position) for position in (0, 3, 4, 8, 13)] == [4, 1, 4, None, None]
+    kept = PartialResponse(((3, 4), (4, 2)))
+    assert kept.cut(plan) == PartialResponse(((3, 4),))
+    assert PartialResponse(((3, 2),)).cut(plan) is None
+    assert PartialResponse(((3, 4), (4, 4))).cut(plan) == PartialResponse(((3, 4), (4, 4)))
+    assert PartialResponse(((3, 2),), is_whole=True).cut(plan) == PartialResponse(((3, 2),), is_whole=True)
+
+
+def test_the_independent_formula_notices_a_wrong_version():
+    outcome = run_logical(draw_logical(0))
+    assert outcome.broken is None
+    (key, (tokens, reward), *others), *groups = outcome.steps[2]
+    wrong = tuple((version + 1, count) for version, count in tokens)
+    with pytest.raises(LogicalError, match="should be one of"):
+        check_versions(outcome.scenario, {**outcome.steps, 2: ((key, (wrong, reward), *others), *groups)})
+
+
+@pytest.mark.parametrize(
+    ("table", "named"),
+    [
+        ({"rollout": {"engine": "vllm"}}, "rollout.engine"),
+        ({"async_training": {"staleness_threshold": "1", "on_stale": "drop"}}, "async_training.on_stale"),
+        ({"rollout": {"min_workers": 1}}, "rollout.min_workers"),
+        ({"weights": {"transport": "disk"}}, "weights.transport"),
+        ({"task": {"agent": "mine:agent"}}, "task.agent"),
+        ({"model": {"dtype": "bfloat16"}}, "model.dtype"),
+    ],
+)
+def test_what_cannot_be_deterministic_is_refused_by_name(table, named):
+    profile = Profile.model_validate({"run": {"train_steps": 1, "deterministic": True}, **table})
+    with pytest.raises(ConfigError, match=rf"run\.deterministic = true with {named}.*"):
+        check(profile)

@@ -1,0 +1,86 @@
+"""Runs whose weights are compared, version by version."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import psutil
+
+from tests.run.commands import SMALL, descendants, lines, log_of, start
+
+DETERMINISTIC = (*SMALL, "run.deterministic=true", "rollout.workers=2", "eval.prompts=4")
+"""Two workers, of which one may die."""
+_TWO_RANKS = ("placement.trainer_workers=2",)
+SETS_OF = {
+    "colocate": (),
+    "on-policy-pipeline": _TWO_RANKS,
+    "one-step-off": (),
+    "stale-samples": (),
+    "partial-rollout": (),
+}
+"""What each profile has besides. Colocated, each worker has a rank, and on-policy-pipeline is compared with
+it."""
+LIMIT_S = 850.0
+
+
+def fingerprints(run: Path) -> dict[int, str]:
+    """Of every version that was loaded. All workers have loaded the same bytes."""
+    found: dict[int, set[str]] = {}
+    for event in lines(run / "events.jsonl"):
+        if event["event"] == "loaded":
+            found.setdefault(event["version"], set()).add(event["fingerprint"])
+    assert all(len(prints) == 1 for prints in found.values()), found
+    return {version: min(prints) for version, prints in sorted(found.items())}
+
+
+def kill_worker(pid: int, worker: str) -> bool:
+    """SIGKILL for the worker's actor; false if it has no process now."""
+    pids = {one for one in descendants(pid) if log_of(one) == f"{worker}.log"}
+    with suppress(psutil.NoSuchProcess):
+        for actor in (one for one in pids if psutil.Process(one).ppid() not in pids):
+            os.kill(actor, signal.SIGKILL)
+            return True
+    return False
+
+
+def train(
+    directory: Path, profile: str, name: str, *sets: str, kill_after: int | None = None
+) -> tuple[dict[int, str], float]:
+    """A whole run; its fingerprints, and the CPU seconds of all of its processes. `kill_after`: so many
+    steps, then rollout-1 is killed."""
+    words = ("--profile", profile, "--name", name, "--ui", "plain")
+    process = start(directory, "train", *words, sets=sets)
+    cpu_s, deadline_s = dict[int, float](), time.monotonic() + LIMIT_S
+    run, is_killed = directory / "runs" / name, kill_after is None
+    while process.poll() is None:
+        assert time.monotonic() < deadline_s, f"{name} takes longer than {LIMIT_S:g} s"
+        for pid in (process.pid, *descendants(process.pid)):
+            with suppress(psutil.NoSuchProcess):
+                times = psutil.Process(pid).cpu_times()
+                cpu_s[pid] = times.user + times.system
+        if not is_killed and kill_after is not None and len(lines(run / "metrics.jsonl")) >= kill_after:
+            is_killed = kill_worker(process.pid, "rollout-1")
+        time.sleep(0.3)
+    _, err = process.communicate()
+    assert process.returncode == 0, err
+    if kill_after is not None:
+        lost = [event for event in lines(run / "events.jsonl") if event["event"] == "lost"]
+        assert [event["worker"] for event in lost] == ["rollout-1"]
+    return fingerprints(run), sum(cpu_s.values())
+
+
+@contextmanager
+def busy_core() -> Iterator[None]:
+    """A process that computes beside the block."""
+    with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as process:
+        try:
+            yield
+        finally:
+            process.kill()
