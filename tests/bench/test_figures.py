@@ -110,6 +110,21 @@ def test_speedup_is_the_median_ratio_to_the_baselines_run_of_the_same_seed() -> 
     assert base.limited_by is base.to_json()["bound_ratio"] is base.to_json()["capacities"] is None
 
 
+def test_equal_versions_are_counted_against_the_baselines_run_of_the_same_seed() -> None:
+    prints = {"base": {0: "a", 1: "b", 2: "c", 3: "d"}, "same": {0: "a", 1: "b"}, "other": {1: "b", 2: "x"}}
+    runs = [
+        FinishedRun(profile=name, seed=seed, lines=run_lines(), fingerprints=prints.get(name, {}))
+        for name in (*prints, "ordinary")
+        for seed in (0, 1)
+    ]
+    base, same, other, ordinary = summarise(contestants(*prints, "ordinary"), runs)
+    assert base.median("equal_weights") == same.median("equal_weights") == 1.0
+    assert other.median("equal_weights") == 0.5
+    assert ordinary.median("equal_weights") is None
+    alone = summarise(contestants("base", "same"), [run for run in runs if run.profile == "same"])
+    assert alone[0].median("equal_weights") is None
+
+
 def contestants(*names: str) -> list[Contestant]:
     return [Contestant(name=name, mode=name, step_groups=2, window_groups=2) for name in names]
 

@@ -23,7 +23,7 @@ from asyncrl_cli.bench.results import UNEVEN_WORK, Comparison, FinishedRun, summ
 from asyncrl_cli.bench.simulated_runs import SimulatedJob, simulate_all
 from asyncrl_cli.checkpoint.run_directory import stem_of
 from asyncrl_cli.job.driver_process import StopRequests
-from asyncrl_cli.observe.recorded import read_metrics
+from asyncrl_cli.observe.recorded import Recorded, read_metrics
 from asyncrl_cli.observe.run_lines import spent_s
 from asyncrl_cli.simulate.workload import Workload
 from asyncrl_cli.simulate.workload_files import Residual, profile_for
@@ -216,7 +216,12 @@ def make_run(run: RealRun, bars: Bars) -> tuple[FinishedRun, bool]:
         raise KeyboardInterrupt if interrupts else _failure(run, code)
     lines = read_metrics(run.directory / "metrics.jsonl")
     bars.run(run.name, run.groups, run.groups, time_s=lines[-1]["time_s"])
-    return FinishedRun(profile=run.entry.name, seed=run.seed, lines=lines), bool(interrupts)
+    prints = dict[int, str]()
+    if run.entry.profile.run.deterministic:
+        loads = Recorded(run.directory).events("loaded")
+        prints = {load.get("version", 0): load.get("fingerprint", "") for load in loads}
+    made = FinishedRun(profile=run.entry.name, seed=run.seed, lines=lines, fingerprints=prints)
+    return made, bool(interrupts)
 
 
 def end(child: subprocess.Popen[bytes], grace_s: float, interrupts: Sequence[float]) -> None:

@@ -88,6 +88,7 @@ REST = (
     TableFigure("final reward", "final_reward", fixed, key=True),
     TableFigure("  95% interval from", "final_reward_low", fixed),
     TableFigure("  to", "final_reward_high", fixed),
+    TableFigure("equal versions", "equal_weights", percent),
     TableFigure("speedup", "speedup", times, key=True, strong=True),
     TableFigure("  per token", "speedup_per_token", times, key=True),
     TableFigure("% of the bound", "bound_ratio", percent, key=True, strong=True),
@@ -210,6 +211,10 @@ BOUND_OF_STATES = IDEAL_NOTE + (
     "Each is the time for which the side computed in this very run: the trainer, and the rollout workers on "
     "average. So the rest to 100% is waiting, and not what fuller slots or a machine of its own would save."
 )
+WEIGHTS_NOTE = (
+    "`equal versions`: the share of all weight versions that are the baseline's, bit for bit (deterministic "
+    "runs only). On-policy profiles with as many trainer ranks reach 100%."
+)
 IDLE_NOTE = (
     "Idle: trainer starved, blocked or syncing; rollout workers with no running sequence, or paused. "
     "Measured steps with an eval beside them do not count. Slots used: running sequences over slots, which "
@@ -293,4 +298,6 @@ def long_notes(comparison: Comparison) -> Iterator[str]:
     yield SPEEDUP_NOTE
     if comparison.has_bound:
         yield BOUND_OF_COSTS if comparison.simulated else BOUND_OF_STATES
+    if any("equal_weights" in result.figures for result in comparison.results):
+        yield WEIGHTS_NOTE
     yield IDLE_NOTE

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -34,12 +34,14 @@ Figures = Mapping[str, float]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FinishedRun:
-    """A finished run: its metrics lines and, if it was simulated, the speed of each of its phases alone."""
+    """A finished run: its metrics lines and, if it was simulated, the speed of each of its phases alone.
+    `fingerprints`: of each version's weights, if the run was real and deterministic."""
 
     profile: str
     seed: int
     lines: Sequence[Line]
     capacities: Capacities | None = None
+    fingerprints: Mapping[int, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,6 +120,7 @@ def summarise(contestants: Sequence[Contestant], runs: Sequence[FinishedRun]) ->
     """Results in the order of `contestants`, the baseline first. Profiles without a finished run are left
     out."""
     window_groups, by_name = contestants[0].window_groups, {one.name: one for one in contestants}
+    prints = {run.seed: run.fingerprints for run in runs if run.profile == contestants[0].name}
     longest = max(contestant.window_groups for contestant in contestants)
     figures: dict[str, dict[int, Figures]] = {contestant.name: {} for contestant in contestants}
     for run, stretch in zip(runs, stretches([run.lines for run in runs], longest), strict=True):
@@ -125,9 +128,17 @@ def summarise(contestants: Sequence[Contestant], runs: Sequence[FinishedRun]) ->
         bound = bound_of_states(stretch, windows, is_colocated=is_colocated)
         if run.capacities is not None:
             bound = bound_of_costs(stretch, windows, run.capacities)
-        figures[run.profile][run.seed] = figures_of(stretch, window_groups) | bound
+        equal = _equal_weights(run.fingerprints, prints.get(run.seed, {}))
+        figures[run.profile][run.seed] = figures_of(stretch, window_groups) | bound | equal
     baseline = figures[contestants[0].name]
     return [_result(one, figures[one.name], baseline) for one in contestants if figures[one.name]]
+
+
+def _equal_weights(prints: Mapping[int, str], baselines: Mapping[int, str]) -> Figures:
+    """The share of the versions that both runs have whose weights are the same, bit for bit."""
+    both = prints.keys() & baselines.keys()
+    equal = sum(prints[version] == baselines[version] for version in both)
+    return {"equal_weights": equal / len(both)} if both else {}
 
 
 def _result(

@@ -107,6 +107,7 @@ class EventLine(TypedDict, extra_items=Detail):  # type: ignore[call-arg]
     send_s: NotRequired[Seconds]
     load_s: NotRequired[Seconds]
     pause_s: NotRequired[Seconds]
+    fingerprint: NotRequired[str]
     failures: NotRequired[dict[str, Count]]
 
 
