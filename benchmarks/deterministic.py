@@ -1,4 +1,4 @@
-"""Real runs with `run.deterministic = true`: are the weights of every version the same, and what does it cost?
+"""Real runs with `run.deterministic = true`: are all versions of the weights the same, and what does it cost?
 
     python -m benchmarks.deterministic --directory DIR [--steps 24] [--profile NAME ...]
 
