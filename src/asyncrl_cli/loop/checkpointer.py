@@ -106,19 +106,15 @@ class Checkpointer:
         if not run.settings.profile.run.deterministic:
             return
 
-        def is_current() -> bool:
-            return run.admission.fleet.are_current(run.version)
-
         await run.changes.until(
-            lambda: is_current() or run.failure.stopping,
+            lambda: run.admission.fleet.are_current(run.version) or run.failure.stopping,
             "trainer (checkpoint)",
             lambda: f"every response to need version {run.version}: {', '.join(lags(run))}",
         )
-        if not is_current():
+        if not run.admission.fleet.are_current(run.version):
             run.progress.warn(
-                f"the checkpoint of step {run.progress.step} does not hold all weights that running "
-                "responses need: a run that is resumed from it is not the uninterrupted one, bit for bit; "
-                "from the checkpoint before it, it is"
+                f"responses of older versions run at the checkpoint of step {run.progress.step}: only from "
+                "the one before it is a resumed run the uninterrupted one, bit for bit"
             )
 
     async def _partial_result(self, worker: RolloutWorker, kept: ExitStack) -> PartialResult:

@@ -123,7 +123,8 @@ class Evaluator:
         return self._ended_s + (self._now() - self.running.started_s if self.running else 0.0)
 
     def due(self, version: int, is_last: bool) -> bool:
-        if not self.tries or version == self.last_version:
+        # In a deterministic run a restarted worker may load an older version again.
+        if not self.tries or (self.last_version is not None and version <= self.last_version):
             return False
         every_versions = self._profile.eval.every_versions
         return version == 0 or is_last or 0 < every_versions <= version - (self.last_version or 0)

@@ -1,33 +1,27 @@
 """Deterministic runs (`run.deterministic`): what starts, what is loaded and what is trained follow a logical
-clock, the version, instead of arrival. docs/exactness.md has the invariants.
+clock, the version, instead of arrival (docs/exactness.md).
 
-Every group of the run has a position: 0, 1, 2, ... in the order of admission. Window v trains the next W
-positions, in order.
+Every group has a position: 0, 1, 2, ... in the order of admission. Window v trains the next W positions.
 
-    enters      when version v opens its window, all positions below (the window's first) + budget that have
-                no group yet get one, at once: the feed's next prompts
-    is judged   in order of position: a group that is dropped (too few rewards, equal rewards) is replaced at
-                its position by the feed's next prompt. Only the current window's positions are judged
+    enters      when version v opens its window, every position below (the window's first) + budget that has
+                no group yet gets one, at once: the feed's next prompts
+    is judged   in order of position, those of the current window only. A group that is dropped is replaced
+                at its position by the feed's next prompt
     is sampled  by the version that it enters with. With partial rollouts the version rises at fixed tokens of
                 each response (`VersionPlan`), up to that of the window that trains the group
     is taken    in order of position
 
-So neither who trains when, nor which prompt has which position, nor which version samples which token depends
-on time. What is left to time is where a response runs, and when.
-
-A response needs one version at a time, and runs only on a worker that holds it. It gives its slot up where
-the next version begins, and goes on after the load. Workers load one version after another, none is left out,
-and a worker loads when each of its responses has ended or needs a later version, and none that needs its
-version waits for a place. A restarted worker begins with the oldest version that a response waits for.
-Published versions are kept until no untaken group can need them.
+What is left to time is where a response runs, and when. It needs one version at a time, and runs only on a
+worker that holds it. Where the next version begins, it gives its slot up, and goes on after the load. Workers
+load every version, in order: when each of their responses has ended or needs a later one, and none that needs
+theirs waits for a place. A restarted worker begins with the oldest version that a response waits for.
 
 Why there is no deadlock. Let q be the first position of the window v that has not ended. It needs versions up
 to v only, and all of these are published. If it runs, it ends. If it holds, its worker's other responses end
-or hold (none of them waits for anything but a slot, which all that hold have given up), and the worker loads
-the next version, up to v. If it waits for a place, no worker with its version loads before it has one; a slot
-gets free there, because everything that runs ends or holds. There is such a worker, or one that will be: no
-worker has passed that version while q waits, except if q has lost its worker since, and that one is
-restarted, and begins with the oldest version that is waited for.
+or hold (they wait for slots only, which all that hold have given up), and the worker loads the next version.
+If it waits for a place, no worker with its version loads before it has one, and a slot there gets free. There
+is such a worker, or will be: none has passed that version while q waits, except if q has lost its worker
+since, and that one is restarted, and begins with the oldest version that is waited for.
 """
 
 from __future__ import annotations
@@ -147,9 +141,6 @@ class LogicalAdmission(Admission):
                 free[worker.version] = free.get(worker.version, 0) + max(0, worker.slots - worker.used)
         waiting = [one for one in self.unplaced.values() if free.get(self.needs(one))]
         return min(waiting, key=lambda attempt: attempt.position, default=None)
-
-    def refused(self) -> list[WorkerSlots]:
-        return []
 
     def place_again(self, attempt: Attempt, placement: Placement) -> list[Part]:
         """Each response is a part of its own, so that their order does not depend on where they ran."""
