@@ -64,6 +64,7 @@ def draw_logical(seed: int) -> Scenario:
         drawn.settings,
         deterministic=True,
         on_stale="wait",
+        mixed_versions="train",
         min_workers=None,
         max_response_tokens=rng.choice((10, 40, 300)),
         max_restarts=3,
