@@ -70,7 +70,8 @@ async def test_each_of_the_three_rules_is_needed(model_dir: Path, monkeypatch, p
         layer = lambda module, input: plain(input, module.weight, module.bias)  # noqa: E731
         monkeypatch.setattr(batched_model, "fixed_linear", layer)
     elif planted == "keys":
-        monkeypatch.setattr(batched_model, "_fixed_keys", lambda sequence: sequence.num_keys // 1000)
+        make_blocks = batched_model._make_blocks
+        monkeypatch.setattr(batched_model, "_make_blocks", lambda *given: make_blocks(*given[:4]))
     async with transformers_engine(model_dir, slots=24, deterministic=True) as engine:
         if planted == "prompts":
             assert engine.manager.batch_processor is not None
