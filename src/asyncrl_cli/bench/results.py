@@ -134,7 +134,7 @@ def summarise(contestants: Sequence[Contestant], runs: Sequence[FinishedRun]) ->
     return [_result(one, figures[one.name], baseline) for one in contestants if figures[one.name]]
 
 
-def _equal_weights(prints: Mapping[int, str], baselines: Mapping[int, str]) -> Figures:
+def _equal_weights(prints: Mapping[int, str], baselines: Mapping[int, str]) -> dict[str, float]:
     """The share of the versions that both runs have whose weights are the same, bit for bit."""
     both = prints.keys() & baselines.keys()
     equal = sum(prints[version] == baselines[version] for version in both)

@@ -155,7 +155,7 @@ def _without_payload(result: PartResult | GroupResult) -> Any:
 def _try_state(attempt: Attempt) -> TryState:
     state: TryState = {"key": attempt.key, "requeues": attempt.requeues}
     if attempt.versions is not None:
-        state |= {"position": attempt.position, "versions": attempt.versions}
+        state["position"], state["versions"] = attempt.position, attempt.versions
     return state
 
 

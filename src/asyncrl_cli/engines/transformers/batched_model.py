@@ -136,7 +136,7 @@ def open_model(
     if is_fixed:
         for module in model.modules():
             if isinstance(module, torch.nn.Linear):
-                module.forward = partial(fixed_linear, module)
+                vars(module)["forward"] = partial(fixed_linear, module)
 
     config = model.config.get_text_config()
     kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
