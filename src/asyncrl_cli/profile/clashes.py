@@ -449,6 +449,8 @@ CLASHES = (
             (TRANSPORT, _other_than("object-store"),
                 "a restarted worker loads an older version again, which no other transport keeps",
                 "--set weights.transport=object-store"),
+            ("weights.encoding", "delta", "a restarted worker loads an older version again, whole",
+                "--set weights.encoding=full"),
             ("async_training.on_stale", _other_than("wait"),
                 "no group is ever late: which version samples it follows from its place in the run",
                 "--set async_training.on_stale=wait"),
