@@ -17,7 +17,7 @@ from pathlib import Path
 from tests.run.commands import lines
 from tests.run.fingerprints import DETERMINISTIC, SETS_OF, busy_core, train
 
-PROFILES = (*SETS_OF, "agent-guess")
+PROFILES = (*SETS_OF,)
 
 
 def trained_tokens(run: Path) -> int:

@@ -15,8 +15,17 @@ import psutil
 
 from tests.run.commands import SMALL, descendants, lines, log_of, start
 
-DETERMINISTIC = (*SMALL, "run.deterministic=true", "rollout.workers=2", "eval.prompts=4")
-"""Two workers, of which one may die."""
+DETERMINISTIC = (
+    *SMALL,
+    "run.deterministic=true",
+    "rollout.workers=2",
+    "eval.prompts=4",
+    "task.reward=varied:score",
+    f"task.import_path={Path(__file__).parent / 'rewards'}",
+    "task.reward_workers=1",
+    "task.rehearsal_items=0",
+)
+"""Two workers, of which one may die, and rewards that change the weights in every step."""
 _TWO_RANKS = ("placement.trainer_workers=2",)
 SETS_OF = {
     "colocate": (),
@@ -24,6 +33,7 @@ SETS_OF = {
     "one-step-off": (),
     "stale-samples": (),
     "partial-rollout": (),
+    "agent-guess": ("task.reward=auto", "model.warm_start_steps=250", "rollout.max_response_tokens=6"),
 }
 """What each profile has besides. Colocated, each worker has a rank, and on-policy-pipeline is compared with
 it."""
