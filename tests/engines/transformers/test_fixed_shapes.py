@@ -62,25 +62,6 @@ async def test_a_response_does_not_depend_on_the_batch(model_dir: Path) -> None:
         assert await asyncio.gather(*again) == first
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("planted", ["rows", "keys", "prompts"])
-async def test_each_of_the_three_rules_is_needed(model_dir: Path, monkeypatch, planted: str) -> None:
-    if planted == "rows":
-        plain = torch.nn.functional.linear
-        layer = lambda module, input: plain(input, module.weight, module.bias)  # noqa: E731
-        monkeypatch.setattr(batched_model, "fixed_linear", layer)
-    elif planted == "keys":
-        make_blocks = batched_model._make_blocks
-        monkeypatch.setattr(batched_model, "_make_blocks", lambda *given: make_blocks(*given[:4]))
-    async with transformers_engine(model_dir, slots=24, deterministic=True) as engine:
-        if planted == "prompts":
-            assert engine.manager.batch_processor is not None
-            engine.manager.batch_processor.scheduler.is_fixed = False
-            engine.manager.batch_processor.max_batch_tokens = 40
-        expected = [await alone(engine, number) for number in range(len(OWN))]
-        assert any(await beside_others(engine, seed) != expected for seed in range(4))
-
-
 @pytest.mark.parametrize(("rows", "width"), [(1, 128), (31, 128), (32, 384), (70, 576)])
 def test_fixed_linear_is_the_layer(rows: int, width: int) -> None:
     layer, x = torch.nn.Linear(width, 48), torch.randn(2, rows, width)
