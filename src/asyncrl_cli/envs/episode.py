@@ -318,10 +318,10 @@ class Episode:
             return self.earlier
         if not self.conversation.num_turns:
             found = self.means.engine.so_far(self.id) or self.earlier
-            is_cut = self.versions is not None and found is not None and found.finish_reason == "length"
-            if is_cut and len(found.tokens) < self.sampling.max_response_tokens:  # the stretch is at its end
-                return replace(found, finish_reason="abort")
-            return found
+            if found is None or self.versions is None or found.finish_reason != "length":
+                return found
+            is_cut = len(found.tokens) < self.sampling.max_response_tokens  # the stretch is at its end
+            return replace(found, finish_reason="abort") if is_cut else found
         if self.finish_reason == "abort":
             return None
         (context,) = self.conversation.contexts

@@ -230,7 +230,8 @@ class Responses:
         left = [response for response in responses if not response.has_ended]
         if versions is None:
             engine.submit(left)
-        for response in left if versions is not None else ():
+            return
+        for response in left:
             self._loop.call_soon(self._go_on, response, versions.at(response.kept_tokens))
 
     @property
