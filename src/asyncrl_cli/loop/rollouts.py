@@ -121,14 +121,15 @@ class WorkerTasks(ExecutorTasks):
                     "cache is too small for its slots, and work is done twice; lower rollout.slots or give "
                     "the cache more memory"
                 )
-            room = slots.room
+            room, unfinished = slots.room, slots.unfinished_sequences
             run.admission.slots_freed(name, update.freed_slots)
             group_ended = run.groups.parts_ended(update.ended)
             try:
                 run.groups.check_limits()
             except AsyncrlError as error:
                 run.failure.stop(error)  # and go on: the last checkpoint asks this worker for its responses
-            freed = slots.room > room
+            # Without unfinished ones a deterministic run's worker may load, even if evals have all its room.
+            freed = slots.room > room or (unfinished > 0 and not slots.unfinished_sequences)
             if group_ended or freed:
                 run.changes.notify(Change.GROUPS if group_ended else Change.SLOTS)
             elif made_tokens:

@@ -75,7 +75,8 @@ def draw_logical(seed: int) -> Scenario:
     )
     kinds = (FaultKind.SLOW_LOAD, FaultKind.LATE_PREFETCH, FaultKind.REPEATED_PREFETCH, FaultKind.STEP_FAILS)
     faults = tuple(fault for fault in drawn.faults if fault.kind in kinds)
-    return _with_deaths(replace(drawn, settings=settings, scorers=(), faults=faults), rng)
+    made = _with_deaths(replace(drawn, settings=settings, scorers=(), faults=faults), rng)
+    return _without_resumes(made) if made.max_turns > 1 and made.mode == "partial-rollout" else made
 
 
 def elsewhere(scenario: Scenario, number: int) -> Scenario:
@@ -105,7 +106,14 @@ def elsewhere(scenario: Scenario, number: int) -> Scenario:
         checkpoint_every_steps=rng.choice((0, 1, 3)),
         hold_slots=rng.random() < 0.5,
     )
-    return _with_deaths(replace(scenario, settings=settings, faults=(), **changes), rng)
+    made = _with_deaths(replace(scenario, settings=settings, faults=(), **changes), rng)
+    return _without_resumes(made) if made.max_turns > 1 and made.mode == "partial-rollout" else made
+
+
+def _without_resumes(scenario: Scenario) -> Scenario:
+    """Episodes of several turns begin again in a resumed run, so with partial rollouts it is another one."""
+    faults = tuple(fault for fault in scenario.faults if fault.kind is not FaultKind.STEP_FAILS)
+    return replace(scenario, faults=faults, stop_at_s=None)
 
 
 def _with_deaths(scenario: Scenario, rng: random.Random) -> Scenario:
