@@ -65,6 +65,7 @@ def draw_logical(seed: int) -> Scenario:
         deterministic=True,
         on_stale="wait",
         mixed_versions="train",
+        interrupt="recompute-kv" if drawn.mode == "partial-rollout" else "drain",
         min_workers=None,
         max_response_tokens=rng.choice((10, 40, 300)),
         max_restarts=3,
