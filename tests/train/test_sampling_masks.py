@@ -225,10 +225,7 @@ def test_a_response_that_another_version_continues_keeps_the_masks_of_both(model
     assert log_ratios[:9].max() > 1e-3
 
 
-def test_a_response_of_a_run_without_masks_is_continued_with_them():
-    """Its first tokens have none: they were sampled, and are trained, as before."""
-    kept = Ragged.of([(), (), (3, 5)])
-    scaled = torch.randn(3, 8, generator=torch.Generator().manual_seed(0))
-    left_out = KeptTokens.of([kept], torch.device("cpu")).left_out(scaled)
-    assert not left_out[:2].any()
-    assert (~left_out[2]).nonzero().flatten().tolist() == [3, 5]
+def test_tokens_are_left_out_row_by_row_and_none_of_a_row_without_a_mask():
+    rows: list[tuple[int, ...]] = [(), (), (3, 5), (0,), (), (1, 2, 7)]
+    left_out = KeptTokens.of([Ragged.of(rows)], torch.device("cpu")).left_out(torch.zeros(len(rows), 8))
+    assert left_out.tolist() == [[bool(row) and token not in row for token in range(8)] for row in rows]

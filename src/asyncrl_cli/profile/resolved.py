@@ -93,6 +93,10 @@ def from_document(document: Values, *, where: str = "config.resolved.json") -> L
         tables, origins = document["profile"], document["origins"]
         training = tables["async_training"]
         exact = {**training, "staleness_threshold": Decimal(training["staleness_threshold"])}
+        rollout = tables.get("rollout", {})
+        if "sampling_mask" not in rollout:  # older runs trained without masks
+            tables = {**tables, "rollout": {**rollout, "sampling_mask": False}}
+            origins = {**origins, "rollout.sampling_mask": "older run"}
         profile = Profile.model_validate({**tables, "async_training": exact})
         for section, _, name in (key.partition(".") for key in origins if key in keys()):
             if name not in tables.get(section, {}):

@@ -54,6 +54,6 @@ class KeptTokens(NamedTuple):
     def left_out(self, scaled_CV: torch.Tensor) -> torch.Tensor:
         """Whether each token was not kept."""
         is_left_out_CV = torch.zeros_like(scaled_CV, dtype=torch.bool)
-        is_left_out_CV[self.rows_M] = True
+        is_left_out_CV[self.rows_M.unique_consecutive()] = True  # each row once, not once per kept token
         is_left_out_CV[self.rows_M, self.ids_M] = False
         return is_left_out_CV
