@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+from contextlib import ExitStack
 from functools import partial
 from types import SimpleNamespace
 
@@ -103,12 +104,59 @@ def test_samples_have_no_advantage_to_which_a_teacher_adds_for_each_token(coef, 
         trainer = RayTrainer(lambda: [Rank()], profile, store, samples_dir=tmp_path)
         batch = SimpleNamespace(step=1, window=0)
         known = trainer._advantages([plan])
-        _, dump = trainer.chosen_samples(batch, [made_up_group(0, 1, store)], known)
+        _, dump = trainer.chosen_samples(batch, [made_up_group(0, 1, store)], known, ExitStack())
         await dump()
 
     asyncio.run(main())
     (facts,) = dumped
     assert facts[0]["advantages"] == [advantage]
+
+
+@pytest.mark.parametrize("fails", ["", "train", "dump"])
+def test_a_failure_loses_nothing_else_and_the_data_is_freed(fails, tmp_path, monkeypatch):
+    profile, store, called = small_profile(), LocalStore(), []
+    logging = profile.logging.model_copy(update={"samples": "all", "samples_every_steps": 1})
+    profile = profile.model_copy(update={"logging": logging})
+    groups = (made_up_group(0, 4, store), made_up_group(1, 4, store))
+
+    class Rank:
+        def __getattr__(self, method):
+            return SimpleNamespace(remote=partial(self.call, method))
+
+        def call(self, method, *args):
+            called.append(method)
+            return answer(method)
+
+    def answer(method):
+        future = asyncio.get_running_loop().create_future()
+        report = SimpleNamespace(train_s=0.0, column_s={}, metrics={})
+        if method == fails:
+            future.set_exception(ExecutorFailed(f"{method}: no space left"))
+        else:
+            future.set_result((report, None) if method == "train" else None)
+        return future
+
+    async def main() -> None:
+        trainer = RayTrainer(lambda: [Rank()], profile, store, samples_dir=tmp_path)
+        shares = groups, [SimpleNamespace(optimizer_steps=[])], [[]]
+        monkeypatch.setattr(trainer, "shares", lambda *args: shares)
+        monkeypatch.setattr("asyncrl_cli.job.driver_ranks.replace", lambda one, **changes: one)
+        step = SimpleNamespace(step=1, step_in_window=0, window=0, groups=groups, columns={})
+        try:
+            await trainer.train(step)
+        finally:
+            store.clear([key for group in groups for key in group.payload])
+            await trainer.finish_dumps()
+            assert store.stats()["keys"] == 0
+            assert not store._cleared
+        assert trainer.failed_dumps == (fails == "dump")
+        assert called[-2:] == ["dump", "record"]
+
+    if fails == "train":
+        with pytest.raises(ExecutorFailed, match="train: no space left"):
+            asyncio.run(main())
+    else:
+        asyncio.run(main())
 
 
 def test_what_is_no_failure_of_a_dump_is_not_swallowed(tmp_path):

@@ -235,9 +235,17 @@ class RayScorer(RayRanks):
         await self.start()
 
 
-async def _one_by_one(dumps: Sequence[Dump]) -> None:
-    for dump in dumps:
-        await dump()
+async def _all_dumps(dumps: Sequence[Dump], pinned: ExitStack) -> None:
+    """Dump one by one, also after one that fails, and raise the first failure."""
+    failures = list[AsyncrlError]()
+    with pinned:
+        for dump in dumps:
+            try:
+                await dump()
+            except AsyncrlError as error:
+                failures.append(error)
+    if failures:
+        raise failures[0]
 
 
 class HeldRefs(list[ObjectRef]):
@@ -282,15 +290,17 @@ class RayTrainer(RayRanks):
         logging = self._profile.logging
         is_dumped = is_dump_step(batch.step, logging.samples_every_steps, train_steps_of(self._profile))
         known = self._advantages(shares[1])
-        # called before the ranks train: the samples are scored by the weights that they are trained from
-        dumped, dump = self.chosen_samples(batch, shares[0], known) if is_dumped else ([], None)
-        dumps = [] if dump is None else [dump]
-        if logging.samples == "all":
-            dumps.append(self.recorded(batch, shares[0], known))
-        answers = await self.train_share(batch, shares, f"train step {batch.step}", dumped)
-        reports = [report for report, _ in answers]
-        if dumps:
-            await self.begin_dump(batch.step, lambda: _one_by_one(dumps))
+        with ExitStack() as pinned:  # the loop clears the groups as soon as they are trained
+            # called before the ranks train: the samples are scored by the weights that they are trained from
+            given = batch, shares[0], known, pinned
+            dumped, dump = self.chosen_samples(*given) if is_dumped else ([], None)
+            dumps = [] if dump is None else [dump]
+            if logging.samples == "all":
+                dumps.append(self.recorded(*given))
+            answers = await self.train_share(batch, shares, f"train step {batch.step}", dumped)
+            reports = [report for report, _ in answers]
+            if dumps:
+                await self.begin_dump(batch.step, lambda: _all_dumps(dumps, pinned.pop_all()))
         failed_dumps = {"samples/failed_dumps": Last(self.failed_dumps)} if self.failed_dumps else {}
         slowest_s = max(report.train_s for report in reports)
         column_s = {name: max(report.column_s[name] for report in reports) for name in reports[0].column_s}
@@ -333,24 +343,24 @@ class RayTrainer(RayRanks):
         batch: TrainBatch,
         groups: Sequence[GroupResult],
         advantages: Mapping[tuple[int, int], float],
+        pinned: ExitStack,
     ) -> Dump:
         """A function that records all trajectories of the step, to be called after it: rank 0 writes them
-        beside training, for `weights.timeout_s` at most. `groups`: in training order."""
+        beside training, for `weights.timeout_s` at most. `groups`: in training order. `pinned`: holds the
+        data until the dumps have ended."""
         places = {group.key: index for index, group in enumerate(groups)}
         rows = [
             [advantages.get((places[group.key], number)) for number in range(len(group.trajectories))]
             for group in batch.groups
         ]
-        pinned = ExitStack()  # the loop clears the groups as soon as they are trained
         pinned.enter_context(self._store.pinned([key for one in groups for key in one.payload or ()]))
         keys = [self._keys(group) for group in batch.groups]
         bare = replace(batch, groups=tuple(replace(group, payload=None) for group in batch.groups))
 
         async def record() -> None:
-            with pinned:
-                given = str(self._samples_dir.absolute()), bare, rows, keys
-                ref = self.actors[0].record.remote(*given)
-                await self._answer(ref, f"the arrays of step {batch.step}", self._weights)
+            given = str(self._samples_dir.absolute()), bare, rows, keys
+            ref = self.actors[0].record.remote(*given)
+            await self._answer(ref, f"the arrays of step {batch.step}", self._weights)
 
         return record
 
@@ -359,6 +369,7 @@ class RayTrainer(RayRanks):
         batch: TrainBatch,
         groups: Sequence[GroupResult],
         advantages: Mapping[tuple[int, int], float],
+        pinned: ExitStack,
     ) -> tuple[list[int], Dump]:
         """Choose samples of the step, and have the ranks score them before they train it. Returns their
         groups, and a function that dumps them, to be called after the train step: rank 0 writes them beside
@@ -381,16 +392,14 @@ class RayTrainer(RayRanks):
             # ranks that share sequences score the same groups
             scored = indices[rank // sharing :: len(self.actors) // sharing]
             columns.append(actor.logprobs.remote(scored, [self._keys(groups[index]) for index in scored]))
-        pinned = ExitStack()  # the loop clears the groups as soon as they are trained
         pinned.enter_context(self._store.pinned([*chain.from_iterable(keys.values())]))
 
         async def dump() -> None:
-            with pinned:
-                parts = [self._store.stored(one) for one in keys.values()]
-                loss_fields = [actor.loss_fields.remote() for actor in self.actors]
-                given = str(self._samples_dir.absolute()), batch.step, batch.window, facts, parts, loss_fields
-                ref = self.actors[0].dump.remote(*given, *columns)
-                await self._answer(ref, f"the dump of the samples of step {batch.step}", self._weights)
+            parts = [self._store.stored(one) for one in keys.values()]
+            loss_fields = [actor.loss_fields.remote() for actor in self.actors]
+            given = str(self._samples_dir.absolute()), batch.step, batch.window, facts, parts, loss_fields
+            ref = self.actors[0].dump.remote(*given, *columns)
+            await self._answer(ref, f"the dump of the samples of step {batch.step}", self._weights)
 
         return indices, dump
 
