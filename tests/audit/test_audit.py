@@ -9,8 +9,10 @@ import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import typer
 
 from asyncrl_cli.audit.proofs import audit_run
 from asyncrl_cli.cli.app import run as command
@@ -104,6 +106,25 @@ def test_a_damage_is_noticed(claim, number, copy):
     assert verdicts(copy)[claim] == "fails"
 
 
+@pytest.mark.parametrize(("deterministic", "verdict"), [(True, "holds"), (False, "fails")])
+def test_only_a_deterministic_run_begins_a_lost_group_again_under_its_key(deterministic, verdict, copy):
+    def lost(content: list[d.Line]) -> list[d.Line]:
+        at = content.index(d.first_of(content, "finished"))
+        running = next(one for one in content if one["event"] == "running")
+        again = [
+            {**content[at], "event": "requeued", "reason": "arrays lost"},
+            {**running, "group": content[at]["group"], "time_s": content[at]["time_s"]},
+            content[at],
+        ]
+        return [*content[: at + 1], *again, *content[at + 1 :]]
+
+    d.events(lost)(copy)
+    config = json.loads((copy / "config.resolved.json").read_text())
+    config["profile"]["run"]["deterministic"] = deterministic
+    d.replaced(copy / "config.resolved.json", json.dumps(config).encode())
+    assert verdicts(copy)["groups"] == verdict
+
+
 def test_the_command_exits_with_1_if_a_claim_fails_and_the_report_shows_it(copy, capsys):
     d.metrics("staleness/mean", 0.01)(copy)
     assert command(["audit", str(copy), "--json"]) == 1
@@ -185,3 +206,21 @@ def test_a_fault_of_the_code_is_noticed(fault, claim, tmp_path, monkeypatch):
     fault(monkeypatch)
     made_run(tmp_path / "run", "partial-rollout", DROPS)
     assert verdicts(tmp_path / "run")[claim] == "fails"
+
+
+def test_a_replay_exits_as_its_last_eval_ends(tmp_path, monkeypatch, capsys):
+    class Made:
+        run_dir, changes, trains_differently, equal, different = tmp_path, {}, False, [0], []
+        loaded = SimpleNamespace(profile=SimpleNamespace(eval=SimpleNamespace(prompts=4)), warnings=())
+        run = to_json = lambda self, *progress: {}
+
+    def stopped(run, *, as_json):
+        raise typer.Exit(3)
+
+    monkeypatch.setattr("asyncrl_cli.job.driver_replay.Replay", lambda *args: Made())
+    monkeypatch.setattr("asyncrl_cli.job.driver_run.Run.resume", lambda *args, **given: None)
+    monkeypatch.setattr("asyncrl_cli.observe.recorded.Recorded.events", lambda *args: [])
+    monkeypatch.setattr("asyncrl_cli.checkpoint.run_directory.check_free", lambda *args: None)
+    monkeypatch.setattr("asyncrl_cli.cli.proofs.run_to_its_end", stopped)
+    assert command(["replay", "run", "--json"]) == 3
+    assert json.loads(capsys.readouterr().out)["eval/reward_mean"] is None

@@ -74,10 +74,12 @@ def _groups(files: RunFiles) -> Iterator[Claim]:
     stages, prompts, steps = dict[str, str](), Counter[tuple[str, int]](), Counter[int]()
     times = defaultdict[str, list[float]](list)
     tokens = Counter[int]()
+    # a deterministic run generates what was lost with a node anew, under the same key
+    follows = {**NEXT, "requeued": {"running"}} if files.section("run").get("deterministic") else NEXT
     for event in files.named(*STAGES):
         key, stage = str(event.get("group")), str(event["event"])
         before = stages.get(key, "")
-        order.check(stage in NEXT.get(before, ()), f"{key} is {stage} after {before or 'nothing'}")
+        order.check(stage in follows.get(before, ()), f"{key} is {stage} after {before or 'nothing'}")
         if stage in ("dropped", "requeued"):
             order.check(event.get("reason"), f"{key} is {stage} without a reason")
         stages[key] = stage

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from typing import Annotated
 
 import typer
@@ -114,13 +113,17 @@ def replay(
         what = f"{equal}: version {made.different[0]} is the first that has not"
         hint = "bits are equal on the same kind of machine, with the same torch and as many threads"
         raise AsyncrlError(what, hint=hint)
-    found = made.to_json()
+    found, exit_code = made.to_json(), 0
     if evals and made.loaded.profile.eval.prompts:
-        with suppress(typer.Exit):
+        try:
             run_to_its_end(Run.resume(str(made.run_dir), runs_dir=runs_dir, ui=ui), as_json=False)
+        except typer.Exit as ended:
+            exit_code = ended.exit_code
         scores = [event["reward_mean"] for event in Recorded(made.run_dir).events("eval")]
         found["eval/reward_mean"] = scores[-1] if scores else None
     if as_json:
         print_json({"run": made.run_dir.name, **found})
     else:
         print_text(made.run_dir.name)
+    if exit_code:
+        raise typer.Exit(exit_code)
