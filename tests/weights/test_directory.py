@@ -14,7 +14,7 @@ from asyncrl_cli.profile.schema import WeightsSection
 from asyncrl_cli.weights import directory as directory_module
 from asyncrl_cli.weights import directory_buckets
 from asyncrl_cli.weights.buckets import DamagedWeights, unpack
-from asyncrl_cli.weights.directory import Directory, check_url, packages_of
+from asyncrl_cli.weights.directory import Directory, check_url, packages_of, versions_at
 from asyncrl_cli.weights.directory_buckets import DirectorySender, file_pieces
 from asyncrl_cli.weights.receivers import packed, read_version
 from asyncrl_cli.weights.versions import Manifest, send
@@ -133,6 +133,24 @@ def test_versions_live_until_the_driver_wants_them_no_more(here):
     here.remove("")
     assert here.versions() == []
     here.remove("")  # gone by other hands: nothing to complain of
+
+
+def test_what_else_lies_beside_the_versions_stays(here):
+    _, buckets, manifest = published(3)
+    sender = DirectorySender(here)
+    send(sender, manifest, buckets)
+    here.write("checkpoints/step-000001/model", lambda: iter([b"mine"]))
+    here.keep(())
+    assert (here.versions(), here.read("checkpoints/step-000001/model")) == ([], b"mine")
+
+
+@pytest.mark.parametrize("inside", ["runs", "runs/one", "."])
+def test_a_url_that_leads_to_the_runs_own_directory_is_refused(tmp_path, inside):
+    weights = WeightsSection(transport="directory", url=f"file://{tmp_path}/{inside}")
+    run_dir = tmp_path / "runs" / ("runs" if inside == "." else "one")
+    with pytest.raises(PreflightError, match=r"run's own directory, .* would be in one place"):
+        versions_at(weights, run_dir)
+    assert versions_at(weights, tmp_path / "elsewhere" / "one").url.endswith(f"{inside}/one")
 
 
 def files_of(here: Directory):

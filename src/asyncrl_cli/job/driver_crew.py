@@ -109,7 +109,7 @@ async def started_crew(order: CrewOrder) -> AsyncIterator[Crew]:
         at_url = None
         if profile.weights.transport == "directory":
             at_url = versions_at(profile.weights, order.run_dir)
-            await asyncio.to_thread(at_url.remove, "")  # what a killed attempt has left
+            await asyncio.to_thread(at_url.keep, ())  # what a killed attempt has left
         store = await asyncio.to_thread(started_store, profile, order.run_dir.name)
         order = replace(order, store=store)
         scorers = [make_scorer(name, order, options) for name in plan.scorers]
@@ -148,7 +148,7 @@ async def started_crew(order: CrewOrder) -> AsyncIterator[Crew]:
             await asyncio.to_thread(clear, weights_dir)
             if at_url is not None:
                 try:
-                    await asyncio.to_thread(at_url.remove, "")
+                    await asyncio.to_thread(at_url.keep, ())
                 except AsyncrlError as left:
                     logger.warning("%s", left.message)
 

@@ -23,7 +23,7 @@ import os
 import re
 import secrets
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
@@ -34,7 +34,7 @@ from typing import Any, TypeVar
 
 from asyncrl_cli.base.errors import AsyncrlError, PreflightError, first_line
 from asyncrl_cli.profile.rollout_sections import WeightsSection
-from asyncrl_cli.weights.versions import VERSION_NAME
+from asyncrl_cli.weights.versions import MANIFEST, VERSION_NAME, version_name
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -93,6 +93,12 @@ class Directory:
 
         found = (VERSION_NAME.fullmatch(name) for name in self._tried("listed", "", names))
         return sorted(int(match[1]) for match in found if match)
+
+    def keep(self, wanted: Collection[int]) -> None:
+        """Remove all other versions. Whatever else lies here stays."""
+        for version in self.versions():
+            if version not in wanted:
+                self.remove(version_name(version), first=MANIFEST)
 
     def remove(self, path: str, *, first: str = "") -> None:
         """Remove a directory, the file `first` in it before all else. A missing one is fine."""
@@ -164,9 +170,15 @@ def packages_of(url: str | None) -> tuple[str, ...]:
 
 
 def versions_at(weights: WeightsSection, run_dir: Path) -> Directory:
-    """Where a run's versions are."""
+    """Where a run's versions are. Raises PreflightError if that is in the run's own directory, or above."""
     assert weights.url is not None, "the profile's checks let no other pass"
-    return Directory(f"{weights.url.rstrip('/')}/{run_dir.name}")
+    directory = Directory(f"{weights.url.rstrip('/')}/{run_dir.name}")
+    if protocol_of(weights.url) in ("file", "local"):
+        here, there = run_dir.resolve(), Path(_opened(directory.url)[1]).resolve()
+        if here.is_relative_to(there) or there.is_relative_to(here):
+            why = f"its versions and the run's own directory, {run_dir}, would be in one place"
+            raise PreflightError(f"weights.url = {weights.url}: {why}", hint="name another directory")
+    return directory
 
 
 def protocol_of(url: str) -> str:

@@ -99,9 +99,7 @@ class DirectorySender(Sender):
         self._directory.write(f"{self._name}/{MANIFEST}", lambda: iter([text]))
 
     def keep(self, wanted: Collection[int]) -> None:
-        for version in self._directory.versions():
-            if version not in wanted:
-                self._directory.remove(version_name(version), first=MANIFEST)
+        self._directory.keep(wanted)
 
 
 def header_of(entries: Layout) -> bytes:
