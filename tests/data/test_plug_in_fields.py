@@ -318,6 +318,7 @@ def test_an_engines_fields_survive_a_checkpoint_of_begun_responses(tmp_path):
     ("fields", "why"),
     [
         ({"ranks": [1, 2]}, "field ranks has 2 values for an answer of 5 tokens"),
+        ({"ranks": [[]] * 5}, "field ranks: its values are not"),
         ({"ranks": 7}, "field ranks has no values for an answer of 5 tokens"),
         ({"ranks": [0.5] * 5}, "field ranks: its values are not int16"),
         ({"ranks": [70_000] * 5}, "field ranks: its values are not int16"),

@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, Gemma2Config, Qwen3Config
 
 from asyncrl_cli.data.ragged import Ragged
+from asyncrl_cli.data.sample_fields import Field
 from asyncrl_cli.train import LOGITS_COPIES
 from asyncrl_cli.train import logprobs as head_chunks
 from asyncrl_cli.train.batch import scoring_microbatch
@@ -46,6 +47,11 @@ def whole(model, temperature):
 def loss_of(logprobs):
     """Any function of all logprobs: tokens have gradients of their own."""
     return (logprobs * torch.linspace(-1, 2, len(logprobs))).exp().mean()
+
+
+def test_a_batch_without_masks_fills_in_none(monkeypatch):
+    monkeypatch.delattr(Field, "filled")
+    assert scoring_microbatch(SEQUENCES, torch.device("cpu")).kept is None
 
 
 @pytest.mark.parametrize("chunk_tokens", [1, 4, 1000])

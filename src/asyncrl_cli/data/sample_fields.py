@@ -119,7 +119,7 @@ class Field:
     def filled(self, count: int, like: Any = None) -> Any:
         """`like`: an array of this field, with a vector's length."""
         if self.is_ragged:
-            return Ragged.of([()] * count)
+            return Ragged(np.zeros(0, np.int32), np.zeros(count + 1, np.int64))
         shape = self.shape if like is None else like.shape[1:]
         return np.full((count, *(max(size, 0) for size in shape)), self.fill, dtype=self.dtype)
 
@@ -143,7 +143,7 @@ class Field:
         if given.shape[:1] != (count,):
             number = len(given) if given.shape else "no"
             raise ValueError(f"field {self.name} has {number} values for an answer of {count} tokens")
-        if given.size == 0:
+        if given.size == 0 and self.filled(count).size == 0:
             given = self.filled(count)
         taken = given.astype(dtype) if given.dtype.kind in "biuf" else given
         # Rounding to float32 is fine; an integer that changes is not.

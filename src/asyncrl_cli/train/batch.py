@@ -212,10 +212,12 @@ def build_microbatch(
     )
     advantages_N = np.array([row.advantage for row in rows], dtype=np.float32)[rows_N]
     trajectory_tokens_N = np.array([row.trajectory_tokens for row in rows])[rows_N]
-    masks = [
-        one[KEPT_TOKENS] if KEPT_TOKENS in one else BUILT_IN[KEPT_TOKENS].filled(int(one[MASK].sum()))
-        for one, *_ in rows
-    ]
+    masks = []
+    if any(len(one[KEPT_TOKENS].values) for one, *_ in rows if KEPT_TOKENS in one):
+        masks = [
+            one[KEPT_TOKENS] if KEPT_TOKENS in one else BUILT_IN[KEPT_TOKENS].filled(int(one[MASK].sum()))
+            for one, *_ in rows
+        ]
     order_N = np.concatenate([row.first_token + np.arange(row.segment[MASK].sum()) for row in rows])
     return Microbatch(
         inputs_BT=torch.from_numpy(tokens_BT[:, :-1].copy()).to(device),
@@ -229,7 +231,7 @@ def build_microbatch(
         trajectory_tokens_N=torch.from_numpy(trajectory_tokens_N).to(device),
         order_N=torch.from_numpy(order_N).to(device),
         tree=prefix_tree([row.segment[TOKENS][:-1] for row in rows], device) if is_tree else None,
-        kept=KeptTokens.of(masks, device) if any(len(one.values) for one in masks) else None,
+        kept=KeptTokens.of(masks, device) if masks else None,
         experts_BTW=_experts(rows, shape[1] - 1, device),
     )
 

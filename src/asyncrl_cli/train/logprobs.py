@@ -204,18 +204,18 @@ class _Chunks(torch.autograd.Function):
             # divergence); written out, because autograd would keep two more copies.
             gradient_C1, targets_C1 = gradient_N[chunk].unsqueeze(-1), targets_N[chunk].unsqueeze(-1)
             scaled_gradient_CV = torch.softmax(scaled_CV.detach(), dim=-1)
-            slopes_CV = gradient_C1
+            slopes_CV = -gradient_C1
             if head.differentiates_entropy:
                 slopes_CV = torch.log_softmax(scaled_CV.detach(), dim=-1).add_(entropy_N[chunk].unsqueeze(-1))
-                slopes_CV.mul_(entropy_gradient_N[chunk].unsqueeze(-1)).add_(gradient_C1)
+                slopes_CV.mul_(-entropy_gradient_N[chunk].unsqueeze(-1)).sub_(gradient_C1)
             for each_N, its_gradient_N in zip(divergence_N, further_N, strict=True):
                 assert head.teacher_NV is not None
                 ratios_CV = torch.log_softmax(scaled_CV.detach(), dim=-1)
                 ratios_CV.sub_(_renormalized(head.teacher_NV[chunk], left_out_CV))
                 ratios_CV.sub_(each_N[chunk].unsqueeze(-1)).mul_(its_gradient_N[chunk].unsqueeze(-1))
-                slopes_CV = slopes_CV - ratios_CV
+                slopes_CV = slopes_CV + ratios_CV
                 del ratios_CV
-            scaled_gradient_CV.mul_(slopes_CV).neg_()
+            scaled_gradient_CV.mul_(slopes_CV)
             if left_out_CV is not None:  # 0 times -inf
                 scaled_gradient_CV.masked_fill_(left_out_CV, 0)
             del slopes_CV  # or it would be alive beside the gradients that follow

@@ -57,22 +57,29 @@ class VllmTrack(Track):
         return getattr(self.state, "weight_version_starts", ())
 
     def add(self, part: CompletionOutput) -> None:
-        """Append new tokens with their logprobs and, if wanted, the tokens that were kept: those of the most
-        likely ones that have a probability. Raises EpisodeFailed if there may be more of them."""
+        """Append new tokens with their logprobs and, if wanted, the tokens that were kept. Raises
+        EpisodeFailed as `_add_kept` does."""
         self.tokens.extend(part.token_ids)
         if part.logprobs is not None:
             found = cast("FlatLogprobs", part.logprobs)
-            for begin, end in zip(found.start_indices, found.end_indices, strict=True):
-                # the sampled token comes first, and again among the most likely ones
-                self.logprobs.append(found.logprobs[begin])
-                likely = zip(found.token_ids[begin + 1 : end], found.logprobs[begin + 1 : end], strict=True)
-                kept = [token for token, logprob in likely if logprob > -math.inf]
-                if self.sampling.returns_kept and len(kept) == self.num_listed < self.vocab_size:
-                    why = f"vLLM kept {len(kept)} tokens or more, of equal probability, and lists no more"
-                    raise EpisodeFailed("engine", f"{why} with rollout.top_k = {self.sampling.top_k}")
-                if self.sampling.returns_kept or KEPT_TOKENS in self.fields:
-                    self.fields.setdefault(KEPT_TOKENS, []).append(kept)
+            if self.sampling.returns_kept or KEPT_TOKENS in self.fields:
+                self._add_kept(found)
+            else:  # nothing but the sampled tokens is listed
+                self.logprobs.extend(found.logprobs)
         assert len(self.logprobs) == len(self.tokens), f"{len(self.logprobs)} of {len(self.tokens)} logprobs"
+
+    def _add_kept(self, found: FlatLogprobs) -> None:
+        """Append logprobs, and those of the most likely tokens that have a probability. Raises EpisodeFailed
+        if there may be more of them."""
+        for begin, end in zip(found.start_indices, found.end_indices, strict=True):
+            # the sampled token comes first, and again among the most likely ones
+            self.logprobs.append(found.logprobs[begin])
+            likely = zip(found.token_ids[begin + 1 : end], found.logprobs[begin + 1 : end], strict=True)
+            kept = [token for token, logprob in likely if logprob > -math.inf]
+            if self.sampling.returns_kept and len(kept) == self.num_listed < self.vocab_size:
+                why = f"vLLM kept {len(kept)} tokens or more, of equal probability, and lists no more"
+                raise EpisodeFailed("engine", f"{why} with rollout.top_k = {self.sampling.top_k}")
+            self.fields.setdefault(KEPT_TOKENS, []).append(kept)
 
     def set_versions(self, spans: Iterable[tuple[str, int, int]] | None = None) -> None:
         """Set one version per token from vLLM's `spans` (version, start, end) of new tokens, or as far as
