@@ -20,6 +20,7 @@ from asyncrl_cli.bench.what_if import (
 )
 from asyncrl_cli.cli.app import run
 from asyncrl_cli.plan.compiler import compile_job
+from asyncrl_cli.report.scaling import drawing
 from asyncrl_cli.simulate.workload import Workload
 from asyncrl_cli.simulate.workload_files import load_workload, profile_for
 from asyncrl_cli.simulate.world import virtual_cluster
@@ -121,6 +122,14 @@ def test_gpus_pay_until_twice_as_many_make_less_than_a_quarter_more() -> None:
 def test_an_interval_holds_nine_of_ten_normal_values() -> None:
     one = Interval.of([8.0, 12.5])  # logarithms 2.079 and 2.526: mean 2.303, deviation 0.316
     assert (one.value, one.low, one.high) == pytest.approx((10.0, 5.95, 16.8), rel=0.01)
+    assert Interval.of([0.0, 0.0]) == Interval(value=0.0, low=0.0, high=0.0)  # on-policy
+
+
+def test_a_chart_of_one_size_has_its_point() -> None:
+    figure = Interval(value=2.0, low=1.0, high=3.0)
+    base = Effect(change=Change(label=""), groups_per_s=figure, ratio=figure)
+    failed = Effect(change=Change(label=""), error="too many")
+    assert "<polyline" in drawing([Scaling(profile="p", gpus=(4, 8), effects=[base, failed])])
 
 
 def test_a_scale_is_at_least_two_numbers_and_a_chart_a_new_page(tmp_path: Path, capsys: Capture) -> None:

@@ -99,7 +99,9 @@ class Interval:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Interval:
-        """Of positive values, as if their logarithms were normal."""
+        """Of positive values, as if their logarithms were normal; 0 if all are 0."""
+        if not any(values):
+            return cls(value=0.0, low=0.0, high=0.0)
         logs = [math.log(max(value, 1e-9)) for value in values]
         middle, reach = statistics.fmean(logs), NINETY * statistics.stdev(logs) if len(logs) > 1 else 0.0
         return cls(value=math.exp(middle), low=math.exp(middle - reach), high=math.exp(middle + reach))

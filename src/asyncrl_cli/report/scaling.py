@@ -45,7 +45,7 @@ def drawing(scaled: Sequence[Scaling]) -> str:
     least_y, most_y = min(rate.low for _, rate in points), max(rate.high for _, rate in points)
 
     def place(gpus: float, rate: float) -> tuple[float, float]:
-        x = math.log(gpus / least_x) / math.log(most_x / least_x)
+        x = math.log(gpus / least_x) / max(math.log(most_x / least_x), 1e-9)
         y = math.log(rate / least_y) / max(math.log(most_y / least_y), 1e-9)
         return MARGIN + x * (WIDTH - 2 * MARGIN), HEIGHT - MARGIN - y * (HEIGHT - 2 * MARGIN)
 
