@@ -6,15 +6,18 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import typer
 
 from asyncrl_cli.audit.proofs import audit_run
+from asyncrl_cli.audit.run_files import RunFiles
 from asyncrl_cli.cli.app import run as command
 from asyncrl_cli.loop.admission import Admission
 from asyncrl_cli.loop.groups import Groups
@@ -123,6 +126,41 @@ def test_only_a_deterministic_run_begins_a_lost_group_again_under_its_key(determ
     config["profile"]["run"]["deterministic"] = deterministic
     d.replaced(copy / "config.resolved.json", json.dumps(config).encode())
     assert verdicts(copy)["groups"] == verdict
+
+
+def test_the_samples_of_one_step_are_held_at_a_time(copy, monkeypatch):
+    read, held, most = RunFiles.groups, [], [0]
+
+    def watched(files):
+        for group in read(files):
+            held.append((group.step, weakref.ref(group.samples[0].tokens)))
+            held[:] = [(step, array) for step, array in held if array() is not None]
+            most.append(len({step for step, _ in held}))
+            yield group
+
+    monkeypatch.setattr(RunFiles, "groups", watched)
+    verdicts(copy)
+    assert 0 < max(most) <= 2  # the next one is read before the last one is left
+
+
+@pytest.mark.parametrize("check_all", [False, True])
+def test_logprobs_of_64_trajectories_or_of_all_are_checked_step_by_step(check_all, copy, monkeypatch):
+    for version in range(40):
+        (copy / "versions" / f"version-{version:06d}").mkdir(parents=True)
+    steps = []
+
+    def none_sampled(models, kept, runs, ends, tokens, places, rows, files):
+        steps.append(runs[-1][1])
+        return np.zeros(len(places))
+
+    monkeypatch.setattr("asyncrl_cli.audit.weights._logprobs", none_sampled)
+    claims, _ = audit_run(copy, check_all=check_all)
+    (claim,) = (one for one in claims if one.name == "logprobs")
+    total = sum(len(group.samples) for group in RunFiles(copy).groups())
+    assert claim.cases == (total if check_all else 64) < total + check_all
+    assert claim.verdict == "fails"
+    assert steps[0] == 0
+    assert steps[-1] == max(steps)
 
 
 def test_the_command_exits_with_1_if_a_claim_fails_and_the_report_shows_it(copy, capsys):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing_extensions import TypedDict  # pydantic reads typing's own from Pyth
 
 from asyncrl_cli.audit.accounts import account_claims
 from asyncrl_cli.audit.claims import Claim, Verdict
-from asyncrl_cli.audit.run_files import RunFiles
+from asyncrl_cli.audit.run_files import RunFiles, SampledGroup
 from asyncrl_cli.audit.samples import sample_claims
 from asyncrl_cli.audit.seals import seal_claims
 from asyncrl_cli.audit.weights import logprob_claims
@@ -63,11 +64,22 @@ def audit_run(
 
 def _claims(files: RunFiles, check_all: bool, progress: Callable[[str], None]) -> Iterator[Claim]:
     yield from _guarded(account_claims, files)
-    groups = list(files.groups())
+    num_trajectories = 0
+
+    def counted() -> Iterator[SampledGroup]:
+        nonlocal num_trajectories
+        for group in files.groups():
+            num_trajectories += len(group.samples)
+            yield group
+
+    groups = counted()
     yield from _guarded(sample_claims, files, groups)
+    deque(groups, maxlen=0)  # those that a damage has left unread
     progress("checking the seals")
     yield from _guarded(seal_claims, files)
-    yield from _guarded(partial(logprob_claims, check_all=check_all, progress=progress), files, groups)
+    yield from _guarded(
+        partial(logprob_claims, check_all=check_all, progress=progress), files, num_trajectories
+    )
 
 
 def _guarded(make: Callable[..., Iterator[Claim]], *given: Any) -> Iterator[Claim]:

@@ -120,7 +120,9 @@ class RunFiles:
                 elif text.is_file():
                     yield from _from_text(text)
             except Exception as error:  # a damaged file may raise anything in the libraries that read it
-                self.damaged.append(f"the samples of step {step} cannot be read: {error}")
+                what = f"the samples of step {step} cannot be read: {error}"
+                if what not in self.damaged:  # they are read twice
+                    self.damaged.append(what)
 
 
 def _lasts(event: Line, resumed: Line) -> bool:

@@ -3,42 +3,66 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby
 
 import numpy as np
 
 from asyncrl_cli.audit.claims import Claim
-from asyncrl_cli.audit.run_files import RunFiles, Sample, SampledGroup
+from asyncrl_cli.audit.run_files import Line, RunFiles, Sample, SampledGroup
 
 KEEPS = 'logging.samples = "all" keeps all trajectories'
 EPSILON = 1e-6
 """Added to standard deviations, as in docs/algorithms.md."""
 
 
-def sample_claims(files: RunFiles, groups: Sequence[SampledGroup]) -> Iterator[Claim]:
-    """`groups`: those whose samples were kept, in order."""
+def sample_claims(files: RunFiles, groups: Iterable[SampledGroup]) -> Iterator[Claim]:
+    """`groups`: those whose samples were kept, in order. Those of one step are held at a time."""
     trained = {event["group"]: event for event in files.named("trained")}
     arrays = Claim("samples", "each token has a version if it was sampled, and no logprob if it was not")
     events = Claim("samples' groups", "the samples are of the groups and tokens that the events say")
-    steps = defaultdict[int, list[SampledGroup]](list)
-    for group in groups:
-        _check_arrays(arrays, group)
-        event = trained.get(group.key)
-        where = f"step {group.step}: {group.key}"
-        events.check(event and event["step"] == group.step, f"{where} was not trained in this step")
-        versions = Counter[int]()
-        for sample in group.samples:
-            versions.update(sample.versions[sample.mask].tolist())
-        if event is not None and "versions" in event:
-            said = dict(map(tuple, event["versions"]))
-            is_whole = versions.total() == sum(said.values())
-            fits = versions == said if is_whole else all(said.get(v, 0) >= n for v, n in versions.items())
-            events.check(fits, f"{where} has tokens of versions {dict(versions)}, the event says {said}")
-            if is_whole:
-                steps[group.step].append(group)
-    if not groups:
+    advantages = Claim("advantages", "advantages follow from the rewards", limit=1e-5)
+    advantages.unchecked = _without_advantages(files)
+    what = "rewards, response lengths and histograms of the metrics are those of the samples"
+    metrics = Claim("sample metrics", what, limit=1e-6)
+    lines, left_out = defaultdict[int, list[Line]](list), 0
+    for line in files.metrics:
+        lines[line["step"]].append(line)
+    for step, of_step in groupby(groups, key=lambda group: group.step):
+        whole = list[SampledGroup]()
+        for group in of_step:
+            _check_arrays(arrays, group)
+            if _check_event(events, group, trained.get(group.key)):
+                whole.append(group)
+        if not advantages.unchecked:
+            left_out += _advantages(advantages, files, step, whole)
+        _metrics(metrics, files, lines[step], whole)
+    if not events.cases:
         arrays.unchecked = events.unchecked = f"no samples were kept: {KEEPS}"
-    yield from (arrays, events, _advantages(files, steps), _metrics(files, steps))
+    if left_out:
+        estimator = files.section("algorithm")["adv_estimator"]
+        advantages.unchecked = f"{left_out} groups: {estimator} needs all trajectories of an optimizer step"
+    elif not advantages.cases:
+        advantages.unchecked = advantages.unchecked or f"no group was kept whole: {KEEPS}"
+    if not metrics.cases:
+        metrics.unchecked = f"no step was kept whole: {KEEPS}"
+    yield from (arrays, events, advantages, metrics)
+
+
+def _check_event(claim: Claim, group: SampledGroup, event: Line | None) -> bool:
+    """Whether all trajectories of the group were kept. `event`: the one that says that it was trained."""
+    where = f"step {group.step}: {group.key}"
+    claim.check(event and event["step"] == group.step, f"{where} was not trained in this step")
+    if event is None or "versions" not in event:
+        return False
+    versions = Counter[int]()
+    for sample in group.samples:
+        versions.update(sample.versions[sample.mask].tolist())
+    expected = dict(map(tuple, event["versions"]))
+    is_whole = versions.total() == sum(expected.values())
+    fits = versions == expected if is_whole else all(expected.get(v, 0) >= n for v, n in versions.items())
+    claim.check(fits, f"{where} has tokens of versions {dict(versions)}, the event says {expected}")
+    return is_whole
 
 
 def _check_arrays(claim: Claim, group: SampledGroup) -> None:
@@ -69,38 +93,35 @@ def _check_arrays(claim: Claim, group: SampledGroup) -> None:
     claim.check(len(prompts) <= 1, f"step {group.step}: {group.key} has {len(prompts)} different prompts")
 
 
-def _advantages(files: RunFiles, steps: dict[int, list[SampledGroup]]) -> Claim:
-    claim = Claim("advantages", "advantages follow from the rewards", limit=1e-5)
+def _without_advantages(files: RunFiles) -> str:
+    """Why the samples do not have the advantages, if so."""
     algorithm, teacher = files.section("algorithm"), files.section("teacher")
     estimator = str(algorithm["adv_estimator"])
     if estimator not in ("grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "none"):
-        claim.unchecked = f"{estimator}: its advantages are per token, and samples do not have them"
-        return claim
+        return f"{estimator}: its advantages are per token, and samples do not have them"
     per_token = algorithm.get("distill_coef") and algorithm.get("distill_loss", "sampled") == "sampled"
     if algorithm.get("use_kl_in_reward") or (teacher.get("path") and per_token):
-        claim.unchecked = "the reference or the teacher adds to them for each token: samples do not have that"
-        return claim
-    over_step = estimator.startswith("reinforce_plus_plus")
+        return "the reference or the teacher adds to them for each token: samples do not have that"
+    return ""
+
+
+def _advantages(claim: Claim, files: RunFiles, step: int, groups: Sequence[SampledGroup]) -> int:
+    """How many of the step's groups were left out."""
+    algorithm = files.section("algorithm")
+    estimator = str(algorithm["adv_estimator"])
     batches = files.section("async_training")["require_batches"]
     size = batches * files.section("trainer")["ppo_mini_batch_size"]
-    left_out = 0
-    for step, groups in steps.items():
-        if over_step and (batches > 1 or len(groups) < size):
-            left_out += len(groups)
-            continue
-        rewards = [np.array([_shaped(files, one) for one in group.samples]) for group in groups]
-        for group, expected in zip(groups, _estimated(rewards, estimator, algorithm), strict=True):
-            for number, (one, advantage) in enumerate(zip(group.samples, expected.tolist(), strict=True)):
-                where = f"step {step}: {group.key}, trajectory {number}: its advantage"
-                if algorithm.get("mask_truncated") and one.finish_reason in ("length", "max_turns"):
-                    claim.check(one.advantage is None, f"{where}: it was cut off, but is trained")
-                else:
-                    claim.near(one.advantage, advantage, where)
-    if left_out:
-        claim.unchecked = f"{left_out} groups: {estimator} needs all trajectories of an optimizer step"
-    elif not claim.cases:
-        claim.unchecked = f"no group was kept whole: {KEEPS}"
-    return claim
+    if estimator.startswith("reinforce_plus_plus") and (batches > 1 or len(groups) < size):
+        return len(groups)
+    rewards = [np.array([_shaped(files, one) for one in group.samples]) for group in groups]
+    for group, expected in zip(groups, _estimated(rewards, estimator, algorithm), strict=True):
+        for number, (one, advantage) in enumerate(zip(group.samples, expected.tolist(), strict=True)):
+            where = f"step {step}: {group.key}, trajectory {number}: its advantage"
+            if algorithm.get("mask_truncated") and one.finish_reason in ("length", "max_turns"):
+                claim.check(one.advantage is None, f"{where}: it was cut off, but is trained")
+            else:
+                claim.near(one.advantage, advantage, where)
+    return 0
 
 
 def _shaped(files: RunFiles, one: Sample) -> float:
@@ -133,16 +154,12 @@ def _estimated(rewards: list[np.ndarray], estimator: str, algorithm: dict[str, o
     return [row / (std + EPSILON) for row in centred]
 
 
-def _metrics(files: RunFiles, steps: dict[int, list[SampledGroup]]) -> Claim:
-    what = "rewards, response lengths and histograms of the metrics are those of the samples"
-    claim = Claim("sample metrics", what, limit=1e-6)
+def _metrics(claim: Claim, files: RunFiles, lines: Sequence[Line], groups: Sequence[SampledGroup]) -> None:
+    """`lines`: those of the groups' step."""
     size = (
         files.section("async_training")["require_batches"] * files.section("trainer")["ppo_mini_batch_size"]
     )
-    for line in files.metrics:
-        groups = steps.get(line["step"], ())
-        if len(groups) < size:
-            continue
+    for line in lines if len(groups) >= size else ():
         every, where = [one for group in groups for one in group.samples], f"step {line['step']}: "
         claim.near(line.get("reward/mean"), sum(one.reward for one in every) / len(every), f"{where}reward")
         tokens = sum(one.num_sampled for one in every) / len(every)
@@ -155,6 +172,3 @@ def _metrics(files: RunFiles, steps: dict[int, list[SampledGroup]]) -> Claim:
         for name, counted in (("staleness/histogram", ages), ("staleness/span_histogram", spans)):
             own = np.bincount(counted).tolist()
             claim.check(line.get(name) == own, f"{where}{name}: {line.get(name)}, but {own} by the audit")
-    if not claim.cases:
-        claim.unchecked = f"no step was kept whole: {KEEPS}"
-    return claim

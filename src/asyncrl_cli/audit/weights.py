@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from asyncrl_cli.audit.claims import Claim
-from asyncrl_cli.audit.run_files import RunFiles, SampledGroup
+from asyncrl_cli.audit.run_files import RunFiles
 
 LIMITS = {"float32": 1e-3, "bfloat16": 0.1}
 """By model.dtype, of logprobs: two programs that compute the same round differently."""
@@ -26,28 +26,30 @@ MOST_TRAJECTORIES, MOST_MODELS = 64, 8
 
 
 def logprob_claims(
-    files: RunFiles, groups: Sequence[SampledGroup], *, check_all: bool, progress: Callable[[str], None]
+    files: RunFiles, total: int, *, check_all: bool, progress: Callable[[str], None]
 ) -> Iterator[Claim]:
-    """One claim."""
+    """One claim. `total`: how many trajectories were kept."""
     dtype, rollout = files.section("model")["dtype"], files.section("rollout")
     is_mean = dtype != "float32"
     what = f"logprobs are those of the stamped version{', on average over a trajectory' if is_mean else ''}"
     claim = Claim("logprobs", what, limit=LIMITS[dtype])
     directory = files.path / "versions"
     kept = {int(path.name.removeprefix("version-")): path for path in directory.glob("version-*")}
-    every = [(group, number) for group in groups for number in range(len(group.samples))]
-    if not every or not kept:
-        keys = ['logging.samples = "all"'] * (not every) + ['weights.keep_versions = "all"'] * (not kept)
+    if not total or not kept:
+        keys = ['logging.samples = "all"'] * (not total) + ['weights.keep_versions = "all"'] * (not kept)
         claim.unchecked = f"{' and '.join(keys)} would have kept what it takes"
         yield claim
         return
     truncates = rollout["top_p"] < 1 or rollout["top_k"] > 0 or (rollout.get("min_p") or 0) > 0
-    chosen = every if check_all else Random(0).sample(every, min(len(every), MOST_TRAJECTORIES))
-    chosen.sort(key=lambda one: (one[0].step, one[0].key, one[1]))  # few models at a time
+    chosen = range(total) if check_all else {*Random(0).sample(range(total), min(total, MOST_TRAJECTORIES))}
+    every = ((group, index) for group in files.groups() for index in range(len(group.samples)))
+    picked = (one for number, one in enumerate(every) if number in chosen)  # by step: few models at a time
     models, left_out = lru_cache(MOST_MODELS)(_opened), 0
-    for number, (group, index) in enumerate(chosen):
+    lacks_kept = False
+    for number, (group, index) in enumerate(picked):
         progress(f"logprobs of trajectory {number + 1} of {len(chosen)}")
         sample, begin, begin_kept = group.samples[index], 0, 0
+        lacks_kept |= sample.kept is None
         where, differences = f"step {group.step}: {group.key}, trajectory {index}", list[float]()
         if missing := set(sample.versions[sample.mask.astype(bool)].tolist()) - set(kept):
             left_out += 1
@@ -74,10 +76,10 @@ def logprob_claims(
             differences += np.nanmin([abs(way - found_N) for way in ways], axis=0).tolist()
         shown = float(np.mean(differences) if is_mean else np.max(differences))
         claim.near(shown, 0.0, where)
-    if truncates and any(sample.kept is None for group, _ in chosen for sample in group.samples):
+    if truncates and lacks_kept:
         claim.what += "; of the untruncated distribution, because the samples have no kept_tokens"
-    if not check_all and len(chosen) < len(every):
-        more = f"{len(chosen)} of {len(every)} trajectories: --all checks every one"
+    if not check_all and len(chosen) < total:
+        more = f"{len(chosen)} of {total} trajectories: --all checks every one"
         claim.unchecked = f"{more}; {claim.unchecked}" if claim.unchecked else more
     yield claim
 
