@@ -259,6 +259,6 @@ def test_a_replay_exits_as_its_last_eval_ends(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("asyncrl_cli.job.driver_run.Run.resume", lambda *args, **given: None)
     monkeypatch.setattr("asyncrl_cli.observe.recorded.Recorded.events", lambda *args: [])
     monkeypatch.setattr("asyncrl_cli.checkpoint.run_directory.check_free", lambda *args: None)
-    monkeypatch.setattr("asyncrl_cli.cli.proofs.run_to_its_end", stopped)
+    monkeypatch.setattr("asyncrl_cli.cli.evidence.run_to_its_end", stopped)
     assert command(["replay", "run", "--json"]) == 3
     assert json.loads(capsys.readouterr().out)["eval/reward_mean"] is None

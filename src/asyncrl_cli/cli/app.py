@@ -20,7 +20,7 @@ from typer.exceptions import TyperException
 from asyncrl_cli import __version__
 from asyncrl_cli.base.errors import AsyncrlError, ConfigError, Interrupted, PreflightError
 from asyncrl_cli.base.paths import MAX_NAME_BYTES, MAX_PATH_BYTES, is_path
-from asyncrl_cli.cli import bench, plan, proofs, records, runs, serve, shipped, submit, tune, watch
+from asyncrl_cli.cli import bench, evidence, plan, records, runs, serve, shipped, submit, tune, watch
 from asyncrl_cli.cli.console import (
     STDOUT,
     as_asyncrl_error,
@@ -76,8 +76,8 @@ for command, examples in (
     (records.samples, records.SAMPLES_EXAMPLES),
     (records.trace, records.TRACE_EXAMPLES),
     (records.export, records.EXPORT_EXAMPLES),
-    (proofs.audit, proofs.AUDIT_EXAMPLES),
-    (proofs.replay, proofs.REPLAY_EXAMPLES),
+    (evidence.audit, evidence.AUDIT_EXAMPLES),
+    (evidence.replay, evidence.REPLAY_EXAMPLES),
     (records.report, records.REPORT_EXAMPLES),
     (serve.serve, serve.EXAMPLES),
     (bench.bench, bench.EXAMPLES),

@@ -99,7 +99,7 @@ def tune(
         reference=reference, runs_dir=runs_dir, profile=profile, sets=given, gpus=gpus, bound=max_staleness
     )
     if what_if or scale is not None:
-        from asyncrl_cli.cli.what_if import answer
+        from asyncrl_cli.cli.tune_answers import answer
 
         answer(asked, scale, out, as_json=as_json)
         return

@@ -113,7 +113,7 @@ class Conversation:
         added = list(prompt[len(context.tokens) :])  # what the prompt adds to the tokens so far
         begin = len(context.tokens) + len(added)
         # the last token so far was no input before
-        told = range(max(len(context.tokens) - 1, 0), begin)
+        inputs = range(max(len(context.tokens) - 1, 0), begin)
         context.answers.append(range(begin, begin + len(completion.tokens)))
         context.tokens += added + completion.tokens
         context.logprobs += [0.0] * len(added) + completion.logprobs
@@ -123,9 +123,9 @@ class Conversation:
         self.num_turns += 1
         try:
             for name, values in completion.prompt_fields.items():
-                if told:
-                    values_T = self.schema[name].array_of(values[told.start : told.stop], len(told))
-                    context.written.append((name, told, values_T))
+                if inputs:
+                    values_T = self.schema[name].array_of(values[inputs.start : inputs.stop], len(inputs))
+                    context.written.append((name, inputs, values_T))
             self.write("engine", completion.fields, context)
         except ValueError as error:
             raise EpisodeFailed("engine", f"engine: {error}") from None
