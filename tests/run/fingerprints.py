@@ -26,10 +26,11 @@ DETERMINISTIC = (
     "task.rehearsal_items=0",
 )
 """Two workers, of which one may die, and rewards that change the weights in every step."""
-_TWO_RANKS = ("placement.trainer_workers=2",)
+RANKS = ("placement.trainer_workers=3",)
+"""As many as `colocate` makes of one trainer and two workers."""
 SETS_OF = {
     "colocate": (),
-    "on-policy-pipeline": _TWO_RANKS,
+    "on-policy-pipeline": RANKS,
     "one-step-off": (),
     "stale-samples": (),
     "partial-rollout": (),

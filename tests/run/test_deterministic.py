@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 
 from tests.run.commands import finish, lines, start
-from tests.run.fingerprints import DETERMINISTIC, busy_core, fingerprints, train
+from tests.run.fingerprints import DETERMINISTIC, RANKS, busy_core, fingerprints, train
 
 pytestmark = pytest.mark.slow
 
@@ -33,10 +33,9 @@ def test_the_on_policy_pipeline_is_the_synchronous_loop(tmp_path):
     """With as many trainer ranks: their sums are rounded in the order of ranks."""
     expected, _ = train(tmp_path, "colocate", "colocate", *SETS)
     assert list(expected) == [*range(STEPS + 1)]
-    ranks = "placement.trainer_workers=2"
-    assert train(tmp_path, "on-policy-pipeline", "pipeline", *SETS, ranks)[0] == expected
+    assert train(tmp_path, "on-policy-pipeline", "pipeline", *SETS, *RANKS)[0] == expected
     stream = "async_training.trigger_parameter_sync_step=1"
-    assert train(tmp_path, "stream-off-policy", "stream", *SETS, ranks, stream)[0] == expected
+    assert train(tmp_path, "stream-off-policy", "stream", *SETS, *RANKS, stream)[0] == expected
 
 
 def test_a_resumed_run_goes_on_as_the_uninterrupted_one(tmp_path):
