@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
+from asyncrl_cli.audit.run_files import Sample, SampledGroup
 from asyncrl_cli.audit.samples import _estimated
+from asyncrl_cli.audit.weights import logprob_claims
 from asyncrl_cli.profile.algorithm_section import AlgorithmSection
 from asyncrl_cli.train.step_plan import advantages_of
 
@@ -22,3 +26,25 @@ def test_the_audit_and_the_trainer_agree_on_advantages(estimator, normalizes):
     expected = advantages_of([row.tolist() for row in groups], algorithm)
     for own, row in zip(_estimated(groups, estimator, algorithm.model_dump()), expected, strict=True):
         np.testing.assert_allclose(own, row, atol=1e-12)
+
+
+def test_logprobs_among_kept_tokens_are_not_checked_without_these(tmp_path):
+    (tmp_path / "versions" / "version-0").mkdir(parents=True)
+    sections = {"model": {"dtype": "float32"}, "rollout": {"top_p": 0.9, "top_k": 0, "sampling_mask": True}}
+    sample = Sample(
+        reward=0.0,
+        finish_reason="stop",
+        advantage=0.0,
+        segment_lengths=[2],
+        tokens=np.array([1, 2]),
+        logprobs=np.array([0.0, -1.0], np.float32),
+        versions=np.array([-1, 0]),
+        mask=np.array([False, True]),
+        kept=None,
+    )
+    files = SimpleNamespace(
+        section=sections.get, path=tmp_path, groups=lambda: [SampledGroup("a@0.0", 1, 0, [sample])]
+    )
+    (claim,) = logprob_claims(files, 1, check_all=True, progress=str)
+    assert claim.verdict == "not checked"
+    assert claim.unchecked.startswith("1 trajectories: their sampling masks")

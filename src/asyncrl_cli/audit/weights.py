@@ -41,6 +41,7 @@ def logprob_claims(
         yield claim
         return
     truncates = rollout["top_p"] < 1 or rollout["top_k"] > 0 or (rollout.get("min_p") or 0) > 0
+    has_masks = truncates and rollout.get("sampling_mask", False)
     chosen = range(total) if check_all else {*Random(0).sample(range(total), min(total, MOST_TRAJECTORIES))}
     every = ((group, index) for group in files.groups() for index in range(len(group.samples)))
     picked = (one for number, one in enumerate(every) if number in chosen)  # by step: few models at a time
@@ -54,6 +55,11 @@ def logprob_claims(
         if missing := set(sample.versions[sample.mask.astype(bool)].tolist()) - set(kept):
             left_out += 1
             claim.unchecked = f"{left_out} trajectories: version {min(missing)}, for example, was not kept"
+            continue
+        if has_masks and sample.kept is None:
+            left_out += 1
+            why = 'their sampling masks are not in the text: logging.samples = "all" keeps them'
+            claim.unchecked = f"{left_out} trajectories: {why}"
             continue
         for length in sample.segment_lengths:
             part = slice(begin, begin + length)
@@ -76,7 +82,7 @@ def logprob_claims(
             differences += np.nanmin([abs(way - found_N) for way in ways], axis=0).tolist()
         shown = float(np.mean(differences) if is_mean else np.max(differences))
         claim.near(shown, 0.0, where)
-    if truncates and lacks_kept:
+    if truncates and lacks_kept and not has_masks:
         claim.what += "; of the untruncated distribution, because the samples have no kept_tokens"
     if not check_all and len(chosen) < total:
         more = f"{len(chosen)} of {total} trajectories: --all checks every one"

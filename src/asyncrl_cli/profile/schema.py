@@ -445,7 +445,7 @@ class LoggingSection(Section):
     it."""
     samples: Literal["some", "all"] = "some"
     """`all`: keep all trained trajectories as arrays, too, for `asyncrl replay` and `asyncrl audit`: about 15
-    bytes per token, without a limit."""
+    bytes per token, more with sampling masks and `trainer.router_replay`, without a limit."""
     trace_sequences: bool = False
     """Record which sequence was in which slot when, for `asyncrl trace`: about 50 bytes each in
     timeline.jsonl, at most 256 MB."""

@@ -108,7 +108,8 @@ def conflicts(profile: Profile) -> Iterator[ConfigError]:
     if rollout.trains_kept_tokens and not 1 <= rollout.top_k <= MOST_TOP_K:
         why = f'rollout.engine = "vllm" lists only the most likely tokens, with a top_k of 1 to {MOST_TOP_K}'
         why = f"{why}, and training needs all that top_p, top_k and min_p have kept (rollout.sampling_mask)"
-        hint = f"--set rollout.top_k={MOST_TOP_K}, or sampling_mask=false, or engine=transformers"
+        others = "rollout.sampling_mask=false, or rollout.engine=transformers"
+        hint = f"--set rollout.top_k={MOST_TOP_K}, or {others}"
         yield ConfigError(f"rollout.top_k = {rollout.top_k}: {why}", hint=hint)
     # vLLM gives logprobs from before temperature and truncation, or from after both. Without masks, training
     # needs scaled, untruncated ones.
