@@ -393,3 +393,12 @@ def test_the_hub_is_asked_for_a_hub_name_only_and_only_if_wanted(seven_billion, 
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     assert run(["plan", "--set", name, "--ask-hub"]) == 3
     assert "the hub cannot be reached" in capsys.readouterr().err
+
+
+def test_a_plan_for_machines_elsewhere_writes_nothing_to_the_store(qwen_7b, tmp_path, capsys):
+    (tmp_path / "file").touch()
+    url = ["--set", "weights.transport=directory", "--set", f"weights.url=file://{tmp_path}/file"]
+    assert run([*qwen_7b, "--gpus", "8", "--gpu-memory", "80", *url]) == 0
+    assert "was not tried: the job runs elsewhere" in " ".join(capsys.readouterr().err.split())
+    assert run([*qwen_7b, *url]) == 3
+    assert "cannot be written" in " ".join(capsys.readouterr().err.split())

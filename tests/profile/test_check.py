@@ -342,7 +342,9 @@ def test_a_file_with_a_value_in_quotes_that_is_no_toml_is_refused_by_its_type(tm
         load(str(tmp_path / "mine.toml"), environ={})
 
 
-@pytest.mark.parametrize("url", ["sftp://me:hunter2@host/path", "https://host/path?signature=hunter2"])
+@pytest.mark.parametrize(
+    "url", ["sftp://me:hunter2@host/path", "https://host/path?signature=hunter2", "https://hunter2@host/path"]
+)
 @pytest.mark.parametrize("transport", ["directory", "object-store"])
 def test_a_url_with_credentials_is_refused_and_never_shown(url, transport):
     sets = [f"weights.transport={transport}", f"weights.url={url}"]

@@ -64,8 +64,9 @@ def print_plan(
     """
     check_loss(loaded.profile.algorithm.loss_mode)
     check_fields(loaded.profile)
-    check_url(loaded.profile.weights)
     is_here = gpus is None and address is None
+    if is_here:
+        check_url(loaded.profile.weights)
     if address is not None:
         there = _Cluster.at(address)
     else:
@@ -75,6 +76,8 @@ def print_plan(
     schedule, job = Schedule.of(profile), compile_job(profile, there.all)
     shows_nodes = address is not None or nodes > 1
     warnings = [*job.warnings]
+    if profile.weights.url is not None and not is_here:
+        warnings.append(f"weights.url = {profile.weights.url} was not tried: the job runs elsewhere")
     if (missing := engine_refusal(profile, job.device)) is not None and is_here:
         warnings.append(_refused_here(missing))
     if job.device == "cpu":

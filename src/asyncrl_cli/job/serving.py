@@ -4,7 +4,7 @@ For trainers and agents of others.
     POST /v1/chat/completions ─> Gateway ─> Engine <─ Loader <─ /async_rl/..., /weights/load
 
 The port is taken before the model is loaded. SIGINT and SIGTERM end the server: requests get an error, the
-engine's processes end. A second one ends it at once.
+engine's processes end; if the model is still being loaded, once it is. A second one ends it at once.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from asyncrl_cli.job.rollout_weights import Loader
 from asyncrl_cli.measure.meters import RolloutMeter
 from asyncrl_cli.profile.schema import ProcessPlace, Profile
 
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
 LEAST_KEY = 16
 """Shortest key that a file may hold."""
 WIDEST = 4
@@ -63,8 +64,12 @@ def key_in(path: Path) -> str:
 
 
 def write_key(path: Path, key: str) -> None:
-    with open(path, "x", encoding="ascii", opener=partial(os.open, mode=0o600)) as file:
-        file.write(f"{key}\n")
+    try:
+        with open(path, "x", encoding="ascii", opener=partial(os.open, mode=0o600)) as file:
+            file.write(f"{key}\n")
+    except OSError as error:
+        hint = "name another --token-file"
+        raise RefusedError(f"{path} cannot be written: {error.strerror}", hint=hint) from None
 
 
 async def serve_until_stopped(
@@ -77,18 +82,22 @@ async def serve_until_stopped(
     """Serve until SIGINT or SIGTERM. Raises as `make_engine` and the engine's start do."""
     stop, loop = asyncio.Event(), asyncio.get_running_loop()
 
-    def end(number: int) -> None:
+    def end() -> None:
+        say("ending; a second signal ends at once")
         stop.set()
-        loop.remove_signal_handler(number)
+        for number in SIGNALS:
+            loop.remove_signal_handler(number)
 
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, end, number)
+    for number in SIGNALS:
+        loop.add_signal_handler(number, end)
     slots, timeout_s = profile.rollout.slots, profile.weights.timeout_s
     with no_collection_while_starting():
         # its clock stands still: nobody takes its reports, in which states would pile up
         meter = RolloutMeter("server", slots, lambda: 0.0, lambda: None)
         engine = make_engine(profile, place, meter.running)
-        limits, sampling = Limits.of(profile), Sampling.of(profile.rollout, profile.rollout.temperature)
+        # as in an eval, nothing is trained here that needs the kept tokens
+        sampling = Sampling.of(profile.rollout, profile.rollout.temperature, is_eval=True)
+        limits = Limits.of(profile)
         trusted, max_tokens = profile.model.trust_remote_code, limits.max_context_tokens
         chat = load_chat(place.model_dir, trust_remote_code=trusted, max_tokens=max_tokens)
         loader = Loader(engine, profile.weights, meter, place.version, Slots(slots, hold=True))
@@ -96,15 +105,17 @@ async def serve_until_stopped(
         gateway = Gateway(engine, chat, sampling, limits, key=key, follows_requests=True)
         files = Path(place.model_dir).glob("*.safetensors")
         updates = Updates(loader, WIDEST * sum(path.stat().st_size for path in files), timeout_s)
+        if not key:  # before the model is loaded, which may take minutes
+            write_key(token_file, gateway.admin_key)
         try:
             await engine.start()
-            routes = [*admin_routes(gateway, loader), *async_rl_routes(gateway, loader, updates)]
-            await gateway.start([*routes, *metrics_route(gateway, engine)], listening)
-            if not key:
-                write_key(token_file, gateway.admin_key)
+            if stop.is_set():
+                return
+            admin = admin_routes(gateway, loader, updates.one_at_a_time)
+            routes = [*admin, *async_rl_routes(gateway, loader, updates), *metrics_route(gateway, engine)]
+            await gateway.start(routes, listening)
             say(f"serving {place.model_dir} at {gateway.url}; the key is in {token_file}")
             await stop.wait()
-            say("ending")
         finally:
             await gateway.close()
             await engine.close()

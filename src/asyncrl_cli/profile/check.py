@@ -166,8 +166,10 @@ def _rewards(task: TaskSection) -> Iterator[ConfigError]:
 
 
 def holds_credentials(url: str) -> bool:
-    """Whether the URL names a password, or a query, which may be signed."""
-    return "?" in url or ":" in url.partition("://")[2].rpartition("@")[0]
+    """Whether the URL names a password, a user of HTTP (mostly a token), or a query, which may be signed."""
+    protocol, _, rest = url.partition("://")
+    is_token = protocol in ("http", "https") and "@" in rest.partition("/")[0]
+    return is_token or "?" in url or ":" in rest.rpartition("@")[0]
 
 
 def _url(url: str | None) -> Iterator[ConfigError]:

@@ -56,14 +56,16 @@ class WeightGroup:
 
     def receive(self, specs: Sequence[Spec]) -> list[Bucket]:
         """The tensors that rank 0 broadcasts, in this order. Raises AsyncrlError if one does not come."""
-        packing = Packing(plan_layout(specs, BUCKET_BYTES))
-        for spec in specs:
-            tensor = torch.empty(spec.shape, dtype=torch_dtype(spec.dtype), device=self._device)
-            try:
+        name = specs[0].name
+        try:
+            packing = Packing(plan_layout(specs, BUCKET_BYTES))
+            for spec in specs:
+                name = spec.name
+                tensor = torch.empty(spec.shape, dtype=torch_dtype(spec.dtype), device=self._device)
                 self._group.broadcast(tensor, 0).wait()
-            except RuntimeError as error:
-                raise AsyncrlError(f"{spec.name} did not arrive from rank 0: {first_line(error)}") from error
-            packing.put(spec.name, tensor)
+                packing.put(name, tensor)
+        except (RuntimeError, MemoryError) as error:  # also if there is no room
+            raise AsyncrlError(f"{name} did not arrive from rank 0: {first_line(error)}") from error
         return packing.seal()
 
     def close(self) -> None:

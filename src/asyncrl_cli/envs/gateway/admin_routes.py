@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Literal, Protocol
 
 from aiohttp import web
 from pydantic import BaseModel
@@ -29,6 +29,9 @@ from asyncrl_cli.profile.schema import Interrupt
 from asyncrl_cli.weights.buckets import DamagedWeights
 from asyncrl_cli.weights.receivers import read_version
 from asyncrl_cli.weights.versions import Manifest
+
+InPlace = Literal["drain", "keep-kv", "recompute-kv"]
+"""What may happen to responses that no run counts: nothing would begin them again."""
 
 
 class Loads(Protocol):
@@ -45,11 +48,14 @@ class Loads(Protocol):
 
 class LoadPost(BaseModel):
     path: Path
-    interrupt: Interrupt = "keep-kv"
+    interrupt: InPlace = "keep-kv"
 
 
-def admin_routes(gateway: Gateway, loads: Loads) -> web.RouteTableDef:
-    routes = web.RouteTableDef()
+def admin_routes(
+    gateway: Gateway, loads: Loads, one_at_a_time: asyncio.Lock | None = None
+) -> web.RouteTableDef:
+    """`one_at_a_time`: held during a load."""
+    routes, lock = web.RouteTableDef(), one_at_a_time or asyncio.Lock()
 
     @routes.get("/version")
     @routes.get("/weights")
@@ -61,7 +67,8 @@ def admin_routes(gateway: Gateway, loads: Loads) -> web.RouteTableDef:
     async def load(request: web.Request) -> web.Response:
         gateway.check_admin(request)
         # A load that has begun is finished even if the client disconnects.
-        await asyncio.shield(asyncio.create_task(_load(loads, await body_of(request, LoadPost)), name="load"))
+        asked = await body_of(request, LoadPost)
+        await asyncio.shield(asyncio.create_task(_load(loads, asked, lock), name="load"))
         return web.json_response(described(loads))
 
     @routes.post("/pause")
@@ -91,11 +98,12 @@ def described(loads: Loads) -> dict[str, object]:
     return {"version": loads.held, "fingerprint": loads.fingerprint or None, "last_load": report}
 
 
-async def _load(loads: Loads, asked: LoadPost) -> None:
+async def _load(loads: Loads, asked: LoadPost, lock: asyncio.Lock) -> None:
     try:
-        manifest, refs = await asyncio.to_thread(read_version, asked.path)
-        await loads.prefetch(manifest, refs)
-        await loads.load(manifest.version, asked.interrupt)
+        async with lock:
+            manifest, refs = await asyncio.to_thread(read_version, asked.path)
+            await loads.prefetch(manifest, refs)
+            await loads.load(manifest.version, asked.interrupt)
     except (RefusedError, DamagedWeights, ValueError) as error:
         raise Refused(400, str(error), "weights_refused") from None
     except ExecutorFailed as error:

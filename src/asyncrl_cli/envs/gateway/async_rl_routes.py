@@ -19,21 +19,24 @@ finished even if the client disconnects.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable
-from typing import Annotated, Literal
+from collections.abc import Awaitable, Callable
+from concurrent.futures import Future
+from functools import partial
+from threading import Thread
+from typing import Annotated, Literal, TypeVar
 
 from aiohttp import web
 from pydantic import BaseModel, Field
 
 from asyncrl_cli.base.errors import AsyncrlError, ExecutorFailed
-from asyncrl_cli.envs.gateway.admin_routes import Loads, described
+from asyncrl_cli.envs.gateway.admin_routes import InPlace, Loads, described
 from asyncrl_cli.envs.gateway.openai_api import Body, Refused
 from asyncrl_cli.envs.gateway.server import Gateway, body_of
-from asyncrl_cli.profile.schema import Interrupt
 from asyncrl_cli.weights.buckets import Bucket, Spec
 from asyncrl_cli.weights.group import WeightGroup, specs_of
 from asyncrl_cli.weights.receivers import manifest_of, read_weights
 
+T = TypeVar("T")
 MOST_GROUPS = 8
 MOST_TENSORS = 200_000
 Name = Annotated[str, Field(max_length=256)]
@@ -43,7 +46,7 @@ Version = Annotated[int, Field(ge=0, le=2**53)] | None
 class PathPost(BaseModel):
     model_path: Annotated[str, Field(min_length=1, max_length=4096)]
     version: Version = None
-    interrupt: Interrupt = "keep-kv"
+    interrupt: InPlace = "keep-kv"
 
 
 class GroupPost(BaseModel):
@@ -70,7 +73,22 @@ class MetaPost(BaseModel):
 class UpdatePost(BaseModel):
     group_name: Name = ""
     version: Version = None
-    interrupt: Interrupt = "keep-kv"
+    interrupt: InPlace = "keep-kv"
+
+
+def in_daemon(call: Callable[[], T]) -> asyncio.Future[T]:
+    """As `asyncio.to_thread`, but the process ends without waiting for the thread."""
+    answer = Future[T]()
+    answer.set_running_or_notify_cancel()
+
+    def run() -> None:
+        try:
+            answer.set_result(call())
+        except BaseException as error:
+            answer.set_exception(error)
+
+    Thread(target=run, name="receive", daemon=True).start()
+    return asyncio.wrap_future(answer)
 
 
 class Updates:
@@ -82,18 +100,18 @@ class Updates:
         self._timeout_s = timeout_s
         self._groups: dict[str, WeightGroup] = {}
         self._specs: dict[str, list[Spec]] = {}
-        self._one_at_a_time = asyncio.Lock()
+        self.one_at_a_time = asyncio.Lock()
 
     async def join(self, asked: GroupPost) -> None:
         name = asked.group_name
         if asked.rank_offset >= asked.world_size:
             raise Refused(400, f"rank_offset {asked.rank_offset} is no rank of {asked.world_size}")
-        async with self._one_at_a_time:
+        async with self.one_at_a_time:
             if (old := self._groups.pop(name, None)) is not None:
                 old.close()
             if len(self._groups) >= MOST_GROUPS:
                 raise Refused(400, f"there are {MOST_GROUPS} groups already")
-            self._groups[name] = await asyncio.to_thread(
+            join = partial(
                 WeightGroup.join,
                 name=name,
                 host=asked.master_address,
@@ -103,6 +121,7 @@ class Updates:
                 backend=asked.backend,
                 timeout_s=self._timeout_s,
             )
+            self._groups[name] = await in_daemon(join)
 
     async def announce(self, asked: MetaPost) -> None:
         lists = asked.names, asked.dtypes, asked.shapes
@@ -111,7 +130,7 @@ class Updates:
             del self._specs[next(iter(self._specs))]
 
     async def from_path(self, asked: PathPost) -> None:
-        async with self._one_at_a_time:
+        async with self.one_at_a_time:
             manifest, buckets = await asyncio.to_thread(
                 read_weights, asked.model_path, asked.version, self._loads.held + 1
             )
@@ -120,13 +139,13 @@ class Updates:
 
     async def from_group(self, asked: UpdatePost) -> None:
         name = asked.group_name
-        async with self._one_at_a_time:
+        async with self.one_at_a_time:
             group, specs = self._groups.get(name), self._specs.get(name)
             if group is None or specs is None:
                 missing = "init_group" if group is None else "set_weight_meta"
                 raise Refused(409, f'group "{name}": {missing} comes first')
             try:
-                buckets: list[Bucket] = await asyncio.to_thread(group.receive, specs)
+                buckets: list[Bucket] = await in_daemon(partial(group.receive, specs))
             except AsyncrlError:
                 self._groups.pop(name).close()  # its ranks no longer agree on what comes next
                 raise
