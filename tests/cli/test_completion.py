@@ -26,7 +26,7 @@ CASES = {
     "asyncrl plan --set rollout.sl": "rollout.slots=",
     "asyncrl plan --set async_training.on_stale=d": "async_training.on_stale=drop",
     "asyncrl init jso": "jsonl",
-    "asyncrl bench --simulate verl-7b-m": "verl-7b-math-128",
+    "asyncrl bench --simulate verl-7b-math-": "verl-7b-math-128",
     "asyncrl profiles keys on_stale": "",
 }
 BY_BASH = ("asyncrl train --profile part", "asyncrl plan --set async_training.on_stale=d")

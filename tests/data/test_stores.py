@@ -26,6 +26,7 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError, ObjectLostErro
 
 from asyncrl_cli.base.errors import ExecutorFailed, ExecutorLost, PreflightError, SessionLost
 from asyncrl_cli.data import ray_store, transferqueue_client, transferqueue_store
+from asyncrl_cli.data.ragged import Ragged
 from asyncrl_cli.data.ray_store import SPLIT_BYTES, RayStore
 from asyncrl_cli.data.sample_fields import FIELDS, Field, Schema
 from asyncrl_cli.data.store import LocalStore, Store, Stored
@@ -167,9 +168,8 @@ def test_pinned_data_outlives_its_clear(store: Store) -> None:
 def test_traffic_counts_bytes_of_arrays(store: Store) -> None:
     put(store, "a@0.0/0", 3)
     trajectories, _ = drawn(random.Random(3))
-    num_bytes = sum(
-        array.nbytes for one in trajectories for array in (*one.per_token.values(), *one.per_sampled.values())
-    )
+    arrays = [array for one in trajectories for array in (*one.per_token.values(), *one.per_sampled.values())]
+    num_bytes = sum((one.encoded() if isinstance(one, Ragged) else one).nbytes for one in arrays)
     sums = store.traffic.sums
     # a field that only some trajectories have is filled in the others
     assert num_bytes <= sums["data_bytes_put"] == store.stats()["bytes"]
