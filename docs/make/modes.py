@@ -16,17 +16,10 @@ from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 
+from asyncrl_cli.cli.tune_answers import MODES
 from asyncrl_cli.observe.recorded import Recorded, add_span
 
 DOCS = Path(__file__).resolve().parents[1]
-MODES = (
-    "colocate",
-    "on-policy-pipeline",
-    "stream-off-policy",
-    "one-step-off",
-    "stale-samples",
-    "partial-rollout",
-)
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7")
 """Of versions, in turn. Okabe and Ito's, which people with any colour vision tell apart."""
 TRAINER, GREY, IDLE = "#6b7480", "#808080", "rgba(128,128,128,0.14)"

@@ -105,7 +105,6 @@ class Checkpointer:
         run = self._run
         if not run.settings.profile.run.deterministic:
             return
-
         await run.changes.until(
             lambda: run.admission.fleet.are_current(run.version) or run.failure.stopping,
             "trainer (checkpoint)",
