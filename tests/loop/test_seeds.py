@@ -84,7 +84,7 @@ def test_every_mode_fault_stop_and_resume_really_happens_in_some_seed():
     assert {entry.profile.async_training.on_stale for entry in settings} == policies
     assert {entry.profile.algorithm.filter_groups for entry in settings} == {False, True}
     assert {entry.profile.weights.mode for entry in settings} == {"async", "sync"}
-    assert {entry.interrupt for entry in settings} == {"drain", "keep-kv", "recompute-kv"}
+    assert {entry.interrupt for entry in settings} == {"drain", "keep-kv", "recompute-kv", "restart"}
     assert {scenario.num_workers for scenario in trained} == {1, 2, 3, 4}
     assert {entry.profile.rollout.placement for entry in settings} == {"response", "group"}
     assert any(scenario.slots < scenario.settings.profile.rollout.n for scenario in trained)

@@ -148,7 +148,13 @@ class Selection:
     all. Members come in clusters, whose sums over clusters and products of two sums are kept."""
 
     sums: tuple[float, ...]
+    """Empty if there were no clusters."""
     products: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        fits = not self.sums or (len(self.sums) == 5 and self.sums[0] <= self.sums[2])
+        if len(self.products) != 25 or not fits:
+            raise ValueError("these are not the sums over clusters")
 
     @classmethod
     def of(cls, clusters: Sequence[Cluster]) -> Self:
