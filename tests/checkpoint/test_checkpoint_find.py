@@ -154,20 +154,20 @@ def test_a_foreign_directory_and_a_run_without_checkpoints_are_refused(run_dir, 
         resolve("young", tmp_path)
 
 
-def test_a_run_is_also_found_by_the_beginning_of_its_name_and_the_newest_as_last(run_dir):
+def test_the_newest_run_is_found_as_last_and_none_by_the_beginning_of_its_name(run_dir):
     runs_dir = run_dir.parent
     (runs_dir / "owl").mkdir()
     (runs_dir / "owl" / "profile.toml").write_text("")
     os.utime(run_dir, (1, 1))
-    assert find_run("ot", runs_dir) == run_dir
     assert find_run("last", runs_dir) == runs_dir / "owl"
-    assert resolve("ot", runs_dir) == run_dir / "checkpoints" / "step-000040"
-    assert resolve("ot/step-20", runs_dir) == run_dir / "checkpoints" / "step-000020"
-    with pytest.raises(ConfigError, match="'o' is the beginning of 2 names of runs") as several:
-        find_run("o", runs_dir)
-    assert several.value.hint == "owl, otter"
-    with pytest.raises(ConfigError, match="no run 'wl'"):
-        find_run("wl", runs_dir)
-    (runs_dir / "ow").mkdir()  # a name that is whole is no beginning
-    (runs_dir / "ow" / "profile.toml").write_text("")
-    assert find_run("ow", runs_dir) == runs_dir / "ow"
+    os.utime(runs_dir / "owl", (0, 0))
+    assert resolve("last", runs_dir) == run_dir / "checkpoints" / "step-000040"
+    assert resolve("last/step-20", runs_dir) == run_dir / "checkpoints" / "step-000020"
+    for find, name in (
+        (find_run, "ott"),
+        (resolve, "ott"),
+        (resolve, "ott/step-20"),
+    ):
+        with pytest.raises(ConfigError, match="no run ") as refused:
+            find(name, runs_dir)
+        assert refused.value.hint == "did you mean otter"

@@ -46,16 +46,9 @@ are suspended then."""
 
 
 def whole_name(name: str, runs_dir: Path) -> str:
-    """The name of a run that `name` stands for: the newest run for `last`, the only run whose name begins so,
-    or `name` itself. Raises ConfigError if several names begin so."""
-    if not name or "/" in name or os.path.isdir(runs_dir / name) or os.path.isdir(name):
-        return name
-    names = run_names(runs_dir)
-    found = names[:1] if name == LAST else [run for run in names if run.startswith(name)]
-    if len(found) > 1:
-        why = f"'{name}' is the beginning of {len(found)} names of runs in {runs_dir}"
-        raise ConfigError(why, hint=first_names(found))
-    return found[0] if found else name
+    """The name of the newest run for `last`, or else `name` itself."""
+    is_taken = name != LAST or os.path.isdir(runs_dir / name) or os.path.isdir(name)
+    return name if is_taken else next(iter(run_names(runs_dir)), name)
 
 
 def find_run(argument: str, runs_dir: Path) -> Path:
@@ -67,7 +60,9 @@ def find_run(argument: str, runs_dir: Path) -> Path:
     run_dir = runs_dir / argument
     outputs = (detached_output(run_dir), failed_start(run_dir)) if run_dir.name else ()
     hints = (f"if it failed to start, {path} says why" for path in outputs if os.path.exists(path))
-    raise ConfigError(f"no run '{argument}' in {runs_dir}", hint=next(hints, "") or known_runs(runs_dir))
+    raise ConfigError(
+        f"no run '{argument}' in {runs_dir}", hint=next(hints, "") or known_runs(runs_dir, argument)
+    )
 
 
 def detached_output(run_dir: Path) -> Path:
@@ -90,11 +85,13 @@ def run_names(runs_dir: Path) -> list[str]:
     return [name for _, name in sorted(runs, reverse=True)]
 
 
-def known_runs(runs_dir: Path) -> str:
-    """Text for a hint: the names of the runs in `runs_dir`."""
+def known_runs(runs_dir: Path, missing: str = "") -> str:
+    """Text for a hint: the runs in `runs_dir`, or those whose names `missing` is the beginning of."""
     names = run_names(runs_dir)
     if not names:
         return f"there are no runs in {runs_dir}; --runs-dir names another place"
+    if similar := [name for name in names if missing and name.startswith(missing)]:
+        return f"did you mean {first_names(similar)}"
     return f"known runs: {', '.join(names[:8])}" + (", ..." if len(names) > 8 else "")
 
 
@@ -209,7 +206,7 @@ def find_run_or_checkpoint(argument: str, runs_dir: Path) -> Path:
     if os.path.isdir(argument):
         why = f"{argument} is neither a run nor a checkpoint: it holds no checkpoints/ and no manifest.json"
         raise RefusedError(why, hint=known_runs(runs_dir))
-    hint = known_runs(runs_dir)
+    hint = known_runs(runs_dir, argument if step is None else run)
     if step is not None and run and has_checkpoints(runs_dir / run):
         known = [path.name for path in checkpoints_in(runs_dir / run / "checkpoints")]
         hint = f"checkpoints of {run}: {first_names(known)}"

@@ -117,7 +117,7 @@ NameOption = Annotated[
     str | None, text_option("--name", "N", "Name of the run. Default: from profile and time.")
 ]
 RunArgument = Annotated[
-    str, run_argument("RUN", "A run's name, its beginning, [bold]last[/] (the newest run), or a directory.")
+    str, run_argument("RUN", "A run's name, [bold]last[/] (the newest run), or a directory.")
 ]
 RunsDirOption = Annotated[Path, text_option("--runs-dir", "DIR", "Directory that holds all runs.")]
 UiOption = Annotated[
