@@ -103,7 +103,7 @@ def newer(content: list[Line]) -> None:
 
 def loaded_late(content: list[Line]) -> None:
     first = next(line for line in content if line["event"] == "loaded")
-    first["time_s"] = content[-1]["time_s"]
+    first["began_s"] = content[-1]["time_s"]
 
 
 def skips_a_version(content: list[Line]) -> list[Line]:

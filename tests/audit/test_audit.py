@@ -149,9 +149,9 @@ def test_logprobs_of_64_trajectories_or_of_all_are_checked_step_by_step(check_al
         (copy / "versions" / f"version-{version:06d}").mkdir(parents=True)
     steps = []
 
-    def none_sampled(models, kept, runs, ends, tokens, places, rows, files):
+    def none_sampled(opened, runs, segment, temperature):
         steps.append(runs[-1][1])
-        return np.zeros(len(places))
+        return np.zeros(len(segment.places_N))
 
     monkeypatch.setattr("asyncrl_cli.audit.weights._logprobs", none_sampled)
     claims, _ = audit_run(copy, check_all=check_all)
@@ -159,7 +159,7 @@ def test_logprobs_of_64_trajectories_or_of_all_are_checked_step_by_step(check_al
     total = sum(len(group.samples) for group in RunFiles(copy).groups())
     assert claim.cases == (total if check_all else 64) < total + check_all
     assert claim.verdict == "fails"
-    assert steps[0] == 0
+    assert steps[0].name == "version-000000"
     assert steps[-1] == max(steps)
 
 

@@ -8,7 +8,7 @@ from decimal import Decimal
 
 import pytest
 
-from asyncrl_cli.base.errors import ConfigError
+from asyncrl_cli.base.errors import ConfigError, StallError
 from asyncrl_cli.contracts.prompt_group import GroupResult, PartialResponse, VersionPlan
 from asyncrl_cli.loop.ledger import Attempt
 from asyncrl_cli.loop.logical_order import LogicalAdmission, LogicalSync
@@ -17,6 +17,7 @@ from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.simulate.simulated_worker import SimulatedWorker
 from tests.loop.proof.drawing import MODES
 from tests.loop.proof.logical import LogicalError, check_versions, draw_logical, pair, run_logical
+from tests.loop.worlds import run_world, settings
 from tests.marks import one_in
 
 NUM_SEEDS = 40
@@ -57,7 +58,7 @@ MUTANTS = {
         "to_judge",
         lambda self: next((one for one in without_order(self) if one.position >= self.judged), None),
     ),
-    "loaded too early": (LogicalAdmission, "may_load", lambda self, worker: True),
+    "loaded too early": (LogicalAdmission, "load_blockers", lambda self, worker: []),
     "newest version first": (
         LogicalSync,
         "wanted",
@@ -87,6 +88,29 @@ def test_a_worker_that_samples_on_after_a_load_is_noticed(monkeypatch):
 def fields_of(request):
     names = ("key", "item", "indices", "seed", "partial", "partial_tokens")
     return {name: getattr(request, name) for name in names}
+
+
+def stalled(monkeypatch, owner, name, planted):
+    """The error of a run in which a rule never lets the run go on after version 1."""
+    right = getattr(owner, name)
+    after_1 = lambda self, *args: None if planted(self, *args) else right(self, *args)  # noqa: E731
+    monkeypatch.setattr(owner, name, after_1)
+    ran = run_world(settings("one-step-off", deterministic=True, checkpoint_every_steps=2))
+    assert isinstance(ran.error, StallError)
+    assert ran.elapsed_s < 400
+    return str(ran.error)
+
+
+def test_a_checkpoint_that_waits_for_loads_which_never_come_ends_the_run_and_names_them(monkeypatch):
+    error = stalled(monkeypatch, LogicalSync, "wanted", lambda self, worker: worker.version == 1)
+    assert "trainer waits for every response to need version 2: rollout-0 is about to receive" in error
+
+
+def test_a_load_that_waits_for_responses_which_never_end_names_their_groups(monkeypatch):
+    error = stalled(monkeypatch, LogicalAdmission, "first_lost", lambda self: self.version >= 1)
+    assert (
+        "rollout-0 (load) waits for what needs version 1 to end: p8@0.0, p9@0.0, p10@0.0 and 1 more" in error
+    )
 
 
 def test_a_version_plan_is_its_formula():

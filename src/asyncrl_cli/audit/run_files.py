@@ -22,7 +22,7 @@ Line = dict[str, Any]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
     """A trajectory. Arrays have an entry per token (T) of all segments, end to end; `kept` one per sampled
-    token, None without the field. `advantage`: None where none was recorded."""
+    token. `kept`, `experts`: None without the field. `advantage`: None where none was recorded."""
 
     reward: float
     finish_reason: str
@@ -33,6 +33,7 @@ class Sample:
     versions: NDArray[Any]
     mask: NDArray[Any]
     kept: Sequence[Sequence[int]] | None = None
+    experts: NDArray[Any] | None = None
 
     @property
     def num_sampled(self) -> int:
@@ -128,7 +129,7 @@ class RunFiles:
 def _lasts(event: Line, resumed: Line) -> bool:
     if event.get("event") == "checkpointed":  # it is written a little after the time of its cut
         return bool(event.get("step", 0) <= resumed.get("from_step", 0))
-    return bool(event.get("time_s", 0.0) <= resumed.get("time_s", 0.0))
+    return bool(event.get("began_s", event.get("time_s", 0.0)) <= resumed.get("time_s", 0.0))
 
 
 def _from_text(path: Path) -> Iterator[SampledGroup]:
@@ -161,7 +162,8 @@ def _from_arrays(path: Path) -> Iterator[SampledGroup]:
 
     with safe_open(path, framework="np") as file:
         head = json.loads(file.metadata()["step"])
-        names = ("token/tokens", "token/logprobs", "token/versions", "token/mask", "ragged/kept_tokens")
+        per_token = ("tokens", "logprobs", "versions", "mask", "routed_experts")
+        names = (*(f"token/{name}" for name in per_token), "ragged/kept_tokens")
         arrays = {name.partition("/")[2]: file.get_tensor(name) for name in names if name in set(file.keys())}
     t = n = 0
     lengths_N = values = np.zeros(0, np.int64)
@@ -176,7 +178,7 @@ def _from_arrays(path: Path) -> Iterator[SampledGroup]:
         ):
             t_end, n_end = t + sum(one[0] for one in counts), n + sum(one[1] for one in counts)
             kept = [values[ends_N[i] : ends_N[i + 1]].tolist() for i in range(n, n_end)] if has_kept else None
-            own = {name: arrays[name][t:t_end] for name in ("tokens", "logprobs", "versions", "mask")}
+            own = {name: arrays[name][t:t_end] for name in per_token if name in arrays}
             samples.append(
                 Sample(
                     reward=fact["reward"],
@@ -184,6 +186,7 @@ def _from_arrays(path: Path) -> Iterator[SampledGroup]:
                     advantage=advantage,
                     segment_lengths=[one[0] for one in counts],
                     kept=kept,
+                    experts=own.pop("routed_experts", None),
                     **own,
                 )
             )

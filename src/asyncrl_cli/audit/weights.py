@@ -9,16 +9,16 @@ versions is computed in each of these ways, and a token may agree with any of th
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import pairwise
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from asyncrl_cli.audit.claims import Claim
-from asyncrl_cli.audit.run_files import RunFiles
+from asyncrl_cli.audit.run_files import RunFiles, Sample
 
 LIMITS = {"float32": 1e-3, "bfloat16": 0.1}
 """By model.dtype, of logprobs: two programs that compute the same round differently."""
@@ -42,46 +42,30 @@ def logprob_claims(
         return
     truncates = rollout["top_p"] < 1 or rollout["top_k"] > 0 or (rollout.get("min_p") or 0) > 0
     has_masks = truncates and rollout.get("sampling_mask", False)
+    replays = bool(files.section("trainer").get("router_replay"))
     chosen = range(total) if check_all else {*Random(0).sample(range(total), min(total, MOST_TRAJECTORIES))}
     every = ((group, index) for group in files.groups() for index in range(len(group.samples)))
     picked = (one for number, one in enumerate(every) if number in chosen)  # by step: few models at a time
-    models, left_out = lru_cache(MOST_MODELS)(_opened), 0
-    lacks_kept = False
+    opened = lru_cache(MOST_MODELS)(partial(_opened, section=files.section("model"), replays=replays))
+    temperature, left_out, lacks_kept = float(rollout["temperature"]), 0, False
     for number, (group, index) in enumerate(picked):
         progress(f"logprobs of trajectory {number + 1} of {len(chosen)}")
-        sample, begin, begin_kept = group.samples[index], 0, 0
+        sample = group.samples[index]
         lacks_kept |= sample.kept is None
-        where, differences = f"step {group.step}: {group.key}, trajectory {index}", list[float]()
-        if missing := set(sample.versions[sample.mask.astype(bool)].tolist()) - set(kept):
+        missing = set(sample.versions[sample.mask.astype(bool)].tolist()) - set(kept)
+        lacking = ["sampling masks"] * (has_masks and sample.kept is None)
+        lacking += ["experts"] * (replays and sample.experts is None)
+        if missing or lacking:
             left_out += 1
-            claim.unchecked = f"{left_out} trajectories: version {min(missing)}, for example, was not kept"
-            continue
-        if has_masks and sample.kept is None:
-            left_out += 1
-            why = 'their sampling masks are not in the text: logging.samples = "all" keeps them'
+            why = f'their {" and ".join(lacking)} are not in the text: logging.samples = "all" keeps them'
+            why = f"version {min(missing)}, for example, was not kept" if missing else why
             claim.unchecked = f"{left_out} trajectories: {why}"
             continue
-        for length in sample.segment_lengths:
-            part = slice(begin, begin + length)
-            mask_T = sample.mask[part].astype(bool)
-            places, begin = np.flatnonzero(mask_T), begin + length
-            if not len(places):
-                continue
-            rows = None if sample.kept is None else sample.kept[begin_kept : begin_kept + len(places)]
-            begin_kept += len(places)
-            versions_N, runs = sample.versions[part][places], list[tuple[int, int]]()
-            for place, version in zip(places.tolist(), versions_N.tolist(), strict=True):
-                if not runs or runs[-1][1] != version:
-                    runs.append((place, version))
-            ends = [place - 1 for place, _ in runs[1:]]
-            ways = [
-                _logprobs(models, kept, runs[start:], ends[start:], sample.tokens[part], places, rows, files)
-                for start in range(len(runs))
-            ]
-            found_N = sample.logprobs[part][places]
-            differences += np.nanmin([abs(way - found_N) for way in ways], axis=0).tolist()
+        differences = [
+            one for segment in _segments(sample) for one in _differences(opened, kept, segment, temperature)
+        ]
         shown = float(np.mean(differences) if is_mean else np.max(differences))
-        claim.near(shown, 0.0, where)
+        claim.near(shown, 0.0, f"step {group.step}: {group.key}, trajectory {index}")
     if truncates and lacks_kept and not has_masks:
         claim.what += "; of the untruncated distribution, because the samples have no kept_tokens"
     if not check_all and len(chosen) < total:
@@ -90,35 +74,78 @@ def logprob_claims(
     yield claim
 
 
-def _opened(path: Path, dtype: str, trust: bool) -> Any:
+def _opened(path: Path, section: dict[str, Any], replays: bool) -> tuple[Any, Any]:
+    """The model, and what replays the choice of experts in it. (An engine records it by the same code; what
+    that got wrong would show as a difference of logprobs.)"""
     import torch
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype), trust_remote_code=trust)
-    return model.eval()
+    from asyncrl_cli.models.experts import Routing
+
+    dtype, trust = getattr(torch, section["dtype"]), bool(section.get("trust_remote_code"))
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, trust_remote_code=trust).eval()
+    return model, Routing(model) if replays else None
+
+
+class Segment(NamedTuple):
+    """`places_N`: of the sampled tokens. Those have entries in `versions_N`, `logprobs_N` and `kept`. W:
+    experts of a token, layer by layer."""
+
+    tokens_T: Any
+    places_N: Any
+    versions_N: Any
+    logprobs_N: Any
+    kept: Sequence[Sequence[int]] | None
+    experts_TW: Any
+
+
+def _segments(sample: Sample) -> Iterator[Segment]:
+    begin = begin_kept = 0
+    for length in sample.segment_lengths:
+        part = slice(begin, begin + length)
+        places_N, begin = np.flatnonzero(sample.mask[part]), begin + length
+        kept = sample.kept and sample.kept[begin_kept : begin_kept + len(places_N)]
+        begin_kept += len(places_N)
+        if len(places_N):
+            of_sampled = (array[part][places_N] for array in (sample.versions, sample.logprobs))
+            experts_TW = None if sample.experts is None else sample.experts[part]
+            yield Segment(sample.tokens[part], places_N, *of_sampled, kept, experts_TW)
+
+
+def _differences(
+    opened: Callable[[Path], tuple[Any, Any]], kept: dict[int, Path], segment: Segment, temperature: float
+) -> list[float]:
+    """Of each sampled token's logprob, in the way that agrees best."""
+    runs = list[tuple[int, Path]]()  # a first token, and the version that sampled from there on
+    for place, version in zip(segment.places_N.tolist(), segment.versions_N.tolist(), strict=True):
+        if not runs or runs[-1][1] != kept[version]:
+            runs.append((place, kept[version]))
+    ways = [_logprobs(opened, runs[start:], segment, temperature) for start in range(len(runs))]
+    return np.nanmin([abs(way - segment.logprobs_N) for way in ways], axis=0).tolist()
 
 
 def _logprobs(
-    opened: Callable[[Path, str, bool], Any],
-    kept: dict[int, Path],
-    runs: Sequence[tuple[int, int]],
-    ends: Sequence[int],
-    tokens_T: Any,
-    places_N: Any,
-    rows: Sequence[Sequence[int]] | None,
-    files: RunFiles,
+    opened: Callable[[Path], tuple[Any, Any]],
+    runs: Sequence[tuple[int, Path]],
+    segment: Segment,
+    temperature: float,
 ) -> Any:
-    """Of the sampled tokens of a segment (float64; NaN before the first of `runs`, each a first token and its
-    version), with one cache: it is computed by the version of the first run up to the end of that one, then
-    by the next."""
+    """Of the sampled tokens (float64; NaN before the first of `runs`), with one cache: it is computed by the
+    version of the first run up to the end of that one, then by the next."""
     import torch
 
-    section, found = files.section("model"), np.full(len(places_N), np.nan)
-    temperature, cache = float(files.section("rollout")["temperature"]), None
-    stops = [0, *ends, len(tokens_T)]
+    tokens_T, places_N, cache = segment.tokens_T, segment.places_N, None
+    found_N = np.full(len(places_N), np.nan)
+    stops = [0, *(first - 1 for first, _ in runs[1:]), len(tokens_T)]
+    experts_TW = None if segment.experts_TW is None else segment.experts_TW.copy()
+    if experts_TW is not None and runs[0][0] > places_N[0]:
+        experts_TW[: runs[0][0] - 1] = -1  # a cache that is computed anew has its own experts, unrecorded
     with torch.no_grad():
-        for (first, version), (begin, end) in zip(runs, pairwise(stops), strict=True):
-            model = opened(kept[version], section["dtype"], bool(section.get("trust_remote_code")))
+        for (first, path), (begin, end) in zip(runs, pairwise(stops), strict=True):
+            model, routing = opened(path)
+            if routing is not None:
+                experts_QW = torch.from_numpy(experts_TW[begin:end])
+                routing.replayed_QLK = experts_QW.unflatten(-1, (routing.num_layers, routing.top_k))
             ids = torch.from_numpy(tokens_T[begin:end].astype(np.int64))[None]
             answer = model(input_ids=ids, past_key_values=cache, use_cache=True)
             cache, logits_TV = answer.past_key_values, answer.logits[0].float() / temperature
@@ -126,7 +153,7 @@ def _logprobs(
                 if place < first or not begin <= place - 1 < end:
                     continue
                 logits_V = logits_TV[place - 1 - begin]
-                row = list(rows[index]) if rows is not None else []  # an empty one keeps all
+                row = list(segment.kept[index]) if segment.kept is not None else []  # an empty one keeps all
                 norm = (logits_V[row] if row else logits_V).logsumexp(-1)
-                found[index] = float(logits_V[int(tokens_T[place])] - norm)
-    return found
+                found_N[index] = float(logits_V[int(tokens_T[place])] - norm)
+    return found_N

@@ -125,9 +125,9 @@ class Admission:
     def is_open(self) -> bool:
         return self._choose()[0] is not None
 
-    def may_load(self, worker: WorkerSlots) -> bool:
-        """Whether the worker may load the version that it has received."""
-        return True
+    def load_blockers(self, worker: WorkerSlots) -> list[str]:
+        """The groups that the worker may not load another version for: they need the one that it holds."""
+        return []
 
     def choose(self) -> Placement | None:
         """Where the next responses start: those of the first group in `unplaced`, else those of a new group.

@@ -107,7 +107,7 @@ class Checkpointer:
             return
         await run.changes.until(
             lambda: run.admission.fleet.are_current(run.version) or run.failure.stopping,
-            "trainer (checkpoint)",
+            "trainer",  # the watchdog bounds this wait
             lambda: f"every response to need version {run.version}: {', '.join(lags(run))}",
         )
         if not run.admission.fleet.are_current(run.version):

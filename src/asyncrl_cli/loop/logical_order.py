@@ -129,9 +129,12 @@ class LogicalAdmission(Admission):
         """The versions that responses wait for which have no place."""
         return [self.needs(attempt) for attempt in self.unplaced.values()]
 
-    def may_load(self, worker: WorkerSlots) -> bool:
-        """Its responses have all ended or hold, as it has reported, so it knows all of them."""
-        return not worker.unfinished_sequences and worker.version not in self.awaited()
+    def load_blockers(self, worker: WorkerSlots) -> list[str]:
+        """Those whose responses run there, and have not been reported to end or hold, and those that wait for
+        a place."""
+        running = [key.attempt for key, unfinished in worker.unfinished.items() if unfinished]
+        waiting = [key for key, attempt in self.unplaced.items() if self.needs(attempt) == worker.version]
+        return [*map(str, dict.fromkeys([*running, *waiting]))]
 
     def first_lost(self) -> Attempt | None:
         """The first group by position that has a place now for some of its responses."""

@@ -211,7 +211,8 @@ class Pipeline:
             executors.reports.advance_lost(run.now_s())
             for observer in run.progress.observers:
                 observer.tick(overview(run))
-            # Only the trainer's wait for groups has no time limit of its own.
+            # Only the waits of "trainer" have no time limit of their own: for groups, and for loads before a
+            # checkpoint of a deterministic run.
             is_busy = (
                 "trainer" not in changes.waits or not run.admission.fleet.is_whole() or executors.restarting
             )

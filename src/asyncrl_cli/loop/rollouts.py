@@ -13,7 +13,7 @@ import asyncio
 from dataclasses import asdict, replace
 from functools import partial
 
-from asyncrl_cli.base.errors import AsyncrlError, ExecutorFailed, ExecutorLost
+from asyncrl_cli.base.errors import AsyncrlError, ExecutorFailed, ExecutorLost, first_names
 from asyncrl_cli.contracts.ports import CALL_KEY, RolloutWorker
 from asyncrl_cli.contracts.prompt_group import AttemptKey
 from asyncrl_cli.contracts.weight_version import LoadReport, Published
@@ -183,20 +183,21 @@ class WorkerTasks(ExecutorTasks):
             run.changes.notify(Change.LOADED)
 
     async def _load(self, published: Published) -> None:
-        run, name = self._run, self.worker.name
-        self.slots.begin_prefetch(published.version)
+        run, name, slots, held = self._run, self.worker.name, self.slots, self.slots.version
+        slots.begin_prefetch(published.version)
         send_s = await self.worker.prefetch(published)
         await run.changes.until(
-            lambda: run.admission.may_load(self.slots),
+            lambda: not run.admission.load_blockers(slots),
             f"{name} (load)",
-            f"what needs version {self.slots.version} to be placed, and to end",
+            lambda: f"what needs version {held} to end: {first_names(run.admission.load_blockers(slots))}",
         )
-        self.slots.begin_load()
+        slots.begin_load()
+        began_s = run.progress.time_s
         report = await self.worker.load(published.version, run.settings.interrupt)
-        self.slots.end_load(published.version)
+        slots.end_load(published.version)
         report = replace(report, send_s=send_s + report.send_s)  # plus what was fetched during the load
         run.sync.loaded(report)
-        run.progress.event("loaded", worker=name, **asdict(report))
+        run.progress.event("loaded", worker=name, began_s=began_s, **asdict(report))
         if doubt := self._doubt(report):
             message = f"{name} disagrees with the trainer after loading version {report.version}: {doubt}"
             run.progress.warn(message)
