@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,7 +19,8 @@ from asyncrl_cli.job.driver_replay import Replay
 from asyncrl_cli.observe.recorded import Recorded
 from asyncrl_cli.report.side_by_side import compare
 from tests.audit import damages as d
-from tests.run.commands import SMALL, finish, start
+from tests.run.commands import SMALL, finish, kill, start, wait_for_steps
+from tests.run.fingerprints import VARIED
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 KEEPS = ("logging.samples=all", "weights.keep_versions=all", "checkpoint.keep=20", "run.train_steps=8")
@@ -87,6 +89,34 @@ def test_a_replay_makes_the_same_weights_bit_for_bit(copy: Path) -> None:
         assert [line[key] for line in own] == [line[key] for line in others]
     with pytest.raises(RefusedError, match="is a replay"):
         audit_run(again.run_dir)
+
+
+def test_a_replay_of_a_run_that_was_killed_and_resumed_also_trains_critic_and_teacher_with_two_epochs(
+    recorded: Path, tmp_path: Path
+) -> None:
+    """Every kind of state that a train step leaves behind: the critic and its optimizer, the weight of the KL
+    in the reward, and twice as many optimizer steps."""
+    teacher = shutil.copytree(recorded / "versions" / "version-000004", tmp_path / "teacher")
+    sets = (
+        *(*SMALL, *KEEPS, *VARIED, "run.train_steps=6", "trainer.ppo_epochs=2"),
+        *("algorithm.adv_estimator=gae", "algorithm.use_kl_loss=true"),
+        *("algorithm.use_kl_in_reward=true", "algorithm.kl_target=0.01"),
+        *(f"teacher.path={teacher}", "algorithm.distill_coef=0.1"),
+    )
+    words, run = ("--profile", "one-step-off", "--name", "run", "--ui", "none"), tmp_path / "runs" / "run"
+    killed = start(tmp_path, "train", *words, sets=sets)
+    wait_for_steps(killed, run, 3)
+    kill(killed, signal.SIGKILL)
+    finish(killed)
+    code, _, err = finish(start(tmp_path, "resume", "run", "--ui", "none"))
+    assert code == 0, err
+    claims, _ = audit_run(run)
+    assert not [claim.wrong for claim in claims if claim.verdict == "fails"]
+    again = replayed(run, "again")
+    assert (again.equal, again.different) == ([0, 1, 2, 3, 4, 5, 6], [])
+    own, others = (list(Recorded(path).metrics()) for path in (again.run_dir, run))
+    for key in ("reward/kl_coef", "critic/loss", "distill/kl", "ref/kl", "train/loss"):
+        assert [line[key] for line in own] == [line[key] for line in others]
 
 
 def test_other_trajectories_make_other_weights(copy: Path) -> None:

@@ -15,17 +15,16 @@ import psutil
 
 from tests.run.commands import SMALL, descendants, lines, log_of, start
 
-DETERMINISTIC = (
-    *SMALL,
-    "run.deterministic=true",
-    "rollout.workers=2",
+VARIED = (
     "eval.prompts=4",
     "task.reward=varied:score",
     f"task.import_path={Path(__file__).parent / 'rewards'}",
     "task.reward_workers=1",
     "task.rehearsal_items=0",
 )
-"""Two workers, of which one may die, and rewards that change the weights in every step."""
+"""Rewards that change the weights in every step."""
+DETERMINISTIC = (*SMALL, *VARIED, "run.deterministic=true", "rollout.workers=2")
+"""Two workers, of which one may die."""
 RANKS = ("placement.trainer_workers=3",)
 """As many as `colocate` makes of one trainer and two workers."""
 SETS_OF = {
