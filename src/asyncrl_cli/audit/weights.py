@@ -107,9 +107,9 @@ def _segments(sample: Sample) -> Iterator[Segment]:
         kept = sample.kept and sample.kept[begin_kept : begin_kept + len(places_N)]
         begin_kept += len(places_N)
         if len(places_N):
-            of_sampled = (array[part][places_N] for array in (sample.versions, sample.logprobs))
+            versions_N, logprobs_N = sample.versions[part][places_N], sample.logprobs[part][places_N]
             experts_TW = None if sample.experts is None else sample.experts[part]
-            yield Segment(sample.tokens[part], places_N, *of_sampled, kept, experts_TW)
+            yield Segment(sample.tokens[part], places_N, versions_N, logprobs_N, kept, experts_TW)
 
 
 def _differences(
@@ -121,7 +121,7 @@ def _differences(
         if not runs or runs[-1][1] != kept[version]:
             runs.append((place, kept[version]))
     ways = [_logprobs(opened, runs[start:], segment, temperature) for start in range(len(runs))]
-    return np.nanmin([abs(way - segment.logprobs_N) for way in ways], axis=0).tolist()
+    return list(np.nanmin([abs(way - segment.logprobs_N) for way in ways], axis=0))
 
 
 def _logprobs(
@@ -137,7 +137,7 @@ def _logprobs(
     tokens_T, places_N, cache = segment.tokens_T, segment.places_N, None
     found_N = np.full(len(places_N), np.nan)
     stops = [0, *(first - 1 for first, _ in runs[1:]), len(tokens_T)]
-    experts_TW = None if segment.experts_TW is None else segment.experts_TW.copy()
+    experts_TW: Any = None if segment.experts_TW is None else segment.experts_TW.copy()
     if experts_TW is not None and runs[0][0] > places_N[0]:
         experts_TW[: runs[0][0] - 1] = -1  # a cache that is computed anew has its own experts, unrecorded
     with torch.no_grad():
