@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 PR_SET_PDEATHSIG = 1
+REMOTE_TOKEN = "ASYNCRL_REMOTE_TOKEN"
+SECRETS = ("RAY_", REMOTE_TOKEN)
 MAX_SHOWN_BYTES, MAX_REASON_CHARS = 2000, 400
 """How much is shown of what a child has printed, and of its last line in an error."""
 PACKAGE = Path(__file__).resolve().parents[1]
@@ -66,12 +68,12 @@ def command(function: Callable[..., object], python: str = "", name: str = "") -
 
 
 def environment(python: str = "", **variables: str) -> dict[str, str]:
-    """The child's environment variables: ours without Ray's (one is a token). Our package is importable; one
-    thread by default; what is printed appears at once."""
+    """The child's environment variables: ours without tokens and Ray's. Our package is importable; one thread
+    by default; what is printed appears at once."""
     search = [] if python else [str(PACKAGE.parent)]
     search += filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
     threads = {name: os.environ.get(name, "1") for name in THREAD_VARIABLES}
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(SECRETS)}
     ours = {"PYTHONPATH": os.pathsep.join(search), "PYTHONUNBUFFERED": "1"}
     return {**inherited, **threads, **ours, **variables}
 

@@ -21,6 +21,7 @@ from asyncrl_cli.base.errors import ConfigError, first_line
 
 ENGINES = {
     "transformers": "asyncrl_cli.engines.transformers:KIND",
+    "remote": "asyncrl_cli.engines.remote:KIND",
     "vllm": "asyncrl_cli.engines.vllm.vllm_kind:KIND",
 }
 """The built-in values of `rollout.engine`."""

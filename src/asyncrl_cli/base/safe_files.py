@@ -27,6 +27,8 @@ Finite = IsFinite[float]
 """A number such as a reward. Python accepts NaN and Infinity in JSON; here they are refused."""
 MAX_JSON_BYTES = 256 * MIB
 MAX_LINE_BYTES = 16 * MIB
+LEAST_KEY = 16
+"""Shortest key that a file may hold."""
 MAX_NESTING = 64
 """Limit for untrusted JSON: deeper values cannot be pickled, compared or written again."""
 _KINDS = {"d": "a directory", "p": "a pipe", "s": "a socket", "c": "a device", "b": "a device"}
@@ -82,6 +84,21 @@ def read_lines(path: Path, *, max_line_bytes: int = MAX_LINE_BYTES) -> Iterator[
             if len(line) > max_line_bytes:
                 raise UnsafeFile(f"line {number} has more than {max_line_bytes:,} bytes")
             yield line.rstrip(b"\r\n")
+
+
+def key_in(path: Path) -> str:
+    """The key in the file, which only its user may read; "" if there is no file. Raises RefusedError."""
+    try:
+        mode, text = path.stat().st_mode & 0o777, path.read_text(encoding="ascii").strip()
+    except FileNotFoundError:
+        return ""
+    except (OSError, UnicodeDecodeError) as error:
+        raise RefusedError(f"{path} cannot be read: {error}", hint="name another token file") from None
+    if mode & 0o077 or len(text) < LEAST_KEY:
+        why = f"mode {mode:04o}" if mode & 0o077 else f"a key of {len(text)} characters"
+        hint = f"chmod 600, {LEAST_KEY} characters or more; `asyncrl serve` makes one that is missing"
+        raise RefusedError(f"{path} is refused: {why}", hint=hint)
+    return text
 
 
 def parse_json(content: bytes | str, kind: type[T]) -> T:

@@ -139,7 +139,8 @@ def print_plan(
         if value != usual[key] and not is_default(loaded.origins.get(key, DEFAULT))
     }
     if as_json:
-        placement = {name: getattr(job, name) for name in ("device", "engine", "colocate", "gpus", "cpus")}
+        names = ("device", "engine", "servers", "colocate", "gpus", "cpus")
+        placement = {name: getattr(job, name) for name in names}
         document = {
             "profile": profile.name,
             "schedule": asdict(schedule),
@@ -309,6 +310,8 @@ def _print_schedule_and_placement(profile: Profile, schedule: Schedule, job: Job
     rows = plan_rows(job)
     headers = [header.replace("_", " ") for header in rows[0]]
     print_table(headers, (map(str, row.values()) for row in rows), f"\nplacement: {job}")
+    for index, url in enumerate(job.servers):
+        print_prose(f"rollout-{index} generates at {url}")
 
 
 def _memory_document(

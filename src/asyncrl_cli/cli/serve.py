@@ -40,6 +40,7 @@ def serve(
     process group of torch. Runs until Ctrl-C."""
     import asyncio
 
+    from asyncrl_cli.base.safe_files import key_in
     from asyncrl_cli.job.host_process import set_up_process
     from asyncrl_cli.models.model_directory import model_here, resolve_model
     from asyncrl_cli.plan.cluster import local_cluster
@@ -54,7 +55,7 @@ def serve(
     device = device_of(loaded.profile, here)
     profile = for_device(loaded, device).profile
     set_up_process(threads=here.cpus, log_path=None)  # before anything imports torch
-    from asyncrl_cli.job.serving import bound, key_in, serve_until_stopped
+    from asyncrl_cli.job.serving import bound, serve_until_stopped
 
     key_in(token_file)
     with bound(host, port) as listening:

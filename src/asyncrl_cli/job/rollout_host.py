@@ -84,7 +84,7 @@ class RolloutHost:
         set_up_process(threads=place.threads, log_path=log_path)
         self._name = f"rollout-{index}"
         self._profile = profile
-        self._place = place
+        self._place = replace(place, index=index)
         self._reward = reward
         self._tool_class = tool_class
         self._store = store_at(profile, address)

@@ -13,19 +13,24 @@ import asyncio
 import os
 import signal
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
+from typing import Annotated, Any
 
 from aiohttp import web
+from pydantic import BaseModel, Field
 
-from asyncrl_cli.base.errors import PreflightError, RefusedError
+from asyncrl_cli.base.errors import ExecutorFailed, PreflightError, RefusedError
+from asyncrl_cli.base.safe_files import key_in
 from asyncrl_cli.engines.port import Engine, Sampling, make_engine
+from asyncrl_cli.engines.remote.server import FACTS, facts_of
 from asyncrl_cli.envs.chat import load_chat
 from asyncrl_cli.envs.episode import Limits
 from asyncrl_cli.envs.gateway.admin_routes import admin_routes
 from asyncrl_cli.envs.gateway.async_rl_routes import Updates, async_rl_routes
-from asyncrl_cli.envs.gateway.server import BACKLOG, Gateway
+from asyncrl_cli.envs.gateway.openai_api import Refused
+from asyncrl_cli.envs.gateway.server import BACKLOG, Gateway, body_of
 from asyncrl_cli.envs.slots import Slots
 from asyncrl_cli.job.host_process import no_collection_while_starting
 from asyncrl_cli.job.rollout_weights import Loader
@@ -33,8 +38,8 @@ from asyncrl_cli.measure.meters import RolloutMeter
 from asyncrl_cli.profile.schema import ProcessPlace, Profile
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
-LEAST_KEY = 16
-"""Shortest key that a file may hold."""
+MOST_SCORED = 1024
+"""Sequences that one request may have scored."""
 WIDEST = 4
 """How many times the bytes of the model's files a trainer's tensors may have: float32 for 8 bits."""
 
@@ -46,21 +51,6 @@ def bound(host: str, port: int) -> socket.socket:
     except OSError as error:
         hint = "--port 0 takes any free one; `ss -ltnp` says who listens"
         raise PreflightError(f"{host}:{port} cannot be used: {error.strerror}", hint=hint) from None
-
-
-def key_in(path: Path) -> str:
-    """The key in the file, which only its user may read; "" if there is no file. Raises RefusedError."""
-    try:
-        mode, text = path.stat().st_mode & 0o777, path.read_text(encoding="ascii").strip()
-    except FileNotFoundError:
-        return ""
-    except (OSError, UnicodeDecodeError) as error:
-        raise RefusedError(f"{path} cannot be read: {error}", hint="name another --token-file") from None
-    if mode & 0o077 or len(text) < LEAST_KEY:
-        why = f"mode {mode:04o}" if mode & 0o077 else f"a key of {len(text)} characters"
-        hint = f"chmod 600, {LEAST_KEY} characters or more; without the file a new key is made"
-        raise RefusedError(f"{path} is refused: {why}", hint=hint)
-    return text
 
 
 def write_key(path: Path, key: str) -> None:
@@ -103,6 +93,7 @@ async def serve_until_stopped(
         loader = Loader(engine, profile.weights, meter, place.version, Slots(slots, hold=True))
         key = key_in(token_file)
         gateway = Gateway(engine, chat, sampling, limits, key=key, follows_requests=True)
+        facts = facts_of(profile, Path(place.model_dir)) | {"engine": profile.rollout.engine}
         files = Path(place.model_dir).glob("*.safetensors")
         updates = Updates(loader, WIDEST * sum(path.stat().st_size for path in files), timeout_s)
         if not key:  # before the model is loaded, which may take minutes
@@ -113,6 +104,7 @@ async def serve_until_stopped(
                 return
             admin = admin_routes(gateway, loader, updates.one_at_a_time)
             routes = [*admin, *async_rl_routes(gateway, loader, updates), *metrics_route(gateway, engine)]
+            routes += worker_routes(gateway, loader, facts)
             await gateway.start(routes, listening)
             say(f"serving {place.model_dir} at {gateway.url}; the key is in {token_file}")
             await stop.wait()
@@ -139,5 +131,39 @@ def metrics_route(gateway: Gateway, engine: Engine) -> web.RouteTableDef:
             for name, value in values.items()
         ]
         return web.Response(text="".join(lines), content_type="text/plain")
+
+    return routes
+
+
+class ScorePost(BaseModel):
+    sequences: Annotated[list[list[Annotated[int, Field(ge=0)]]], Field(max_length=MOST_SCORED)]
+    temperature: Annotated[float, Field(ge=0, le=100)]
+
+
+def worker_routes(gateway: Gateway, loader: Loader, facts: Mapping[str, Any]) -> web.RouteTableDef:
+    """What a run of `rollout.engine = "remote"` asks, with the key: what this is, and logprobs of tokens."""
+    routes, engine = web.RouteTableDef(), loader.engine
+
+    @routes.get(FACTS)
+    async def describe(request: web.Request) -> web.Response:
+        gateway.check_admin(request)
+        received, counters = loader.received, engine.counters()
+        newest = loader.held if received is None else received.manifest.version
+        steps = {"sampled_tokens": engine.sampled_tokens, "decode_steps": engine.decode_steps}
+        now = {"version": loader.held, "newest": newest, "sums": counters.sums, "gauges": counters.gauges}
+        return web.json_response({**facts, **steps, **now})
+
+    @routes.post("/async_rl/score")
+    async def score(request: web.Request) -> web.Response:
+        gateway.check_admin(request)
+        asked = await body_of(request, ScorePost)
+        most, vocab_size = facts["env.max_context_tokens"], facts["vocab_size"]
+        if not all(2 <= len(one) <= most and max(one) < vocab_size for one in asked.sequences):
+            raise Refused(400, f"a sequence has 2 to {most} tokens, each below {vocab_size}")
+        try:
+            scores = await engine.score(asked.sequences, asked.temperature)
+        except ExecutorFailed as error:
+            raise Refused(503, str(error)) from None
+        return web.json_response({"logprobs": scores.logprobs, "pause_s": scores.pause_s})
 
     return routes

@@ -17,6 +17,7 @@ from asyncrl_cli.profile.arithmetic import (
     TRAIN,
     asked_ranks,
     asked_workers,
+    gpus_per_worker,
     groups_ahead,
     node_shape_of,
     share_of,
@@ -60,6 +61,7 @@ def compile_job(profile: Profile, cluster: ClusterResources) -> JobPlan:
         cpus_per_worker=placement.cpus_per_worker,
         colocate=placement.colocate,
         engine=profile.rollout.engine,
+        servers=profile.rollout.urls or (),
         scorers=_scorer_processes(profile, cluster, on_gpus=on_gpus),
         trainer_spot=spots[TRAINER],
         rollout_spot=spots[ROLLOUT],
@@ -83,7 +85,7 @@ def asked_gpus(profile: Profile) -> int:
     if total := placement.gpus or sum(placement.ratios or ()):
         return total
     ranks, workers = asked_ranks(profile) or 0, asked_workers(profile) or 0
-    return max(ranks, workers) if placement.colocate else ranks + workers * placement.gpus_per_rollout_worker
+    return max(ranks, workers) if placement.colocate else ranks + workers * gpus_per_worker(profile)
 
 
 def cpu_counts(profile: Profile) -> Counts:
@@ -95,7 +97,7 @@ def cpu_counts(profile: Profile) -> Counts:
     threads would be slower: small matrices do not gain from threads.)
     """
     ranks = profile.placement.trainer_workers or share_of(profile, TRAIN) or 1
-    workers = profile.rollout.workers or share_of(profile, ROLLOUT) or 1
+    workers = len(profile.rollout.urls or ()) or profile.rollout.workers or share_of(profile, ROLLOUT) or 1
     return (ranks + workers, ranks + workers) if profile.placement.colocate else (ranks, workers)
 
 
@@ -105,7 +107,7 @@ def cuda_counts(profile: Profile, cluster: ClusterResources) -> Counts:
     if profile.placement.colocate:
         return _colocated_counts(profile, cluster)
     scorers = sum(_scorer_processes(profile, cluster, on_gpus=True).values())
-    per_worker, gpus = profile.placement.gpus_per_rollout_worker, profile.placement.gpus
+    per_worker, gpus = gpus_per_worker(profile), profile.placement.gpus
     ranks, workers = asked_ranks(profile), asked_workers(profile)
     if ranks is None and workers is None:
         ranks, workers = _counts_by_ratio(profile, cluster, _total(profile, cluster) - scorers)
@@ -293,7 +295,7 @@ def _warnings(profile: Profile, plan: JobPlan, cluster: ClusterResources) -> Ite
         )
     # On CPUs each of the processes that share a model computes with all of its worker's threads.
     others = tensor_parallel_size(profile, plan.device) - 1 if on_cpus else 0
-    threads = plan.cpus + rollout.workers * rollout.threads * others
+    threads = plan.cpus - len(plan.servers) + rollout.workers * rollout.threads * others
     if cluster.elastic_cpus and threads > cluster.cpus:
         cores = counted(cluster.cpus, "core")
         yield f"the job's workers compute with {threads} threads on {cores} and slow each other down"

@@ -133,7 +133,8 @@ class RolePlan:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobPlan:
     """Everything that placement needs. Without GPUs, real or logical, `gpus_per_rollout_worker` is 0.
-    `engine`: the rollout engine's name. `scorers`: the number of processes of each task that has its own.
+    `engine`: the rollout engine's name. `servers`: those of others at which rollout workers generate, each of
+    which then needs only a CPU. `scorers`: the number of processes of each task that has its own.
     `warnings`: one line each, for people."""
 
     device: str
@@ -143,6 +144,7 @@ class JobPlan:
     cpus_per_worker: int
     colocate: bool
     engine: str = "transformers"
+    servers: tuple[str, ...] = ()
     scorers: Mapping[str, int] = field(default_factory=dict)
     trainer_spot: Spot = ANYWHERE
     rollout_spot: Spot = ANYWHERE
@@ -188,6 +190,8 @@ class JobPlan:
         """What one process reserves. A colocated rank and worker share it: the GPU, or without GPUs the
         cores."""
         gpus = self.gpus_per_rollout_worker
+        if group == ROLLOUT and self.servers:
+            return Bundle(cpus=1)
         if group == COLOCATED:
             return Bundle(gpus=gpus, cpus=self.cpus_per_worker * (2 if gpus else 1))
         return Bundle(gpus=gpus if group == ROLLOUT else min(gpus, 1), cpus=self.cpus_per_worker)
@@ -214,9 +218,9 @@ class JobPlan:
         return RolePlan(
             role=name,
             workers=self._processes[name],
-            device=self.device,
+            device="remote" if name == ROLLOUT and self.servers else self.device,
             gpus_per_worker=bundle.gpus * share,
-            cpus_per_worker=0 if shares_cores else self.cpus_per_worker,
+            cpus_per_worker=0 if shares_cores else min(bundle.cpus, self.cpus_per_worker),
             threads=bundle.cpus,
             placement_group=group,
         )

@@ -49,12 +49,12 @@ Say = Callable[..., None]
 
 
 def engine_refusal(profile: Profile, device: str) -> PreflightError | None:
-    """The error of a run on this machine if its engine is missing or does not work; None if it does. It is
-    returned, not raised, because a plan does not need the engine. Raises ConfigError for arguments that the
-    engine refuses everywhere."""
+    """The error of a run on this machine if its engine is missing or does not work, or a server of others
+    cannot be used; None if all is well. It is returned, not raised, because a plan does not need them. Raises
+    ConfigError for arguments that the engine refuses everywhere."""
     kind = kind_of(profile)
-    kind.check_arguments(profile, device)
     try:
+        kind.check_arguments(profile, device)
         kind.check_here(device)
     except PreflightError as refusal:
         return refusal

@@ -409,6 +409,8 @@ def _wires(job: MemoryEstimate, role: str, processes: int) -> Iterator[MemoryIte
 
 def _rollout(job: MemoryEstimate, left_bytes: int | None) -> Iterator[MemoryItem]:
     """A rollout worker. `left_bytes`: what a colocated rank leaves of the device, None if unknown."""
+    if job.plan.servers:  # which have their own
+        return
     profile, shape, engine, e = job.profile, job.shape, job.engine, job.value_bytes
     rollout, on_gpus, dtype = profile.rollout, job.plan.device == "cuda", profile.model.dtype
     gpus = max(job.plan.gpus_per_rollout_worker, 1) if on_gpus else 1

@@ -136,7 +136,8 @@ def cannot_fit(estimate: MemoryEstimate) -> PreflightError | None:
     plan, available, engine = estimate.plan, estimate.available_bytes, estimate.engine
     if plan.device == "cpu" or available is None:
         return None
-    state, weights = estimate.always_bytes(TRAINER), estimate.rollout_weights.num_bytes
+    state = estimate.always_bytes(TRAINER)
+    weights = 0 if plan.servers else estimate.rollout_weights.num_bytes
     ranks = -(-state * plan.trainer_workers // available)
     what, num_bytes, hint = "a rollout worker's weights", weights, SMALLER
     has = f"which has {available / GIB:.1f} GiB"
@@ -165,7 +166,7 @@ def cache_warnings(estimate: MemoryEstimate) -> list[str]:
     """A warning if the KV cache is too small for all slots. The transformers engine gives it half of the
     memory free at its start, vLLM what its share leaves; both evict responses when it is full."""
     plan, rollout, engine = estimate.plan, estimate.profile.rollout, estimate.engine
-    if plan.device == "cpu" or estimate.available_bytes is None:
+    if plan.device == "cpu" or estimate.available_bytes is None or plan.servers:
         return []
     needed = kv_cache_bytes(estimate.profile, estimate.shape) // max(plan.gpus_per_rollout_worker, 1)
     caches = (item for item in estimate.of(ROLLOUT, "device") if item.what in (CACHE, SHARED_CACHE))

@@ -194,10 +194,17 @@ def asked_ranks(profile: Profile) -> int | None:
 
 def asked_workers(profile: Profile) -> int | None:
     """The number of rollout workers; None if no key gives it."""
+    if profile.rollout.urls is not None:
+        return len(profile.rollout.urls)
     shape = node_shape_of(profile.rollout)
     if shape is None:
         return profile.rollout.workers
     return shape.nodes * (shape.gpus // profile.placement.gpus_per_rollout_worker)
+
+
+def gpus_per_worker(profile: Profile) -> int:
+    """The GPUs that the job reserves for a rollout worker: none for servers that others have started."""
+    return 0 if profile.rollout.urls is not None else profile.placement.gpus_per_rollout_worker
 
 
 def tasks_apart(profile: Profile) -> tuple[str, ...]:

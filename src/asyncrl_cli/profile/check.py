@@ -34,6 +34,8 @@ ENGINE_KEYS = (
     "max_model_len",
     "enforce_eager",
     "engine_args",
+    "urls",
+    "token_file",
 )
 """Keys of [rollout] that only some engines support."""
 OUTWEIGHS = "the penalty outweighs the rewards, and the policy stays what it was"

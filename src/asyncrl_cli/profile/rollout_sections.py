@@ -14,6 +14,7 @@ from asyncrl_cli.profile.fields import (
     NonNegativeFloat,
     NonNegativeInt,
     Params,
+    PathText,
     PositiveFloat,
     PositiveInt,
     Processes,
@@ -28,8 +29,13 @@ class RolloutSection(Section):
     """Rollout workers and sampling."""
 
     engine: str = "transformers"
-    """The inference engine of each rollout worker: `transformers`, `vllm`, or one that an installed package
-    adds."""
+    """The inference engine of each rollout worker: `transformers`, `vllm`, `remote` (servers that others have
+    started, `urls`), or one that an installed package adds."""
+    urls: Strings | None = None
+    """remote: the servers, such as `http://host:8000`, each of them a rollout worker (docs/remote.md)."""
+    token_file: PathText | None = None
+    """remote: file with the servers' token, which only its user may read. It must be at the same path on
+    every node of a cluster. Default: the environment variable ASYNCRL_REMOTE_TOKEN."""
     workers: Processes | None = None
     """Number of rollout workers. Default: as many as `placement` yields (1 on a CPU)."""
     nnodes: Processes | None = None

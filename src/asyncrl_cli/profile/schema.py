@@ -496,7 +496,8 @@ class Profile(Section):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessPlace:
     """Where one process of a role computes. A job's plan adds this to the profile. The role has `workers`
-    processes, each with `device` and `threads`. `model_dir` holds the model, with the weights of `version`.
+    processes, each with `device` and `threads`; this one is `index`. `model_dir` holds the model, with the
+    weights of `version`.
     `ref_dir` and `critic_dir` hold the initial weights of these models if they differ from `model_dir`;
     `teacher_dirs` the teachers by name, `reward_model_dir` the reward model, if there are any."""
 
@@ -508,4 +509,5 @@ class ProcessPlace:
     device: str = "cpu"
     threads: int = 1
     workers: int = 1
+    index: int = 0
     version: int = 0

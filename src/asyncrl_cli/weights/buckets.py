@@ -98,6 +98,10 @@ class BucketFile:
     path: Path
     entries: Layout
 
+    @property
+    def version_at(self) -> str:
+        return str(self.path.parent)
+
     def read(self) -> Bucket:
         """Read the bucket, in a worker. Raises DamagedWeights if the file cannot be read, or holds other
         tensors."""

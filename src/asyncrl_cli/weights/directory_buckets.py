@@ -37,6 +37,10 @@ class BucketObject:
     path: str
     entries: Layout
 
+    @property
+    def version_at(self) -> str:
+        return f"{self.directory.url}/{self.path.rpartition('/')[0]}"
+
     def read(self) -> Bucket:
         """Fetch the bucket, in a worker. Raises AsyncrlError if the file is missing or cannot be read,
         DamagedWeights if it holds other tensors."""

@@ -9,7 +9,8 @@ Every request needs the key.
 
 The recipe's names init_nccl_group and update_weights_nccl work, too. Both updates take "version" (default:
 manifest.json's, or one more than the loaded one) and "interrupt" ("keep-kv"), and answer as GET /weights
-does, once the version is loaded. Responses that run meanwhile go on with the new weights.
+does, once the version is loaded. Responses that run meanwhile go on with the new weights. With "load": false
+update_weights only fetches; the same path and version again then load at once.
 
 Who waits for whom: init_group waits for the group's other members, update_weights_group for rank 0's
 broadcasts, `weights.timeout_s` each. One update runs at a time; the next one waits for it. What has begun is
@@ -47,6 +48,7 @@ class PathPost(BaseModel):
     model_path: Annotated[str, Field(min_length=1, max_length=4096)]
     version: Version = None
     interrupt: InPlace = "keep-kv"
+    load: bool = True
 
 
 class GroupPost(BaseModel):
@@ -100,6 +102,7 @@ class Updates:
         self._timeout_s = timeout_s
         self._groups: dict[str, WeightGroup] = {}
         self._specs: dict[str, list[Spec]] = {}
+        self._fetched: tuple[str, int] | None = None
         self.one_at_a_time = asyncio.Lock()
 
     async def join(self, asked: GroupPost) -> None:
@@ -131,11 +134,15 @@ class Updates:
 
     async def from_path(self, asked: PathPost) -> None:
         async with self.one_at_a_time:
-            manifest, buckets = await asyncio.to_thread(
-                read_weights, asked.model_path, asked.version, self._loads.held + 1
-            )
-            await self._loads.prefetch(manifest, buckets)
-            await self._loads.load(manifest.version, asked.interrupt)
+            path, version = asked.model_path, asked.version
+            if self._fetched != (path, version):
+                manifest, buckets = await asyncio.to_thread(read_weights, path, version, self._loads.held + 1)
+                await self._loads.prefetch(manifest, buckets)
+                version, self._fetched = manifest.version, (path, manifest.version)
+            if asked.load:
+                assert version is not None, "what was fetched has one"
+                self._fetched = None
+                await self._loads.load(version, asked.interrupt)
 
     async def from_group(self, asked: UpdatePost) -> None:
         name = asked.group_name

@@ -2,7 +2,7 @@
 that a refused client gets; and answers, whole or as the events of a stream.
 
 Training must follow the profile, so in a run the profile alone decides how tokens are sampled. `asyncrl
-serve` honours temperature, top_p, top_k and seed, too. There are three kinds of fields:
+serve` honours temperature, top_p, top_k, min_p and seed, too. There are three kinds of fields:
 
     honoured   messages, prompt, tools, tool_choice "none", stop, max_tokens, max_completion_tokens, stream,
                logprobs, return_token_ids
@@ -118,6 +118,7 @@ class AskedSampling(BaseModel):
     temperature: Annotated[float, Field(ge=0, le=100)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=0, le=10**6)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     seed: Annotated[int, Field(ge=0, le=2**63 - 1)] | None = None
 
 
