@@ -28,12 +28,12 @@ def main(run: Path, step: int) -> None:
     while True:
         with suppress(AsyncrlError):  # it starts, or is between two attempts
             status = read_status(str(run), run.parent).status
-            if status["phase"] == "running" and status["progress"]["step"] >= step:
+            if status.phase == "running" and status.progress.step >= step:
                 break
         time.sleep(1)
     console = Console(record=True, width=WIDTH, file=io.StringIO())
     console.print(render(status, width=WIDTH, height=HEIGHT))
-    picture = console.export_svg(title=f"asyncrl train --profile {status['profile']}", theme=MONOKAI)
+    picture = console.export_svg(title=f"asyncrl train --profile {status.profile}", theme=MONOKAI)
     # nothing from elsewhere
     PICTURE.write_text(re.sub(r"@font-face \{.*?\}\s*", "", picture, flags=re.DOTALL), encoding="utf-8")
     print(f"wrote {PICTURE}")

@@ -97,7 +97,7 @@ def test_a_crowded_timeline_is_merged_to_what_a_page_holds_and_keeps_where_time_
     timeline = Timeline(roles={"r": "rollout"}, length_s=length_s, most_spans=300).read(lines)
     assert timeline.merged_s == 10
     assert len(timeline.spans["r"]) == 2 * 50 + 1
-    spent = {state: sum(own[1::2]) for state, own in timeline.to_json()["executors"]["r"].items()}
+    spent = {state: sum(own[1::2]) for state, own in timeline.to_json()["executors"]["r (rollout)"].items()}
     assert spent == {"busy": pytest.approx(350), "starved": pytest.approx(150), "paused": pytest.approx(500)}
     assert timeline.shares[0] == {
         "states/rollout/busy": pytest.approx(0.7),

@@ -16,6 +16,7 @@ import pytest
 from asyncrl_cli.base.errors import ConfigError
 from asyncrl_cli.bench.simulated_runs import recorded
 from asyncrl_cli.cli.records import parse_steps
+from asyncrl_cli.measure.machines import MACHINES
 from asyncrl_cli.observe.recorded import Recorded
 from asyncrl_cli.report.write import write_trace
 from asyncrl_cli.simulate.workload import Workload
@@ -161,7 +162,7 @@ def test_perfetto_answers_the_questions_of_the_docs_as_the_events_do(trace, even
     }
     processor = TraceProcessor(trace)
     try:
-        waited, made, phases, executors, longest = (processor.ask(question) for question in questions)
+        waited, made, phases, executors, machines, longest = map(processor.ask, questions)
         (flows,) = processor.ask(
             "SELECT COUNT(DISTINCT flow.id) AS number FROM flow JOIN args USING (arg_set_id) WHERE "
             "string_value = 'group'"
@@ -185,7 +186,10 @@ def test_perfetto_answers_the_questions_of_the_docs_as_the_events_do(trace, even
     }
     waits = next(row["mean_s"] for row in phases if row["name"] == "waits to be taken")
     assert waits == pytest.approx(sum(taken[group] - finished[group] for group in taken) / GROUPS, abs=1e-3)
-    assert {row["executor"] for row in executors} == {"feed", "rollout-0", "trainer-0"}
+    updates = {"param_update-rollout-0", "param_update-trainer-0"}
+    tracks = {"feed (dataloader)", "generate-0", "rollout-0", "trainer-0 (train)", *updates}
+    assert {row["executor"] for row in executors} == tracks
+    assert {row["machine"] for row in machines} == MACHINES.keys() - {"logp", "ref_logp", "reward"}
     assert longest[0]["seconds"] > 0
 
 

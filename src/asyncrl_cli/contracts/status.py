@@ -97,7 +97,8 @@ class Periods:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExecutorStatus:
-    """`role`: feed, rollout, reward, scorer or trainer. `state_s`: seconds in each state."""
+    """`role`: feed, generate, rollout, reward, scorer, logp, ref_logp, trainer or param_update
+    (measure/machines.py says to which machine it belongs). `state_s`: seconds in each state."""
 
     name: str
     role: str

@@ -248,6 +248,11 @@ async def _all_dumps(dumps: Sequence[Dump], pinned: ExitStack) -> None:
         raise failures[0]
 
 
+def _joined(reports: Sequence[ExecutorReport]) -> ExecutorReport:
+    """The first rank's report on the trainer, with the machines of all ranks."""
+    return replace(reports[0], machines=tuple(chain.from_iterable(one.machines for one in reports)))
+
+
 class HeldRefs(list[ObjectRef]):
     """A version's refs in the driver. While this list lives a worker may want the version, and the next
     gather keeps it."""
@@ -305,7 +310,12 @@ class RayTrainer(RayRanks):
         slowest_s = max(report.train_s for report in reports)
         column_s = {name: max(report.column_s[name] for report in reports) for name in reports[0].column_s}
         metrics = {**reports[0].metrics, **failed_dumps}
-        return replace(reports[0], train_s=slowest_s, column_s=column_s, metrics=metrics), answers[0][1]
+        return replace(reports[0], train_s=slowest_s, column_s=column_s, metrics=metrics), _joined(
+            [one for _, one in answers]
+        )
+
+    async def report(self) -> ExecutorReport:
+        return _joined(await self.collective("a report", "report", limit=self._calls))
 
     # --- samples
 
@@ -408,7 +418,7 @@ class RayTrainer(RayRanks):
     async def gather(self, version: int) -> tuple[float, ExecutorReport]:
         call = f"the gather of version {version}"
         answers = await self.collective(call, "gather", version, sorted(self._wanted), limit=self._weights)
-        return max(seconds for seconds, _ in answers), answers[0][1]
+        return max(seconds for seconds, _ in answers), _joined([report for _, report in answers])
 
     async def publish(self, version: int) -> Published:
         began_s = time.monotonic()

@@ -24,7 +24,7 @@ import socket
 import tempfile
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import cached_property, partial
 from importlib import import_module
@@ -51,11 +51,19 @@ from asyncrl_cli.data.transferqueue_client import Address
 from asyncrl_cli.engines.port import kind_of
 from asyncrl_cli.job.host_process import Refs, arriving, merging, no_collection_while_starting, set_up_process
 from asyncrl_cli.job.rank_sending import ObjectStoreSender, Sending
-from asyncrl_cli.measure.meters import CallMeter
+from asyncrl_cli.measure.meters import CallMeter, TrainerMeter
 from asyncrl_cli.measure.states import ExecutorReport, State
 from asyncrl_cli.plan.cluster import LOOPBACK
 from asyncrl_cli.plan.job_plan import TRAINER
-from asyncrl_cli.profile.arithmetic import CRITIC, PROX, REWARD, TEACHER, Schedule, sends_deltas
+from asyncrl_cli.profile.arithmetic import (
+    CRITIC,
+    PROX,
+    REWARD,
+    TEACHER,
+    Schedule,
+    sends_deltas,
+    trainer_columns,
+)
 from asyncrl_cli.profile.schema import ProcessPlace, Profile
 from asyncrl_cli.train.sample_dump import SampledGroup, dump_samples
 
@@ -135,8 +143,11 @@ class RankHost:
         self._probe_items = probe_items
         self._store = store_at(profile, address)
         self._end_ranks: Callable[[], None] = lambda: None
-        kind = ("trainer", "groups") if role == TRAINER else ("scorer", "finished groups")
-        self._meter = CallMeter(role, *kind, time.monotonic)
+        self._meter = CallMeter(role, "scorer", "finished groups", time.monotonic)
+        if role == TRAINER:
+            columns = trainer_columns(profile) if rank == 0 else ()  # one rank speaks for all: they keep step
+            self._trains = TrainerMeter(role, repr(self), columns, time.monotonic)
+            self._meter = self._trains
 
     def __repr__(self) -> str:
         return f"{self._role}-{self._rank}"
@@ -199,6 +210,7 @@ class RankHost:
             init_method=init_method,
             total_optimizer_steps=Schedule.of(self._profile).optimizer_steps,
             probe_text=list(chain.from_iterable(render_prompts(self.tokenizer, self._probe_items))),
+            scoring=self._trains.scoring,
         )
         self._end_ranks = self.trainer.close
         weights = self._profile.weights
@@ -365,7 +377,7 @@ class RankHost:
 
         `wanted`: older versions that a worker may still ask for; rank 0 drops all others.
         """
-        with self._meter.doing(State.SYNCING, "weights to be gathered"):
+        with self._trains.gathering():
             gather_s = self.trainer.gather(version, self._sending.of(version, wanted))
         return gather_s, self._report()
 
@@ -375,19 +387,22 @@ class RankHost:
         buckets."""
         from asyncrl_cli.weights.senders import keep_version
 
-        manifest, buckets = self.trainer.published(version)
-        refs = self._sending.sent(manifest, buckets)
-        if num_kept := self._profile.weights.keep_versions:
-            with as_storage_errors():
-                versions, model_dir = self._run_dir / VERSIONS_DIR, Path(self._place.model_dir)
-                keep_version(versions, manifest, buckets, model_dir, num_kept)
-        return manifest, refs
+        with self._trains.update.doing(State.SENDING, "buckets to be sent"):
+            manifest, buckets = self.trainer.published(version)
+            refs = self._sending.sent(manifest, buckets)
+            if num_kept := self._profile.weights.keep_versions:
+                with as_storage_errors():
+                    versions, model_dir = self._run_dir / VERSIONS_DIR, Path(self._place.model_dir)
+                    keep_version(versions, manifest, buckets, model_dir, num_kept)
+            return manifest, refs
 
     @ray.method(concurrency_group="direct")
     def direct(self, call: str, worker: str, *args: object) -> object:
         """Rank 0: call `join`, `turn`, `broadcast` or `export` of the engine's `EngineKind.rank_zero_end` for
         `worker`."""
-        return getattr(self._direct_end, call)(worker, *args)
+        sends = call in ("broadcast", "export")
+        with self._trains.update.doing(State.SENDING, worker) if sends else nullcontext():
+            return getattr(self._direct_end, call)(worker, *args)
 
     @ray.method(concurrency_group="control")
     def leave(self, worker: str) -> None:

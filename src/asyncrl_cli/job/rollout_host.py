@@ -86,6 +86,8 @@ class RolloutHost:
         self._profile = profile
         self._place = replace(place, index=index)
         self._reward = reward
+        self._judges = reward.kind != "episode"
+        """Else environments reward their own episodes, and leave the pool without work."""
         self._tool_class = tool_class
         self._store = store_at(profile, address)
         self._partial: dict[PartKey, Stored] = {}
@@ -106,7 +108,7 @@ class RolloutHost:
             from asyncrl_cli.envs.group_runner import PartDesk  # torch: the driver imports this module
 
             self._changes = LongPoll()
-            self._desk = PartDesk(self._play, self._changes)
+            self._desk = PartDesk(self._metered, self._changes)
             self._meter = RolloutMeter(self._name, profile.rollout.slots, time.monotonic, self._changes.note)
             self._engine = make_engine(profile, place, self._meter.running)
             # the processes that compute rewards, or that play agents
@@ -122,9 +124,8 @@ class RolloutHost:
             )
             rewards_name = self._name.replace("rollout", "reward")
             self._rewards = MeteredRewards(rewards_name, self._pool.score, time.monotonic)
-            # an environment that rewards its own episodes leaves the pool without work
             starts = [self._engine.start()]
-            if self._reward.kind != "episode":
+            if self._judges:
                 starts.append(self._pool.start())
             if self._tool_class is not None:
                 import_s = import_limit_s(profile)
@@ -182,7 +183,7 @@ class RolloutHost:
         if profile.task.has_agent:
             environment = partial(AgentEnvironment, gateway, self._rewards)  # type: ignore[abstract]
         elif self._tool_class is not None and self._processes is not None:
-            rewards = None if self._reward.kind == "episode" else self._rewards
+            rewards = self._rewards if self._judges else None
             log, timeout_s = CallLog(self._log_path.with_suffix(SUFFIX)), profile.env.tool_timeout_s
             environment = partial(ToolEnvironment, self._processes, self._tool_class, rewards, log, timeout_s)
         else:
@@ -214,6 +215,13 @@ class RolloutHost:
             await self._gateway.close()
         ends = [] if self._processes is None else [self._processes.close()]
         await asyncio.gather(self._pool.close(), self._engine.close(), *ends)
+
+    async def _metered(self, request: PartRequest, on_sequence: Callable[[int], None]) -> EndedPart:
+        self._meter.parts(+1)
+        try:
+            return await self._play(request, on_sequence)
+        finally:
+            self._meter.parts(-1)
 
     async def _play(self, request: PartRequest, on_sequence: Callable[[int], None]) -> EndedPart:
         so_far, (uid, epoch, attempt) = None, request.key.attempt
@@ -319,5 +327,5 @@ class RolloutHost:
             slot_intervals=self._engine.take_slot_intervals(),
         )
         finished = {key: number for key, number in self._desk.freed_slots.items() if number}
-        reports = (report, self._rewards.report())
+        reports = (report, self._rewards.report()) if self._judges else (report,)
         return WorkerUpdate(seen=seen, ended=ended, freed_slots=finished, reports=reports)

@@ -96,8 +96,9 @@ class Loader:
         """
         began_s = time.monotonic()
         self._check_newer(manifest.version)
-        weights = await asyncio.to_thread(self._receive, manifest, refs)
-        self._check_newer(manifest.version)
+        with self._meter.receiving():
+            weights = await asyncio.to_thread(self._receive, manifest, refs)
+            self._check_newer(manifest.version)
         self.received = Received(manifest=manifest, refs=refs, weights=weights)
         return time.monotonic() - began_s
 

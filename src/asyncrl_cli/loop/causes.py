@@ -14,6 +14,8 @@ from asyncrl_cli.contracts.events import ENDED, Overview
 from asyncrl_cli.loop.admission import Closed
 from asyncrl_cli.loop.fleet import WorkerSlots
 from asyncrl_cli.loop.run_state import RunState
+from asyncrl_cli.measure.machines import GENERATE
+from asyncrl_cli.measure.meters import PROMPTS
 from asyncrl_cli.measure.states import ExecutorReport, State
 
 _SHOWN_REASONS = 2
@@ -64,7 +66,7 @@ def _corrected(run: RunState, report: ExecutorReport, closed: str, cause: str) -
         is_starved = report.state is State.STARVED
         missing = run.changes.named().get(report.name, "") if is_starved else report.waiting_for
         return replace(report, waiting_for=missing, gauges=gauges)
-    if report.role == "rollout" and report.state is State.STARVED and closed:
+    if report.role in ("rollout", GENERATE) and report.waiting_for == PROMPTS and closed:
         return replace(report, waiting_for=f"admission: {closed}")
     return report
 

@@ -178,8 +178,10 @@ class ReportBook:
         return {name: one.report.now_s + one.offset_s for name, one in self._executors.items()}
 
     def add(self, report: ExecutorReport, arrived_s: float, worker: str = "") -> bool:
-        """Record a report of an executor in the process of `worker`. True if it has made tokens since its
-        last report."""
+        """Record a report of an executor in the process of `worker`, with those of the machines beside it.
+        True if it has made tokens since its last report."""
+        for machine in report.machines:
+            self.add(machine, arrived_s, worker)
         executor = self._executors.get(report.name)
         if executor is None:
             zero = replace(report, state_s={}, sums={"idle_s": 0.0} if "idle_s" in report.sums else {})

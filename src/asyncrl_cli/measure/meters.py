@@ -6,16 +6,21 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from heapq import heappop, heappush
 from typing import Any
 
+from asyncrl_cli.measure.machines import GENERATE, LOGP, PARAM_UPDATE, REF_LOGP
 from asyncrl_cli.measure.states import ExecutorReport, SlotInterval, State, StateClock
 from asyncrl_cli.profile.schema import Interrupt
 
 DEBOUNCE_S, POLL_S = 0.1, 1.0
 """A worker's report: how long after the last one at the earliest, and after how long without a change."""
+PROMPTS = "prompts"
+COLUMN_MACHINES = {"old_logprob": LOGP, "ref": REF_LOGP}
+"""Columns that a trainer may compute itself -> the machine that does."""
 MAX_INTERVALS = 10_000
 """At most this many untaken intervals are kept, the newest: a driver that does not ask must not fill the
 worker's memory."""
@@ -26,16 +31,23 @@ class RolloutMeter:
 
     busy                at least one sequence runs (including those that a drain waits for)
     waiting for tools   none runs, and at least one trajectory waits for its environment between two turns
-    starved             neither
+    blocked             neither, but trajectories are under way: they wait for rewards, say
+    starved             none is under way
     loading             an interrupt and the load itself; with `drain`, only once nothing runs or waits
     paused              colocate: the trainer has the resources
+
+    Its report has those of two machines beside it. `generate`, the engine, is busy, loading or paused with
+    the worker, else starved, for the worker's reason. `param_update` is sending while buckets arrive, blocked
+    until their load begins and running sequences have ended, and then loading.
     """
 
     def __init__(
         self, name: str, slots: int, now: Callable[[], float], on_change: Callable[[], None]
     ) -> None:
-        self._clock = StateClock(name, "rollout", "prompts", now)
+        self._clock = StateClock(name, "rollout", PROMPTS, now)
         self._clock.gauges["slots"] = slots
+        self._engine = StateClock(name.replace("rollout", GENERATE), GENERATE, PROMPTS, now)
+        self._update = StateClock(f"{PARAM_UPDATE}-{name}", PARAM_UPDATE, "a version", now)
         self._now = now
         self._on_change = on_change
         self._since_s = now()
@@ -44,7 +56,7 @@ class RolloutMeter:
         """By trajectory, longest wait first: what it waits for, and since when."""
         self._interrupt: Interrupt | None = None
         self._is_paused = False
-        self._num_evals = 0
+        self._num_parts = self._num_evals = 0
 
     def running(self, running: int) -> None:
         """The number of generating sequences changed."""
@@ -62,6 +74,23 @@ class RolloutMeter:
             del self._waiting[trajectory]
         self._settle()
 
+    def parts(self, change: int) -> None:
+        """A part of a group began (+1) or ended (-1): all its trajectories have their rewards."""
+        self._advance()
+        self._num_parts += change
+        self._settle()
+
+    @contextmanager
+    def receiving(self) -> Iterator[None]:
+        """A version's buckets arrive during the block. If it does not fail, a load follows."""
+        self._update.enter(State.SENDING, "its buckets")
+        after = State.STARVED
+        try:
+            yield
+            after = State.BLOCKED
+        finally:
+            self._update.enter(after, "its load to begin" if after is State.BLOCKED else "")
+
     def load_begins(self, interrupt: Interrupt) -> None:
         self._advance()
         self._interrupt = interrupt
@@ -69,6 +98,8 @@ class RolloutMeter:
 
     def load_ended(self) -> None:
         self._advance()
+        if self._interrupt is not None:
+            self._update.enter(State.STARVED)
         self._interrupt = None
         self._settle()
 
@@ -81,6 +112,7 @@ class RolloutMeter:
         """An evaluation began (+1) or ended (-1); `eval_s` is the time with at least one."""
         self._advance()
         self._num_evals += change
+        self._settle()
 
     def report(
         self,
@@ -107,7 +139,8 @@ class RolloutMeter:
             "running_tokens": running_tokens,
             "version": version,
         }
-        return self._clock.report(slot_intervals)
+        machines = self._engine.report(), self._update.report()
+        return replace(self._clock.report(slot_intervals), machines=machines)
 
     def _advance(self) -> None:
         """Add the time since the last change to the sums. Call it before a change: the time counts under the
@@ -136,8 +169,18 @@ class RolloutMeter:
             others = f" and {len(self._waiting) - 1} more" if len(self._waiting) > 1 else ""
             waited_s = self._now() - since_s
             self._clock.enter(State.WAITING, f"{for_what} of {trajectory} ({waited_s:.0f} s so far){others}")
+        elif self._num_parts or self._num_evals:
+            self._clock.enter(State.BLOCKED, "rewards, environments or versions")
         else:
             self._clock.enter(State.STARVED)
+        state, why = self._clock.state, self._clock.waiting_for
+        is_engines = state in (State.BUSY, State.LOADING, State.PAUSED)
+        self._engine.enter(state if is_engines else State.STARVED, why)
+        if self._interrupt is not None:
+            is_loading = state is State.LOADING
+            self._update.enter(
+                State.LOADING if is_loading else State.BLOCKED, "" if is_loading else "running sequences"
+            )
         if self._clock.state is not before:
             self._on_change()
 
@@ -205,22 +248,27 @@ class MeteredRewards:
 
 
 class CallMeter:
-    """How the trainer or a scorer spends its time. During a call it is in that call's state; between calls it
-    is starved and waits for `starved_for`. Thread-safe: calls and reports may come from two threads."""
+    """How the trainer, a scorer or a machine spends its time. During a call it is in that call's state;
+    between calls it is starved and waits for `starved_for`. Of several calls at once, the one that began last
+    counts. Thread-safe: calls and reports may come from several threads."""
 
     def __init__(self, name: str, role: str, starved_for: str, now: Callable[[], float]) -> None:
         self._clock = StateClock(name, role, starved_for, now)
+        self._calls: list[tuple[State, str]] = []
         self._lock = threading.Lock()
 
     @contextmanager
     def doing(self, state: State, waiting_for: str = "") -> Iterator[None]:
+        call = state, waiting_for
         with self._lock:
-            self._clock.enter(state, waiting_for)
+            self._calls.append(call)
+            self._clock.enter(*call)
         try:
             yield
         finally:
             with self._lock:
-                self._clock.enter(State.STARVED)
+                self._calls.remove(call)
+                self._clock.enter(*(self._calls[-1] if self._calls else (State.STARVED, "")))
 
     def add(self, *, gauges: Mapping[str, float] | None = None, **sums: float) -> None:
         """Add to the sums of these names, and set gauges."""
@@ -232,6 +280,36 @@ class CallMeter:
     def report(self) -> ExecutorReport:
         with self._lock:
             return self._clock.report()
+
+
+class TrainerMeter(CallMeter):
+    """How a trainer's process spends its time. Its report has those of the machines beside it:
+    `param_update`, and `logp` and `ref_logp` if they are among the `columns` that the process computes."""
+
+    def __init__(self, name: str, process: str, columns: Iterable[str], now: Callable[[], float]) -> None:
+        super().__init__(name, "trainer", "groups", now)
+        self.update = CallMeter(f"{PARAM_UPDATE}-{process}", PARAM_UPDATE, "a version", now)
+        machines = {column: COLUMN_MACHINES[column] for column in columns if column in COLUMN_MACHINES}
+        self._columns = {
+            column: CallMeter(machine, machine, "a train step", now) for column, machine in machines.items()
+        }
+
+    @contextmanager
+    def scoring(self, column: str) -> Iterator[None]:
+        """A column is computed during the block."""
+        machine = self._columns.get(column)
+        with self.doing(State.SCORING, column), machine.doing(State.BUSY) if machine else nullcontext():
+            yield
+
+    @contextmanager
+    def gathering(self) -> Iterator[None]:
+        why = "weights to be gathered"
+        with self.doing(State.SYNCING, why), self.update.doing(State.SYNCING, why):
+            yield
+
+    def report(self) -> ExecutorReport:
+        machines = tuple(one.report() for one in (*self._columns.values(), self.update))
+        return replace(super().report(), machines=machines)
 
 
 class LongPoll:

@@ -24,8 +24,12 @@ class State(StrEnum):
     """Rollout workers only: nothing runs, because all trajectories wait for their environments between
     turns."""
     BLOCKED = "blocked"
+    SCORING = "scoring"
+    """The trainer only: it computes columns (logprobs, values) before it trains on them. Not idle time."""
     LOADING = "loading"
     SYNCING = "syncing"
+    SENDING = "sending"
+    """The machine param_update only: rank 0 sends a version's buckets, or a worker receives them."""
     PAUSED = "paused"
     DONE = "done"
     FAILED = "failed"
@@ -59,7 +63,8 @@ class ExecutorReport:
     clock. `spans` are those that ended since the previous report, plus the current one up to `now_s`. `sums`
     are role-specific cumulative figures, e.g. `running_sequence_s`, `idle_s`, `sampled_tokens`,
     `trained_tokens`. `gauges` are momentary figures, e.g. `running_sequences`, `slots`, `version`.
-    `slot_intervals` are those that ended since the previous report, if they are recorded.
+    `slot_intervals` are those that ended since the previous report, if they are recorded. `machines`:
+    reports of further machines in the same process (machines.py).
     """
 
     name: str
@@ -72,6 +77,7 @@ class ExecutorReport:
     sums: dict[str, float]
     gauges: dict[str, float]
     slot_intervals: tuple[SlotInterval, ...] = ()
+    machines: tuple[ExecutorReport, ...] = ()
 
 
 class StateClock:

@@ -2,12 +2,15 @@
 
 The most important figures come first: how full the slots are, who idles and why, how stale the data is. A
 rule above each block says which time its figures cover. Some sections stand side by side on a wide terminal
-and below each other on a narrow one. If the terminal has too few lines, notes go first, then the rows of feed
-and rewards, then blocks from below; trainer and rollout stay.
+and below each other on a narrow one.
+
+The machines (measure/machines.py) have a row each, and below them the rollout workers and other scorers. If
+the terminal has too few lines, notes go first, then rows in the order of `RANKS`, then blocks from below.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from textwrap import wrap
 
@@ -16,6 +19,14 @@ from rich.text import Text
 
 from asyncrl_cli.contracts.events import ENDED
 from asyncrl_cli.contracts.status import CoveredTime, ExecutorStatus, Figure, Status
+from asyncrl_cli.measure.machines import (
+    GENERATE,
+    LOGP,
+    MACHINES,
+    PARAM_UPDATE,
+    REF_LOGP,
+    machine_of,
+)
 from asyncrl_cli.measure.states import WAITS_FOR_RESTART
 from asyncrl_cli.observe.format import (
     NOTHING,
@@ -42,8 +53,10 @@ STATE_STYLES = {
     "starved": "yellow",
     "waiting for tools": "bright_yellow",
     "blocked": "magenta",
+    "scoring": "bright_green",
     "loading": "cyan",
     "syncing": "cyan",
+    "sending": "bright_cyan",
     "paused": "blue",
     "done": "dim",
     "failed": "bold red",
@@ -55,10 +68,15 @@ PHASE_STYLES = {
     "stopping": "bold yellow",
     "done": "bold green",
 }
-RANKS = {"trainer": 0, "rollout": 1, "scorer": 2}
-"""The roles whose rows are the last to be dropped, the very last one first."""
-LEAST_ROWS = 4
-"""At least this many of their rows get space before any block below them does."""
+SIDES = ("rollout", "scorer", "trainer")
+MACHINE_RANKS = ("train", GENERATE, "rollout", PARAM_UPDATE, "reward", LOGP, REF_LOGP, "dataloader")
+RANKS = (*MACHINE_RANKS, "worker", "scorer")
+"""Rows of machines, of workers and of scorers that are no machines: the first are the last to be dropped."""
+LEAST_ROWS = 5
+"""At least this many of the rows get space before any block below them does."""
+ROW_LABEL = 13
+MOST_STATES = 4
+"""Limit for the states that are named. A worker has less room."""
 SYNC_PARTS = ("gather", "send", "load", "pause")
 STEP_PARTS = (
     *("step", "train", "wait_data", "wait_scores", "old_logprob", "ref", "teacher"),
@@ -76,12 +94,9 @@ def render(status: Status, *, width: int, height: int, remark: str = "") -> Text
     states = "" if _is_over(status) else f"states and waits: {moment}"
     use = [_rule(status.periods.utilization, states, width), *_utilization(status, width)]
     room = height - len(top) - len(use) - bool(status.error)
-    # The rows of trainer and rollout (some, if they are many), and a line about the rest, come before the
-    # blocks.
-    ranked = sum(executor.role in RANKS for executor in status.executors)
-    least_rows = min(ranked + (ranked < len(status.executors)), LEAST_ROWS)
-    below = _blocks(status, moment, width, room - least_rows)
-    lines = [*top, *use, *_executors(status, width, max(1, room - len(below))), *below]
+    rows = _rows(status, width)  # some of them, and a line about the rest, come before the blocks
+    below = _blocks(status, moment, width, room - min(len(rows), LEAST_ROWS))
+    lines = [*top, *use, *_chosen(rows, max(1, room - len(below))), *below]
     return _page([*lines, *_notes(status, max(0, height - len(lines)))], width, height)
 
 
@@ -180,7 +195,7 @@ def _utilization(status: Status, width: int) -> list[Text]:
         first.append("  now ", "dim").append(now)
     room = min(30, width - first.cell_len - 2)
     first.append("  " + sparkline(listed(figures, "slot_history"), room, low=0, high=1), "cyan")
-    by_role = {role: [one for one in status.executors if one.role == role] for role in RANKS}
+    by_role = {role: [one for one in status.executors if one.role == role] for role in SIDES}
     sides = {
         "rollouter": by_role["rollout"],
         **{scorer.name: [scorer] for scorer in by_role["scorer"]},
@@ -220,41 +235,56 @@ def _append_state(line: Text, executor: ExecutorStatus, status: Status, width: i
     line.append(f"{state} ({attempt})" if attempt else f"{state:<{width}}", STATE_STYLES.get(state, ""))
 
 
-def _executors(status: Status, width: int, max_rows: int) -> list[Text]:
-    every = shown = status.executors
-    if len(every) > max_rows:
-        by_rank = sorted(every, key=lambda executor: RANKS.get(executor.role, len(RANKS)))
-        chosen = by_rank[: max(1, max_rows - 1)]
-        shown = [executor for executor in every if executor in chosen]  # in the order of the flow
-    lines = [_executor(executor, status, width) for executor in shown]
-    if len(every) > len(shown) and max_rows > 1:
-        lines.append(Text(f"... and {len(every) - len(shown)} more executors", "dim"))
-    return lines
+def _rows(status: Status, width: int) -> list[tuple[str, Text]]:
+    """(rank, row) of each machine that the run has, of each worker if there are several, and of each further
+    scorer."""
+    of_machines: dict[str, list[ExecutorStatus]] = {name: [] for name in MACHINES}
+    others = list[tuple[str, Text]]()
+    for one in status.executors:
+        if machine := machine_of(one.name, one.role):
+            of_machines[machine].append(one)
+        else:
+            others.append(("scorer", _row(one.name, [one], status, width)))
+    machines = [(name, _row(name, found, status, width)) for name, found in of_machines.items() if found]
+    workers = of_machines["rollout"] if len(of_machines["rollout"]) > 1 else []
+    return [*machines, *(("worker", _row(one.name, [one], status, width)) for one in workers), *others]
 
 
-def _executor(executor: ExecutorStatus, status: Status, width: int) -> Text:
-    """One executor: name, state, a strip of its time in states, version, running sequences, and how full its
-    engine's cache is."""
-    line, state_s, gauges = label(executor.name), executor.state_s, executor.gauges
-    _append_state(line, executor, status, width=9)
-    line.append(" " if _is_restarting(executor) else "")
-    line.append_text(strip(state_s, STATE_STYLES, max(8, min(24, width // 5))))
+def _chosen(rows: list[tuple[str, Text]], most: int) -> list[Text]:
+    left = sorted(range(len(rows)), key=lambda place: RANKS.index(rows[place][0]))[max(1, most - 1) :]
+    if len(rows) <= most:
+        return [row for _, row in rows]
+    lines = [row for place, (_, row) in enumerate(rows) if place not in left]
+    return [*lines, Text(f"... and {len(left)} more rows", "dim")] if most > 1 else lines
+
+
+def _row(name: str, executors: Sequence[ExecutorStatus], status: Status, width: int) -> Text:
+    """Name, state, a strip of the time in states, and the states with the most of it. Then what a single
+    worker or scorer holds, or what is waited for. Of several executors, one that is not busy counts."""
+    shown = next((one for one in executors if one.state != "busy"), executors[0])
+    gauges = shown.gauges if len(executors) == 1 else {}
+    line, is_worker = label(name, ROW_LABEL), "running_sequences" in gauges
+    state_s = Counter[str]()
+    for one in executors:
+        state_s.update(one.state_s)
+    _append_state(line, shown, status, width=9)
+    line.append(" " if _is_restarting(shown) else "")
+    line.append_text(strip(state_s, STATE_STYLES, max(8, min(16, width // 6))))
     if (total_s := sum(state_s.values())) > 0:
-        line.append(f" busy {state_s.get('busy', 0.0) / total_s:>4.0%}", "dim")
-        others = ((seconds, state) for state, seconds in state_s.items() if state != "busy")
-        most_s, other = max(others, default=(0.0, ""))
-        line.append(f"  {other} {share(most_s / total_s)}" if most_s / total_s >= 0.005 else "", "dim")
-    if _is_restarting(executor):
+        most = 2 if is_worker else MOST_STATES
+        parts = [f"{state} {share(s / total_s)}" for state, s in state_s.most_common(most) if s > 0]
+        line.append("".join(f"  {part}" for part in parts), "dim")
+    if _is_restarting(shown):
         return line
-    if executor.name in status.versions:
-        line.append(f"  v{status.versions[executor.name]}", "bold")
-    if "running_sequences" in gauges and not _is_over(status):
+    if is_worker and shown.name in status.versions:
+        line.append(f"  v{status.versions[shown.name]}", "bold")
+    if is_worker and not _is_over(status):
         running = f"{count(gauges['running_sequences'])}/{count(gauges.get('slots'))}"
         line.append(f"  {running} {_engine(gauges)}", "dim")
     elif "waiting_groups" in gauges and not _is_over(status):
         line.append(f"  {count(gauges['waiting_groups'])} groups wait for it", "dim")
-    elif executor.waiting_for and executor.role == "reward":  # trainer and rollout have it above
-        line.append(f"  waits for {executor.waiting_for}", "dim")
+    elif shown.waiting_for and shown.role not in SIDES:  # these have it above
+        line.append(f"  waits for {shown.waiting_for}", "dim")
     return line
 
 

@@ -16,6 +16,7 @@ from statistics import median, stdev
 from asyncrl_cli.contracts.environment import NAMES_ANSWER
 from asyncrl_cli.contracts.events import EvalSummary, StepRecord
 from asyncrl_cli.contracts.prompt_group import GroupResult, TrajectoryMeta
+from asyncrl_cli.measure.machines import GENERATE, LOGP, PARAM_UPDATE, REF_LOGP
 from asyncrl_cli.measure.states import ExecutorReport, Span, State
 from asyncrl_cli.measure.values import Histogram, Last, Max, Overlap, Quantiles, Ratio, Spread, Sum, Value
 
@@ -25,7 +26,7 @@ PARTIAL = "fully_async/partial/"
 BIAS = "bias/"
 STALE = "fully_async/count/"
 TRAINER, ROLLOUT, SCORER = "trainer", "rollout", "scorer"
-FLOW = ("feed", ROLLOUT, "reward", SCORER, TRAINER)
+FLOW = ("feed", GENERATE, ROLLOUT, "reward", SCORER, LOGP, REF_LOGP, TRAINER, PARAM_UPDATE)
 """The roles in the order in which data flows through them; they are shown in this order."""
 STATES = "state_s/"
 """Prefix of keys `state_s/<executor>/<state>`, in seconds. They are merged over periods but left out of the
@@ -296,7 +297,7 @@ def overlap(spans: Mapping[str, Sequence[Span]], roles: Mapping[str, str]) -> Ov
         (time_s, change, roles[name])
         for name, its_spans in spans.items()
         for span in its_spans
-        if span.state == State.BUSY and roles.get(name) in (TRAINER, ROLLOUT)
+        if span.state in (State.BUSY, State.SCORING) and roles.get(name) in (TRAINER, ROLLOUT)
         for time_s, change in ((span.start_s, 1), (span.end_s, -1))
     )
     num_busy = {TRAINER: 0, ROLLOUT: 0}

@@ -91,8 +91,8 @@ def key_presses() -> Iterator[Callable[[float], str]]:
         termios.tcsetattr(keys, termios.TCSADRAIN, before)
 
 
-def label(name: str) -> Text:
-    return Text().append(f"{name[: LABEL - 1]:<{LABEL}}", "dim bold")
+def label(name: str, width: int = LABEL) -> Text:
+    return Text().append(f"{name[: width - 1]:<{width}}", "dim bold")
 
 
 def rule(words: str, width: int) -> Text:

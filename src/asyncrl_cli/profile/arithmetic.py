@@ -167,7 +167,7 @@ def max_context_tokens(profile: Profile) -> int:
 
 
 TRAIN, PROX, REF, TEACHER, CRITIC = "train", "prox", "ref", "teacher", "critic"
-REWARD, ROLLOUT = "reward", "rollout"
+REWARD, ROLLOUT, OLD_LOGPROB = "reward", "rollout", "old_logprob"
 SCORERS = (REF, TEACHER, PROX, REWARD, CRITIC)
 """Tasks that can have their own processes, which score finished groups while others are trained."""
 
@@ -219,6 +219,19 @@ def tasks_apart(profile: Profile) -> tuple[str, ...]:
 def is_apart(profile: Profile, task: str) -> bool:
     """Whether the task has resources of its own."""
     return task in tasks_apart(profile)
+
+
+def trainer_columns(profile: Profile) -> list[str]:
+    """What the trainer itself computes of a step's tokens before it trains on them, by its name in `timing/`:
+    the columns of tasks without resources of their own, and prox as `old_logprob`."""
+    algorithm = profile.algorithm
+    wanted = {
+        REF: (REF, algorithm.has_reference),
+        TEACHER: (TEACHER, bool(profile.teacher.paths)),
+        CRITIC: (CRITIC, algorithm.has_critic),
+        OLD_LOGPROB: (PROX, algorithm.old_logprobs == "recompute"),
+    }
+    return [name for name, (task, is_on) in wanted.items() if is_on and not is_apart(profile, task)]
 
 
 def share_of(profile: Profile, task: str) -> int | None:

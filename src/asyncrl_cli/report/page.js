@@ -24,10 +24,10 @@ const SHADES = {
 const DASHES = ["solid", "dash", "dot", "dashdot", "longdash", "longdashdot"];
 /* Work is dark or saturated, waiting is bright. */
 const PARTS = {
-  busy: "#0072B2", train: "#0072B2", old_logprob: "#56B4E9", ref: "#8DA0CB", values: "#A65628",
+  busy: "#0072B2", train: "#0072B2", scoring: "#56B4E9", old_logprob: "#56B4E9", ref: "#8DA0CB", values: "#A65628",
   wait_data: "#F0E442", wait_scores: "#B8DE9A", starved: "#F0E442", "waiting for tools": "#CC79A7",
   eval: "#CC79A7", blocked: "#E69F00", checkpoint: "#E69F00", syncing: "#009E73", gather: "#009E73",
-  loading: "#D55E00", paused: "#999999", other: "#999999", failed: "#7A0000", done: "#DDDDDD",
+  sending: "#66A61E", loading: "#D55E00", paused: "#999999", other: "#999999", failed: "#7A0000", done: "#DDDDDD",
 };
 const PLACES = Object.keys(PARTS);
 const SYMBOLS = {

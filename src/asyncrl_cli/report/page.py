@@ -23,7 +23,8 @@ from asyncrl_cli.audit.proofs import AUDIT, Audit
 from asyncrl_cli.base.errors import ConfigError
 from asyncrl_cli.base.safe_files import load_json
 from asyncrl_cli.data.sample_fields import NOT_SAMPLED
-from asyncrl_cli.observe.format import evenly
+from asyncrl_cli.measure.machines import MACHINES
+from asyncrl_cli.observe.format import evenly, share
 from asyncrl_cli.observe.recorded import Recorded
 from asyncrl_cli.observe.run_lines import EvalSample, meaning_of
 from asyncrl_cli.profile.keys import entries_of
@@ -43,6 +44,8 @@ MAX_CHARACTERS = 1_000_000
 """Limit for all trajectories on a page together: it is for reading, `asyncrl samples` has the rest."""
 NOTABLE_CHANGE = 0.2
 """A token is marked if the trainer's probability of it differs by this much from the sampler's."""
+MOST_NAMED = 3
+"""Limit for the executors and the waits of a machine that are named."""
 AGES = "".join(
     f".age{age} {{ background: color-mix(in srgb, {colour} 22%, transparent); border-bottom: 2px solid "
     f"{colour}; }}"
@@ -71,6 +74,7 @@ def page_of(runs: Sequence[RunData], *, library: str, title: str, before: str = 
     """The page. `library` is `plotly()`; `before` and `after`: further HTML, above the words about runs and
     below their charts."""
     words = [before, _cards("Verdict", runs, _findings), _cards("What ran", runs, _facts)]
+    words.append(_cards("The pipeline's machines", runs, _machines))
     sections = tomllib.loads(_file("charts.toml")).items()
     metrics = sorted({key for run in runs for key in run.columns.values})
     charts = [
@@ -171,6 +175,23 @@ def _facts(run: RunData) -> str:
     summary = f"configuration: {given} keys set, {len(rows) - given} at their defaults"
     configuration = table(["key", "value", "from"], rows)
     return f"{purpose}<dl>{facts}</dl><details><summary>{summary}</summary>{configuration}</details>"
+
+
+def _machines(run: RunData) -> str:
+    """The time of each machine in its states, and which of the eight the run does not have."""
+    rows = []
+    for one in run.machines:
+        total_s = sum(one.state_s.values()) or 1.0
+        states, waits = (
+            [f"{what} {share(spent_s[what] / total_s)}" for what in sorted(spent_s, key=spent_s.__getitem__)]
+            for spent_s in (one.state_s, {what: s for what, s in one.waits_s.items() if what and s})
+        )
+        where = ", ".join(one.executors) if len(one.executors) <= MOST_NAMED else f"{len(one.executors)}"
+        shown = one.name, where, ", ".join(states[::-1]), "; ".join(waits[: -MOST_NAMED - 1 : -1])
+        rows.append([*map(escape, shown)])
+    missing = [name for name in MACHINES if name not in {one.name for one in run.machines}]
+    note = f'<p class="dim">Not in this run: {", ".join(missing)}.</p>' if missing else ""
+    return table(["machine", "executors", "time in states", "what it waited for"], rows) + note
 
 
 def side_by_side_html(compared: SideBySide, heading: str = "Side by side") -> str:

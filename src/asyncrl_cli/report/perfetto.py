@@ -28,6 +28,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, count
 
+from asyncrl_cli.measure.machines import machine_of, shown_name
 from asyncrl_cli.observe.recorded import Recorded, add_span
 from asyncrl_cli.observe.run_lines import EventLine, RecordedSpan, Spans, TimelineLine
 
@@ -63,8 +64,8 @@ def trace_entries(run: Recorded, first: int = 1, last: int | None = None) -> Ite
     """All entries of the trace, the names of tracks at the end."""
     tracks, ends, waits_s = Tracks(), dict[int, int](), dict[int, float]()
     process = tracks.process(LOOP)
-    for name in run.roles:
-        tracks.track(EXECUTORS, name)
+    for name, role in run.roles.items():
+        tracks.track(EXECUTORS, shown_name(name, role))
     for line in run.metrics():
         step = line["step"]
         if last is not None and step > last:
@@ -86,7 +87,7 @@ def trace_entries(run: Recorded, first: int = 1, last: int | None = None) -> Ite
         if story.covers(time := micros(mark.get("time_s", 0.0))):
             facts = {key: value for key, value in mark.items() if key not in ("time_s", "event")}
             yield {**instant, "name": mark["event"], "ts": time, "args": facts}
-    yield from executor_entries(run.timeline(first, last), tracks, groups)
+    yield from executor_entries(run.timeline(first, last), tracks, groups, run.roles)
     yield from tracks.entries
 
 
@@ -229,10 +230,10 @@ def version_entries(story: Story, tracks: Tracks) -> Iterator[Entry]:
 
 
 def executor_entries(
-    lines: Iterable[TimelineLine], tracks: Tracks, groups: Mapping[str, Group]
+    lines: Iterable[TimelineLine], tracks: Tracks, groups: Mapping[str, Group], roles: Mapping[str, str]
 ) -> Iterator[Entry]:
     """Entries from the lines of timeline.jsonl. A span that is split over two lines is one slice; a sequence
-    in a slot has, the first time, an arrow from its group."""
+    in a slot has, the first time, an arrow from its group. `roles`: of the executors."""
     spans: Spans = {}
     waits: dict[str, list[tuple[float, str]]] = {}
     traced: set[str] = set()
@@ -247,7 +248,7 @@ def executor_entries(
             for span in added:
                 add_span(joined, *span)
             # The last one may go on in the next line.
-            yield from _states(name, joined[:-1], tracks, waits.get(name, ()))
+            yield from _states(name, roles.get(name, name), joined[:-1], tracks, waits.get(name, ()))
             del joined[:-1]
         for name, stays in line.get("slots", {}).items():
             for slot, sequence, start_s, end_s in stays:
@@ -261,19 +262,26 @@ def executor_entries(
                     yield from arrow("sequence", number, [(group.track, group.times[0]), (track, start)])
                     traced.add(sequence)
     for name, joined in spans.items():
-        yield from _states(name, joined, tracks, waits.get(name, ()))
+        yield from _states(name, roles.get(name, name), joined, tracks, waits.get(name, ()))
 
 
 def _states(
-    name: str, spans: Sequence[RecordedSpan], tracks: Tracks, waits: Sequence[tuple[float, str]]
+    name: str,
+    role: str,
+    spans: Sequence[RecordedSpan],
+    tracks: Tracks,
+    waits: Sequence[tuple[float, str]],
 ) -> Iterator[Entry]:
     """Spans of an executor, side by side. `waits`: what it waits for, from each of these times on."""
-    track, times = tracks.track(EXECUTORS, name), [time_s for time_s, _ in waits]
+    track, times = tracks.track(EXECUTORS, shown_name(name, role)), [time_s for time_s, _ in waits]
+    executor = {"executor": name, "machine": machine_of(name, role)}
     for state, start_s, end_s in spans:
         known = bisect_right(times, end_s) - 1
         was_sampled = known >= 0 and (end_s - start_s >= SAMPLED_S or times[known] >= start_s)
-        facts = {"executor": name, "waiting_for": waits[known][1] if was_sampled and state != "busy" else ""}
-        yield slice_on(track, state, "state", micros(start_s), micros(end_s), facts)
+        why = waits[known][1] if was_sampled and state != "busy" else ""
+        yield slice_on(
+            track, state, "state", micros(start_s), micros(end_s), {**executor, "waiting_for": why}
+        )
 
 
 def micros(time_s: float) -> int:

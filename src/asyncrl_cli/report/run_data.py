@@ -12,6 +12,7 @@ the order within a cell is lost.
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,10 +21,12 @@ from statistics import fmean
 
 from asyncrl_cli.base.errors import AsyncrlError, RefusedError, counted
 from asyncrl_cli.contracts.events import ENDED
+from asyncrl_cli.measure.machines import MACHINES, machine_of, shown_name
 from asyncrl_cli.observe.format import clock, count, evenly, event_text, is_number
 from asyncrl_cli.observe.recorded import Recorded, add_span
 from asyncrl_cli.observe.run_lines import EventLine, Line, RecordedSpan, Spans, TimelineLine, Totals
 from asyncrl_cli.observe.run_status import read_status
+from asyncrl_cli.observe.step_values import FLOW
 from asyncrl_cli.profile.arithmetic import LoopSettings
 from asyncrl_cli.profile.loaded import Loaded
 from asyncrl_cli.report.verdict import Remark, learned, verdict_of, warned
@@ -52,9 +55,10 @@ MOST_SPANS = 24_000
 STATES_PER_CELL = 3
 """The most spans that a cell has on average: most states are rare."""
 DECIMALS = 3
-FLOW = ("trainer", "scorer", "rollout", "reward", "feed")
-"""The roles in the order in which they are drawn."""
+VARIES = re.compile(r" \(.*|; .*|: \d.*")
+"""What changes from one second to the next in the text of a wait."""
 
+Sums = defaultdict[str, defaultdict[str, float]]
 Measured = float | list[float]
 """A figure of metrics.jsonl: a number, or a list of them (a histogram, quantiles)."""
 Point = Mapping[str, Measured]
@@ -64,14 +68,27 @@ Values = dict[str, list[Measured | None]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunData:
-    """`facts`: (label, text). `charts`: what page.js draws, as JSON, `columns` among it."""
+    """`facts`: (label, text). `machines`: those that the run has. `charts`: what page.js draws, as JSON,
+    `columns` among it."""
 
     name: str
     loaded: Loaded
     facts: list[tuple[str, str]]
     findings: list[Remark]
+    machines: list[MachineTime]
     columns: Columns
     charts: Mapping[str, object]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MachineTime:
+    """One of the eight machines (measure/machines.py). `state_s`: seconds in each state, of all its executors
+    together. `waits_s`: the same for what they waited for, as sampled once a second."""
+
+    name: str
+    executors: list[str]
+    state_s: Mapping[str, float]
+    waits_s: Mapping[str, float]
 
 
 def run_data(recorded: Recorded) -> RunData:
@@ -114,6 +131,7 @@ def run_data(recorded: Recorded) -> RunData:
         loaded=recorded.loaded,
         facts=_facts(recorded, settings, totals),
         findings=[*_outcome(recorded, totals, recorded_events), *damage, *verdict],
+        machines=timeline.machines(),
         columns=columns,
         charts=charts,
     )
@@ -234,10 +252,15 @@ def rounded(value: float) -> float:
     return int(short) if short.is_integer() and abs(short) < 10**DIGITS else short
 
 
+def _sums() -> Sums:
+    return defaultdict(lambda: defaultdict(float))
+
+
 @dataclass(slots=True)
 class Timeline:
     """Reads timeline.jsonl line by line. `length_s`: the run's time; `merged_s`: length of the cells, 0 if
-    every span is there. `shares`: step -> the roles' shares of states in its time."""
+    every span is there. `shares`: step -> shares of states in its time, by machine; of scorers that are none
+    together. `state_s`, `waits_s`: seconds in each state, and in each wait, in the same way."""
 
     roles: Mapping[str, str]
     length_s: float
@@ -245,23 +268,36 @@ class Timeline:
     spans: Spans = field(default_factory=dict)
     shares: dict[int, dict[str, float]] = field(default_factory=dict)
     merged_s: float = 0.0
+    state_s: Sums = field(default_factory=_sums)
+    waits_s: Sums = field(default_factory=_sums)
 
     def read(self, lines: Iterable[TimelineLine]) -> Timeline:
+        waits = dict[str, tuple[float, str]]()
         for line in lines:
-            spent_s: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
+            spent_s = _sums()
             for name, added in line["spans"].items():
-                spans, states = self.spans.setdefault(name, []), spent_s[self.roles.get(name, name)]
+                whose = self._whose(name)
+                spans, states = self.spans.setdefault(name, []), spent_s[whose]
                 for state, start_s, end_s in added:
                     add_span(spans, state, start_s, end_s)
                     states[state] += end_s - start_s
+                    self.state_s[whose][state] += end_s - start_s
+            for name, samples in line.get("waits", {}).items():
+                for at_s, text in samples:
+                    since_s, before = waits.get(name, (at_s, ""))
+                    self.waits_s[self._whose(name)][before] += max(0.0, at_s - since_s)
+                    waits[name] = at_s, VARIES.sub("", text)
             self.shares[line.get("step", 0)] = {
-                f"states/{role}/{state}": seconds / sum(states.values())
-                for role, states in spent_s.items()
+                f"states/{machine}/{state}": seconds / sum(states.values())
+                for machine, states in spent_s.items()
                 if sum(states.values()) > 0
                 for state, seconds in states.items()
             }
             if self._num_spans > 4 * self.most_spans:
                 self._merge()
+        ended_s = max((spans[-1][2] for spans in self.spans.values() if spans), default=0.0)
+        for name, (since_s, text) in waits.items():
+            self.waits_s[self._whose(name)][text] += max(0.0, ended_s - since_s)
         if self._num_spans > self.most_spans or self.merged_s:
             self._merge()
         return self
@@ -290,6 +326,19 @@ class Timeline:
                     add_span(merged, state, at_s, at_s + states[state])
                     at_s += states[state]
 
+    def machines(self) -> list[MachineTime]:
+        executors = {name: [one for one in self.spans if self._whose(one) == name] for name in MACHINES}
+        return [
+            MachineTime(name=name, executors=names, state_s=self.state_s[name], waits_s=self.waits_s[name])
+            for name, names in executors.items()
+            if names
+        ]
+
+    def _whose(self, name: str) -> str:
+        """The executor's machine, or its role if it is none."""
+        role = self.roles.get(name, name)
+        return machine_of(name, role) or role
+
     def to_json(self) -> dict[str, object]:
         """Executor -> state -> start and length of each span, one after the other."""
 
@@ -299,7 +348,7 @@ class Timeline:
 
         executors: dict[str, dict[str, list[float]]] = {}
         for name in sorted(self.spans, key=place):
-            states = executors[name] = {}
+            states = executors[shown_name(name, self.roles.get(name, name))] = {}
             for state, start_s, end_s in self.spans[name]:
                 times_s = round(start_s, DECIMALS), round(end_s - start_s, DECIMALS)
                 states.setdefault(state, []).extend(times_s)

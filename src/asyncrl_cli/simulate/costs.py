@@ -29,6 +29,7 @@ from asyncrl_cli.engines.port import cache_bytes_left
 from asyncrl_cli.measure.meters import POLL_S
 from asyncrl_cli.profile.arithmetic import (
     CRITIC,
+    OLD_LOGPROB,
     PROX,
     REF,
     REWARD,
@@ -37,6 +38,7 @@ from asyncrl_cli.profile.arithmetic import (
     max_context_tokens,
     mixed_requeues,
     mixes,
+    trainer_columns,
 )
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.simulate.responses import Episodes, ResponseLengths, WorkerTimes
@@ -99,9 +101,8 @@ class Costs:
         gather_s = syncing.parameter_bytes / syncing.gather_bytes_per_s
         return TrainerTimes(
             train_s=self._train_s,
-            old_logprob_s=self._old_logprob_s,
             old_logprob_tokens=lambda batch: _tokens(self._scored(batch))[0],
-            column_s={task: partial(self._column_s, task) for task in self._trainer_columns},
+            column_s={name: partial(self._column_s, name) for name in trainer_columns(self.profile)},
             overhead_s=self.workload.training.step_overhead_s,
             gather_s=syncing.colocated_s if self._is_colocated else gather_s,
         )
@@ -200,14 +201,6 @@ class Costs:
         return self.profile.placement.colocate
 
     @property
-    def _trainer_columns(self) -> list[str]:
-        """The columns, besides `prox`, that the trainer computes itself."""
-        algorithm = self.profile.algorithm
-        has_teachers = bool(self.profile.teacher.paths)
-        wanted = {REF: algorithm.has_reference, TEACHER: has_teachers, CRITIC: algorithm.has_critic}
-        return [task for task, is_wanted in wanted.items() if is_wanted and task not in self.scorers]
-
-    @property
     def _prompt_tokens(self) -> int:
         return min(self.workload.lengths.prompt_tokens, self.profile.rollout.max_prompt_tokens)
 
@@ -246,13 +239,13 @@ class Costs:
         response_tokens, tokens = _tokens(batch.groups)
         shared_s = mini_batches * training.step_s + self._computed(batch.groups) * training.s_per_token
         seconds = mini_batches * training.fixed_step_s + shared_s * self._share(training.scaling_exponent)
-        columns_s = {task: self._column_s(task, batch) for task in self._trainer_columns}
+        columns_s = {name: self._column_s(name, batch) for name in trainer_columns(self.profile)}
         # in the trainer, the critic learns within the train step
         seconds += LEARNING * columns_s.get(CRITIC, 0.0)
         seconds *= self.profile.trainer.ppo_epochs
         before = self.spent[-1]
         spent = Spent(
-            seconds=before.seconds + sum(columns_s.values()) + self._old_logprob_s(batch) + seconds,
+            seconds=before.seconds + sum(columns_s.values()) + seconds,
             response_tokens=before.response_tokens + response_tokens,
             trajectories=before.trajectories + sum(len(group.trajectories) for group in batch.groups),
             prompt_tokens=before.prompt_tokens + tokens - response_tokens,
@@ -266,9 +259,11 @@ class Costs:
         shared_s = self._computed(scored) * training.old_logprob_s_per_token
         return fixed_s + shared_s * self._share(training.old_logprob_scaling_exponent)
 
-    def _column_s(self, task: str, batch: TrainBatch) -> float:
+    def _column_s(self, name: str, batch: TrainBatch) -> float:
         """The time of a column in the trainer."""
-        return self._scoring_s(task, batch.groups, self.ranks)
+        if name == OLD_LOGPROB:
+            return self._old_logprob_s(batch)
+        return self._scoring_s(name, batch.groups, self.ranks)
 
     def _scoring_s(self, task: str, groups: Sequence[GroupResult], devices: int) -> float:
         """A scorer's time for these groups on that many devices; for the critic, the time of its values."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from asyncrl_cli.contracts.ports import EvalResult
 from asyncrl_cli.contracts.prompt_group import GroupResult, TrainBatch, TrainReport
 from asyncrl_cli.contracts.weight_version import Published
-from asyncrl_cli.measure.meters import CallMeter
+from asyncrl_cli.measure.meters import CallMeter, TrainerMeter
 from asyncrl_cli.measure.states import ExecutorReport, State
 from asyncrl_cli.measure.values import Sum
 from asyncrl_cli.profile.arithmetic import REWARD
@@ -86,11 +86,10 @@ class SharedMachine:
 class TrainerTimes:
     """Seconds, with the machine to itself. `overhead_s` is part of a train call but not of its reported
     parts: the loop's timing shows it as `other`. `old_logprob_tokens`: sampled tokens that the old-logprob
-    pass scores; 0 without such a pass. `column_s`: seconds of the reference's and the critic's passes, by
-    name, if the trainer has them."""
+    pass scores; 0 without such a pass. `column_s`: seconds of the trainer's passes before it trains, by
+    `trainer_columns`."""
 
     train_s: Callable[[TrainBatch], float]
-    old_logprob_s: Callable[[TrainBatch], float] = lambda batch: 0.0
     column_s: Mapping[str, Callable[[TrainBatch], float]] = field(default_factory=dict)
     old_logprob_tokens: Callable[[TrainBatch], int] = lambda batch: 0
     overhead_s: float = 0.0
@@ -105,17 +104,16 @@ class SimulatedTrainer:
         self._times = times
         self._machine = machine or SharedMachine()
         self._loop = asyncio.get_running_loop()
-        self._meter = CallMeter(NAME, "trainer", "groups", self._loop.time)
+        self._meter = TrainerMeter(NAME, NAME, times.column_s, self._loop.time)
 
     async def train(self, batch: TrainBatch) -> tuple[TrainReport, ExecutorReport]:
         began_s = self._loop.time()
         with self._meter.doing(State.BUSY):
             await asyncio.sleep(self._times.overhead_s)
-            column_s = {
-                name: await self._machine.compute(cost_s(batch))
-                for name, cost_s in self._times.column_s.items()
-            }
-            old_logprob_s = await self._machine.compute(self._times.old_logprob_s(batch))
+            column_s = dict[str, float]()
+            for name, cost_s in self._times.column_s.items():
+                with self._meter.scoring(name):
+                    column_s[name] = await self._machine.compute(cost_s(batch))
             train_s = await self._machine.compute(self._times.train_s(batch))
         tokens = sum(group.response_tokens for group in batch.groups)
         self._meter.add(
@@ -123,21 +121,17 @@ class SimulatedTrainer:
         )
         scored = self._times.old_logprob_tokens(batch)
         metrics = {"train/old_logprob_tokens": Sum(scored)} if scored else {}
-        report = TrainReport(
-            train_s=train_s,
-            tokens=tokens,
-            metrics=metrics,
-            column_s={"old_logprob": old_logprob_s, **column_s},
-        )
+        report = TrainReport(train_s=train_s, tokens=tokens, metrics=metrics, column_s=column_s)
         return report, self._meter.report()
 
     async def gather(self, version: int) -> tuple[float, ExecutorReport]:
-        with self._meter.doing(State.SYNCING, "weights to be gathered"):
+        with self._meter.gathering():
             await asyncio.sleep(self._times.gather_s)
         return self._times.gather_s, self._meter.report()
 
     async def publish(self, version: int) -> Published:
-        await asyncio.sleep(self._times.publish_s)
+        with self._meter.update.doing(State.SENDING, "buckets to be sent"):
+            await asyncio.sleep(self._times.publish_s)
         return Published(version=version, num_bytes=0, publish_s=self._times.publish_s, handle=None)
 
     async def snapshot(self, step: int) -> None:

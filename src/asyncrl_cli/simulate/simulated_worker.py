@@ -105,6 +105,7 @@ class SimulatedWorker:
             del process_parts[request.key]
             if process_parts is not self._parts:  # its process was restarted
                 return
+            self._meter.parts(-1)
             self._ended.append(part.part_result(request))
             self._store.put(str(request.key))
             self._poll.note(is_urgent=not self._parts)
@@ -112,6 +113,7 @@ class SimulatedWorker:
         def draw(indices: Sequence[int]) -> list[SimulatedSequence]:
             return trajectories_of(request.seed, indices, self._times, request.key.attempt)
 
+        self._meter.parts(+1)
         self._parts[request.key] = Responses(
             draw(request.indices),
             self._times,
@@ -153,7 +155,8 @@ class SimulatedWorker:
 
     async def prefetch(self, published: Published) -> float:
         send_s = self._times.prefetch_s(self._rng)
-        await self._take(send_s, f"the transfer of version {published.version}")
+        with self._meter.receiving():
+            await self._take(send_s, f"the transfer of version {published.version}")
         self.receive(published.version)
         return send_s
 

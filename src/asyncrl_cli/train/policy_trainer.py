@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, cast
 
@@ -70,8 +70,9 @@ class PolicyTrainer:
     The learning rate schedule ends after `total_optimizer_steps`. `probe_text`: token ids for the probes.
     `reference`, `teachers` and `critic`: None if there is none, or if it has processes of its own.
     `frozen_logprobs`: by counter (`trainer_state.FROZEN`), also of those processes.
-    `publication`: None before the first `gather`. `loss_fields`: of the last train step. OSError or
-    ValueError, from transformers, if `place.model_dir` is not a model.
+    `publication`: None before the first `gather`. `loss_fields`: of the last train step. `scoring(column)`
+    surrounds the computation of a column, for meters. OSError or ValueError, from transformers, if
+    `place.model_dir` is not a model.
     """
 
     def __init__(
@@ -83,8 +84,9 @@ class PolicyTrainer:
         init_method: str,
         total_optimizer_steps: int,
         probe_text: Sequence[int] = (),
+        scoring: Callable[[str], AbstractContextManager[None]] = lambda column: nullcontext(),
     ) -> None:
-        self.profile = profile
+        self.profile, self._scoring = profile, scoring
         sequence_size = profile.trainer.sequence_parallel_size
         self.ranks = Ranks(profile, place, rank=rank, init_method=init_method, sequence_size=sequence_size)
         self.model = PolicyModel(profile, place.model_dir, self.ranks, replays=True)
@@ -235,8 +237,9 @@ class PolicyTrainer:
     @contextmanager
     def _timed(self, name: str, seconds: dict[str, float]) -> Iterator[None]:
         began_s = time.monotonic()
-        yield
-        self.ranks.synchronize()
+        with self._scoring(name):
+            yield
+            self.ranks.synchronize()
         seconds[name] = time.monotonic() - began_s
 
     def _fill_prox(self, batches: Sequence[StepBatch], step_in_window: int, critic_only: int) -> int:

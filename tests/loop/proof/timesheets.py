@@ -24,18 +24,27 @@ class Timesheets:
         self._began_s = dict.fromkeys(slots, began_s)
         self._run_began_s = began_s
         self._last_reports: dict[str, ExecutorReport] = {}
+        self._process: dict[str, str] = {}
+        """Machine -> the executor whose process it is in."""
         self._unseen_s: dict[str, float] = {}
         self._last_recorded: Mapping[str, ExecutorReport] = {}
         self._step_ended_s: float | None = None
 
     def restarted(self, name: str) -> None:
         self._began_s[name] = asyncio.get_running_loop().time()
-        self._last_reports.pop(name, None)
+        for one in [one for one in self._last_reports if self._process.get(one, one) == name]:
+            del self._last_reports[one]
+
+    def _made_s(self, name: str) -> float:
+        return self._began_s.get(self._process.get(name, name), self._run_began_s)
 
     def check_report(self, report: ExecutorReport) -> None:
-        """An executor's states sum to the time since it was made; nothing it counts ever falls; no second is
-        left out."""
-        began_s = self._began_s.get(report.name, self._run_began_s)
+        """The states of an executor, and of each machine beside it, sum to the time since it was made;
+        nothing it counts ever falls; no second is left out."""
+        for machine in report.machines:
+            self._process[machine.name] = report.name
+            self.check_report(machine)
+        began_s = self._made_s(report.name)
         elapsed_s, states_s, name = report.now_s - began_s, sum(report.state_s.values()), report.name
         self._same(states_s, elapsed_s, f"{name}: states sum to {states_s} s of {elapsed_s} s")
         before = self._last_reports.get(name)
@@ -76,7 +85,7 @@ class Timesheets:
         """Whatever becomes of its process, its sums in the loop's books cover all time since its first
         report, and never fall."""
         unseen_s = report.now_s - self._run_began_s - sum(report.state_s.values())
-        was_lost = self._began_s.get(report.name, self._run_began_s) > self._run_began_s
+        was_lost = self._made_s(report.name) > self._run_began_s
         first_s = self._unseen_s.setdefault(report.name, unseen_s if was_lost else 0.0)
         message = f"{report.name}: {unseen_s} s of the run are in no state, before it were {first_s} s"
         self.check(first_s > -_ROUNDING_S, "time", message)
