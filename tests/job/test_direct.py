@@ -31,7 +31,7 @@ from asyncrl_cli.job.driver_rollout import RayRolloutWorker
 from asyncrl_cli.job.rank_host import RankHost
 from asyncrl_cli.job.ray.calls import Limit
 from asyncrl_cli.job.rollout_weights import Loader, RayRankZero
-from asyncrl_cli.measure.meters import RolloutMeter
+from asyncrl_cli.measure.meters import RolloutMeter, TrainerMeter
 from asyncrl_cli.models.shape import shape_of_directory
 from asyncrl_cli.plan.compiler import compile_job, cuda_counts
 from asyncrl_cli.plan.job_plan import ROLLOUT, TRAINER
@@ -134,9 +134,10 @@ class Driver:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, transport: str = "nccl") -> None:
         self.calls: list[Any] = []
         monkeypatch.setattr(ray, "kill", lambda actor: self.calls.append("kill"))
+        report = TrainerMeter("trainer", "trainer-0", (), lambda: 0.0).report()
         self.trainer_actor = SimpleNamespace(
             gather=remote(
-                lambda version, wanted: self.calls.append(("gather", version, wanted)) or (0.5, None)
+                lambda version, wanted: self.calls.append(("gather", version, wanted)) or (0.5, report)
             ),
             publish=remote(
                 lambda version: (
