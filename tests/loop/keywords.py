@@ -21,6 +21,7 @@ KEYS = {
     "max_skipped_steps": "trainer.max_skipped_steps",
     "window_steps": "async_training.trigger_parameter_sync_step",
     "eta": "async_training.staleness_threshold",
+    "target_kl": "async_training.target_kl",
     "max_staleness": "async_training.max_staleness",
     "on_stale": "async_training.on_stale",
     "max_requeues": "async_training.max_requeues",

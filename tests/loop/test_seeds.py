@@ -18,6 +18,7 @@ from asyncrl_cli.loop.data_keys import DataKeys
 from asyncrl_cli.loop.evals import Evaluator, RunningEval
 from asyncrl_cli.loop.executors import ExecutorHistory, ReportBook, Restarts
 from asyncrl_cli.loop.fleet import Fleet, Travel, WorkerSlots
+from asyncrl_cli.loop.governor import Governor
 from asyncrl_cli.loop.groups import FailuresLimit, GroupFilter, Groups
 from asyncrl_cli.loop.ledger import Attempt, Stage
 from asyncrl_cli.loop.progress import RunProgress
@@ -87,6 +88,8 @@ def test_every_mode_fault_stop_and_resume_really_happens_in_some_seed():
     assert {entry.interrupt for entry in settings} == {"drain", "keep-kv", "recompute-kv", "restart"}
     assert {scenario.num_workers for scenario in trained} == {1, 2, 3, 4}
     assert {entry.profile.rollout.placement for entry in settings} == {"response", "group"}
+    governed = [one for one in trained if one.settings.profile.async_training.target_kl is not None]
+    assert {one.mode for one in governed} == {"stale-samples", "partial-rollout", "one-step-off"}
     assert any(scenario.slots < scenario.settings.profile.rollout.n for scenario in trained)
 
 
@@ -232,6 +235,17 @@ def take_without_looking(admission, num_groups, *, unscored=False):
 def open_window_without_reset(admission):
     admission.version += 1
     return []
+
+
+@mistake("a governor forgets the limits of the settings", Governor, "open_window", "admission")
+def open_window_without_a_limit(governor, version, original=Governor.open_window):
+    original(governor, version)
+    governor._ahead_groups += 100
+
+
+@mistake("more is in flight than the governor allows", Governor, "has_room", "admission")
+def room_for_everything(governor, in_flight):
+    return True
 
 
 @mistake("late groups are kept", Admission, "open_window", "staleness")

@@ -75,6 +75,8 @@ TABLE = (
      ["placement.colocate = true", "staleness_threshold = 0.5"], "staleness_threshold=0"),
     ("stale-samples", "async_training.staleness_threshold=1.2 async_training.max_staleness=1",
      ["max_staleness = 1", "ceil(1.2) = 2"], "max_staleness=2"),
+    ("base", "async_training.target_kl=0.02",
+     ["target_kl = 0.02", "nothing to steer"], "staleness_threshold=1"),
     ("base", "async_training.max_staleness=1",
      ["max_staleness = 1", "staleness_threshold = 0"], "max_staleness=0"),
     ("base", "async_training.on_stale=drop",

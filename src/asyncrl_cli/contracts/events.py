@@ -80,7 +80,7 @@ class StepRecord:
     `filtered`: the reward of each group dropped for equal rewards since the previous step; None if the filter
     is off. `restarts`, `failures` (of trajectories, by kind) and `orphans` (keys of the data store) count
     from the beginning of the run. `feed`: the feed's figures. `bias`: what was trained of what has ended
-    since the previous step (loop/bias.py).
+    since the previous step (loop/bias.py). `governor`: its levers (loop/governor.py), if there is one.
     """
 
     step: int
@@ -104,6 +104,7 @@ class StepRecord:
     orphans: int = 0
     feed: Mapping[str, float] = field(default_factory=dict)
     bias: Mapping[str, Value] = field(default_factory=dict)
+    governor: Mapping[str, float] = field(default_factory=dict)
     slot_intervals: Mapping[str, tuple[SlotInterval, ...]] = field(default_factory=dict)
     covered_s: Mapping[str, float] = field(default_factory=dict)
 
@@ -114,13 +115,14 @@ class Overview:
     metrics line.
 
     `phase`: starting, running, evaluating, stopping, done, stopped, failed. `admission`: why nothing more is
-    admitted ("" if open): slots, window, deadlines (loop/admission.py), stopping, end (all groups of the run
-    have started), loading (colocate: until all have loaded; else all are loading), restart (no worker has a
-    process); `admission_cause`: the cause, in words. `window_taken`: groups taken in this window, of
-    `window_groups` (W); `window_budget`: how many may be running, finished or taken in it. `reports`: states
-    and waits as the loop knows them now (causes.py). `worker_versions`: by worker name, -1 for none yet.
-    `restarting`: workers that have no process at the moment, by name, with "1 of 3" (the first of
-    `rollout.max_restarts = 3`) or with the reason why the run continues without it.
+    admitted ("" if open): slots, window, in flight, deadlines (loop/admission.py), stopping, end (all groups
+    of the run have started), loading (colocate: until all have loaded; else all are loading), restart (no
+    worker has a process); `admission_cause`: the cause, in words. `window_taken`: groups taken in this
+    window, of `window_groups` (W); `window_budget`: how many may be running, finished or taken in it.
+    `governor`: its levers, in words, "" without one. `reports`: states and waits as the loop knows them now
+    (causes.py). `worker_versions`: by worker name, -1 for none yet. `restarting`: workers that have no
+    process at the moment, by name, with "1 of 3" (the first of `rollout.max_restarts = 3`) or with the reason
+    why the run continues without it.
     """
 
     phase: str
@@ -138,6 +140,7 @@ class Overview:
     eval_running: str
     checkpoint: str
     restarting: Mapping[str, str] = field(default_factory=dict)
+    governor: str = ""
     data: DataStatus | None = None
 
 

@@ -70,13 +70,15 @@ class Progress:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdmissionStatus:
-    """`closed_by`: why no group may start ("" if one may), `cause`: the same in words. Numbers of groups."""
+    """`closed_by`: why no group may start ("" if one may), `cause`: the same in words. `governor`: with
+    `async_training.target_kl`, how far it lets generation run. Numbers of groups."""
 
     closed_by: str
     cause: str
     window_taken: Count
     window_groups: Count
     window_budget: Count
+    governor: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,6 +4,7 @@ Three rules have to agree before a group starts:
 
     slots       the workers have room for the group's n sequences              protects the KV cache
     window      running + finished + taken_in_window < floor((1 + eta) * W)    bounds the work ahead
+                (or less: governor.py, which may also limit the sequences in flight)
     deadlines   every untaken group can still be taken in time                 bounds staleness, strictly
 
 A group's deadline is the last version in which it may be trained: the oldest version of the workers that
@@ -39,6 +40,7 @@ from enum import StrEnum
 
 from asyncrl_cli.contracts.prompt_group import AttemptKey, PartKey
 from asyncrl_cli.loop.fleet import Fleet, Placement, WorkerSlots
+from asyncrl_cli.loop.governor import Governor
 from asyncrl_cli.loop.ledger import Attempt, Ledger, Part, Stage
 from asyncrl_cli.profile.arithmetic import LoopSettings
 
@@ -50,6 +52,7 @@ class Closed(StrEnum):
     STOPPING = "stopping"
     END = "end"
     WINDOW = "window"
+    IN_FLIGHT = "in flight"
     LOADING = "loading"
     SLOTS = "slots"
     DEADLINES = "deadlines"
@@ -91,7 +94,10 @@ class Admission:
         self.taken_in_window = 0
         self.stopping = False
         self.window_groups = schedule.window_groups
-        self.budget = schedule.budget_groups
+        self._budget = schedule.budget_groups
+        self.governor: Governor | None = None
+        if settings.profile.async_training.target_kl is not None:
+            self.governor = Governor(settings, sum(worker.slots for worker in self.workers.values()))
         self._total_groups = schedule.groups
         self._max_staleness = schedule.max_staleness
         self._on_stale = settings.profile.async_training.on_stale
@@ -99,6 +105,16 @@ class Admission:
         self._n = rollout.n
         self._mixes = settings.mixes
         self._together = settings.profile.placement.colocate
+
+    @property
+    def budget(self) -> int:
+        """How many groups may be running, finished or taken in a window."""
+        return self._budget if self.governor is None else self.governor.budget_groups
+
+    @property
+    def in_flight(self) -> int:
+        """Sequences of groups that have or wait for a slot."""
+        return sum([worker.unfinished_sequences for worker in self.workers.values()])
 
     @property
     def trained_groups(self) -> int:
@@ -146,7 +162,11 @@ class Admission:
     def admit(self, attempt: Attempt, placement: Placement) -> list[Part]:
         attempt.unplaced, attempt.deadline = tuple(range(self._n)), self.deadline_from(placement.version)
         self.ledger.admit(attempt)
-        return self._place(attempt, placement)
+        placed = self._place(attempt, placement)
+        if self.governor is not None:
+            untaken_groups = len(self.ledger.running) + len(self.ledger.finished)
+            self.governor.admitted(untaken_groups + self.taken_in_window, self.in_flight)
+        return placed
 
     def place_again(self, attempt: Attempt, placement: Placement) -> list[Part]:
         """Place what was lost. The deadline rises if all remaining parts are newer."""
@@ -228,6 +248,8 @@ class Admission:
         under "wait")."""
         self.version += 1
         self.taken_in_window = 0
+        if self.governor is not None:
+            self.governor.open_window(self.version)
         for worker in self.workers.values():
             if not worker.loading:  # from now on the version is on its way to it
                 self.fleet.travel.set_out(worker.name, worker.unfinished)
@@ -266,6 +288,8 @@ class Admission:
                 return None, Closed.END
             if untaken_groups + self.taken_in_window >= self.budget:
                 return None, Closed.WINDOW
+            if self.governor is not None and not self.governor.has_room(self.in_flight):
+                return None, Closed.IN_FLIGHT
         if self._together and not self.fleet.are_current(self.version):
             return None, Closed.LOADING
         placement = self._with_room(lost)

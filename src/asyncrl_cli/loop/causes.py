@@ -42,6 +42,7 @@ def overview(run: RunState) -> Overview:
         window_taken=admission.taken_in_window,
         window_groups=admission.window_groups,
         window_budget=admission.budget,
+        governor=str(admission.governor or ""),
         ledger=admission.ledger.totals(),
         reports=reports,
         worker_versions={name: worker.version for name, worker in admission.workers.items()},
@@ -87,6 +88,10 @@ def closing(run: RunState) -> tuple[str, str]:
         case Closed.WINDOW:
             next_opens = f"version {admission.version + 1} opens the next"
             cause = f"all {admission.budget} groups of the window have started, {next_opens}"
+        case Closed.IN_FLIGHT:
+            assert admission.governor is not None
+            most = admission.governor.most_in_flight
+            cause = f"{admission.in_flight} of at most {most} sequences run: engines preempted too many"
         case Closed.LOADING:
             cause = _first_few(lags(run))
         case Closed.SLOTS:

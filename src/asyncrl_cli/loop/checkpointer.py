@@ -30,6 +30,7 @@ from asyncrl_cli.contracts.prompt_group import PartialResponse, TrajectoryMeta
 from asyncrl_cli.loop import group_states
 from asyncrl_cli.loop.admission import takeable_in_time
 from asyncrl_cli.loop.causes import lags
+from asyncrl_cli.loop.governor import GovernorState
 from asyncrl_cli.loop.group_states import GroupsState, RunningState
 from asyncrl_cli.loop.ledger import Stage
 from asyncrl_cli.loop.run_state import ResumeFrom, RunState
@@ -55,6 +56,7 @@ class LoopState(TypedDict):
     of fewer steps."""
     time_s: float
     groups: GroupsState
+    governor: NotRequired[GovernorState]
     running_tokens: Count
     restarts: NotRequired[Count]
     last_eval_version: Count | None
@@ -172,6 +174,8 @@ def freeze(
         "evals_ended": evals_ended,
         "observers": [observer.state(record) for observer in run.progress.observers],
     }
+    if run.admission.governor is not None:
+        state["governor"] = run.admission.governor.state()
     return LoopSnapshot(
         step=run.progress.step,
         version=run.version,
@@ -193,6 +197,8 @@ def thaw(run: RunState, resumed: ResumeFrom) -> None:
     for observer, observed in zip(run.progress.observers, state["observers"], strict=True):
         observer.restore(observed)
     run.admission.version, run.admission.taken_in_window = _window(state, run.settings)
+    if run.admission.governor is not None and "governor" in state:
+        run.admission.governor.restore(state["governor"])
     run.progress.event("resumed", from_step=state["step"])
     n, lost_tokens = run.settings.profile.rollout.n, state["running_tokens"]
     group_states.restore(run.groups, state["groups"], resumed.payloads, n, lost_tokens)

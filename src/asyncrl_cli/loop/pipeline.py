@@ -59,12 +59,13 @@
 Words. A train step takes R groups. K train steps, so W = K * R groups, are a window, numbered like the
 version that it begins with (the last window may be shorter; a run that is then extended begins a whole one).
 It ends with a gather: the version rises, which begins the next window, and the weights are published then. At
-most W + floor(`staleness_threshold` * W) groups may be running, finished or taken in a window: its budget. A
-group's deadline is the last window in which it may be trained: the oldest version of the workers that its
-responses start on, plus `max_staleness`. (It rises if the responses on the oldest version are lost and start
-again on newer ones.) A group is takeable when it is finished, has all its columns, and, if it is taken now,
-every other untaken group can still be taken in time: inequality (*) of admission.py. (*) applies under
-`on_stale = "wait"` only, where no group is ever late; else late groups are trained (`"accept"`) or ended.
+most W + floor(`staleness_threshold` * W) groups may be running, finished or taken in a window: its budget,
+which governor.py may lower. A group's deadline is the last window in which it may be trained: the oldest
+version of the workers that its responses start on, plus `max_staleness`. (It rises if the responses on the
+oldest version are lost and start again on newer ones.) A group is takeable when it is finished, has all its
+columns, and, if it is taken now, every other untaken group can still be taken in time: inequality (*) of
+admission.py. (*) applies under `on_stale = "wait"` only, where no group is ever late; else late groups are
+trained (`"accept"`) or ended.
 
 The journey of a prompt group, by file. When admission is open, groups.py takes a `Prompt` from the feed, and
 an `Attempt` at it begins (ledger.py has its stages). admission.py finds room for its n responses at once
@@ -106,13 +107,13 @@ need their reward, and others continue if the engine can.
 Why there is no deadlock: training waits for groups and loads. Groups run on workers whatever training does.
 Admission is closed by slots (freed by groups, and by evals, which eval.timeout_s bounds), by the window
 (reopened when the version rises, which needs only groups that are already admitted: `takeable_in_time` keeps
-room for every one of them), by deadlines (unless `on_stale = "accept"`: a worker that lags would start the
-group too old, or will soon load; always: lost responses need newer weights; reopened by a load, which waits
-for a publish and, if loads drain, for running responses), or in colocate by loads. A lost worker or a failed
-scorer is restarted (executor_tasks.py) while it has restarts left. After that its failure, like any other
-error of a worker, stops the run as a user would (the train step ends, a checkpoint is written), unless the
-run can continue without it (`rollout.min_workers`). A failed trainer or separate critic fails the run at
-once, without a checkpoint.
+room for every one of them), by the governor (never while no sequence is in flight), by deadlines (unless
+`on_stale = "accept"`: a worker that lags would start the group too old, or will soon load; always: lost
+responses need newer weights; reopened by a load, which waits for a publish and, if loads drain, for running
+responses), or in colocate by loads. A lost worker or a failed scorer is restarted (executor_tasks.py) while
+it has restarts left. After that its failure, like any other error of a worker, stops the run as a user would
+(the train step ends, a checkpoint is written), unless the run can continue without it
+(`rollout.min_workers`). A failed trainer or separate critic fails the run at once, without a checkpoint.
 """
 
 from __future__ import annotations

@@ -113,14 +113,6 @@ class WorkerTasks(ExecutorTasks):
             update = await self.worker.next_update(seen)
             seen, arrived_s = update.seen, run.now_s()
             made_tokens = any([run.executors.reports.add(one, arrived_s, name) for one in update.reports])
-            preempted = [one for one in update.reports if one.sums.get("preemptions")]
-            if preempted and not warned:
-                warned = True
-                run.progress.warn(
-                    f"{preempted[0].name} preempted {preempted[0].sums['preemptions']:g} sequences: its KV "
-                    "cache is too small for its slots, and work is done twice; lower rollout.slots or give "
-                    "the cache more memory"
-                )
             room, unfinished = slots.room, slots.unfinished_sequences
             run.admission.slots_freed(name, update.freed_slots)
             group_ended = run.groups.parts_ended(update.ended)
@@ -134,6 +126,14 @@ class WorkerTasks(ExecutorTasks):
                 run.changes.notify(Change.GROUPS if group_ended else Change.SLOTS)
             elif made_tokens:
                 run.changes.num_moves += 1
+            preempted = [one for one in update.reports if one.sums.get("preemptions")]
+            if preempted and not warned:
+                warned = True
+                run.progress.warn(
+                    f"{preempted[0].name} preempted {preempted[0].sums['preemptions']:g} sequences: its KV "
+                    "cache is too small for its slots, and work is done twice; lower rollout.slots or give "
+                    "the cache more memory"
+                )
             # It is fine that no token was made if nothing runs, or it waits for rewards or tools, or a load
             # has frozen it. Each of these has its own time limit.
             is_frozen = slots.loading and run.settings.interrupt != "drain"

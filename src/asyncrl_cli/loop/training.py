@@ -187,6 +187,7 @@ class Training:
         next step's time.
         """
         run, progress, executors = self._run, self._run.progress, self._run.executors
+        self._govern(groups, report)
         window, step_in_window = run.version, self._step_in_window - 1
         if run.admission.takes_left == 0:
             await self._publishing.end_window()
@@ -224,6 +225,7 @@ class Training:
                 orphans=run.groups.data.orphans,
                 feed=run.groups.feed.figures(),
                 bias=dict(run.groups.bias.values),
+                governor=governor.figures() if (governor := run.admission.governor) is not None else {},
             )
 
         is_last = progress.step == run.settings.schedule.train_steps
@@ -240,6 +242,20 @@ class Training:
         every = run.settings.profile.checkpoint.every_steps
         if not is_last and every and progress.step % every == 0:
             await self._checkpoint()
+
+    def _govern(self, groups: tuple[GroupResult, ...], report: TrainReport) -> None:
+        """Report the step to the governor, if there is one."""
+        if (governor := self._run.admission.governor) is None:
+            return
+        kl = shown(report.metrics).get("correction/kl")
+        reports = self._run.executors.reports.latest.values()
+        governor.trained(
+            kl if isinstance(kl, float) else None,
+            num_tokens=report.tokens,
+            num_responses=sum(len(group.trajectories) for group in groups),
+            preemptions=sum(report.sums.get("preemptions", 0.0) for report in reports),
+            timing_s=self._times.so_far(),
+        )
 
     async def _checkpoint(self, record: StepRecord | None = None) -> None:
         with self._times.spending("checkpoint"):

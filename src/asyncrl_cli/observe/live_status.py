@@ -283,4 +283,5 @@ def _admission(overview: Overview) -> AdmissionStatus:
         window_taken=overview.window_taken,
         window_groups=overview.window_groups,
         window_budget=overview.window_budget,
+        governor=overview.governor,
     )

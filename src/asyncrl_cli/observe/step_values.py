@@ -64,7 +64,7 @@ def step_values(
     values |= {f"env/failed/{kind}": Last(number) for kind, number in record.failures.items()}
     values["waste/tokens_discarded"] = Last(record.tokens_discarded)
     values |= filter_values(record.groups, record.filtered)
-    values |= {name: Last(figure) for name, figure in record.feed.items()}
+    values |= {name: Last(figure) for name, figure in {**record.feed, **record.governor}.items()}
     values |= record.bias
     values |= record.train.metrics
     return values | {f"ledger/{account}": Last(number) for account, number in record.ledger.items()}

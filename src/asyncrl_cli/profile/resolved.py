@@ -51,6 +51,7 @@ MAY_CHANGE = frozenset({
     "env.tool_timeout_s", "env.episode_timeout_s", "eval.every_versions", "eval.timeout_s",
     "task.reward_timeout_s", "task.reward_workers", "task.max_failed_ratio", "task.python",
     "algorithm.max_num_gen_batches", "async_training.max_requeues", "async_training.on_exhausted",
+    "async_training.target_kl",
 })  # fmt: skip
 """Keys that may change, and sections in which every key may change except those in `FIXED`."""
 FIXED = {

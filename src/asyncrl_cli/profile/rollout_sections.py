@@ -141,6 +141,11 @@ class AsyncTrainingSection(Section):
     """K: train steps between two weight syncs."""
     staleness_threshold: Eta = Decimal(0)
     """eta: how many groups are admitted ahead, as a share of a window's groups."""
+    target_kl: PositiveFloat | None = None
+    """Steers, between 0 and staleness_threshold, how many groups are admitted ahead: more while the trainer
+    waits for groups, fewer if `correction/kl` (sampler to policy, nats per token) is above this. Also limits
+    the sequences in flight while engines preempt too many (docs/admission.md). By default nothing is
+    steered."""
     require_batches: PositiveInt = 1
     """Mini-batches per train step: R = require_batches * ppo_mini_batch_size groups. The seed decides which
     group is in which."""

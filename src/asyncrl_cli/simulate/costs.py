@@ -105,6 +105,7 @@ class Costs:
             column_s={name: partial(self._column_s, name) for name in trainer_columns(self.profile)},
             overhead_s=self.workload.training.step_overhead_s,
             gather_s=syncing.colocated_s if self._is_colocated else gather_s,
+            kl=self.workload.drift.kl if self.profile.async_training.target_kl is not None else None,
         )
 
     def scorer_times(self, task: str) -> ScorerTimes:

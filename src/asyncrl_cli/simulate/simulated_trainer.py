@@ -12,7 +12,7 @@ from asyncrl_cli.contracts.prompt_group import GroupResult, TrainBatch, TrainRep
 from asyncrl_cli.contracts.weight_version import Published
 from asyncrl_cli.measure.meters import CallMeter, TrainerMeter
 from asyncrl_cli.measure.states import ExecutorReport, State
-from asyncrl_cli.measure.values import Sum
+from asyncrl_cli.measure.values import Ratio, Sum, Value
 from asyncrl_cli.profile.arithmetic import REWARD
 from asyncrl_cli.simulate.simulated_engine import SimulatedEngine
 
@@ -87,7 +87,7 @@ class TrainerTimes:
     """Seconds, with the machine to itself. `overhead_s` is part of a train call but not of its reported
     parts: the loop's timing shows it as `other`. `old_logprob_tokens`: sampled tokens that the old-logprob
     pass scores; 0 without such a pass. `column_s`: seconds of the trainer's passes before it trains, by
-    `trainer_columns`."""
+    `trainer_columns`. `kl`: of a token by its age in versions, if the trainer reports it."""
 
     train_s: Callable[[TrainBatch], float]
     column_s: Mapping[str, Callable[[TrainBatch], float]] = field(default_factory=dict)
@@ -95,6 +95,7 @@ class TrainerTimes:
     overhead_s: float = 0.0
     gather_s: float = 0.0
     publish_s: float = 0.0
+    kl: Callable[[int], float] | None = None
 
 
 class SimulatedTrainer:
@@ -120,7 +121,9 @@ class SimulatedTrainer:
             gauges={"step": batch.step}, busy_s=self._loop.time() - began_s, trained_tokens=tokens
         )
         scored = self._times.old_logprob_tokens(batch)
-        metrics = {"train/old_logprob_tokens": Sum(scored)} if scored else {}
+        metrics: dict[str, Value] = {"train/old_logprob_tokens": Sum(scored)} if scored else {}
+        if self._times.kl is not None:
+            metrics["correction/kl"] = mean_kl(batch.groups, batch.window, self._times.kl)
         report = TrainReport(train_s=train_s, tokens=tokens, metrics=metrics, column_s=column_s)
         return report, self._meter.report()
 
@@ -139,6 +142,13 @@ class SimulatedTrainer:
 
     async def report(self) -> ExecutorReport:
         return self._meter.report()
+
+
+def mean_kl(groups: Sequence[GroupResult], window: int, kl: Callable[[int], float]) -> Ratio:
+    """Over the sampled tokens of groups that are trained in that window. `kl`: of a token by its age."""
+    metas = [meta for group in groups for meta in group.trajectories]
+    ages = [(window - version, tokens) for meta in metas for version, tokens in meta.version_tokens]
+    return Ratio(sum(kl(age) * tokens for age, tokens in ages), sum(tokens for _, tokens in ages))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -126,6 +126,22 @@ class Memory(Section):
     """Tokens in a block of the cache."""
 
 
+class Drift(Section):
+    """How far the policy moves from a token's sampler, for `async_training.target_kl`: the token's KL is
+    `fresh_kl + version_kl * age ** exponent`, its age in versions. An assumption, which does not affect any
+    time without that key. The defaults are fitted to the runs of docs/learning.md, whose steps are large."""
+
+    fresh_kl: NonNegativeFloat = 0.001
+    """Nats per token of the version in training."""
+    version_kl: NonNegativeFloat = 0.012
+    """Nats per token that one version adds."""
+    exponent: NonNegativeFloat = 1.7
+    """How KL grows with age."""
+
+    def kl(self, age: int) -> float:
+        return self.fresh_kl + self.version_kl * float(age**self.exponent)
+
+
 class Rewarding(Section):
     """The time from the last token of a trajectory to its reward."""
 
@@ -317,6 +333,7 @@ class Workload(Section):
     memory: Memory | None = None
     """Without it, the cache has no limit."""
     rewarding: Rewarding = Rewarding()
+    drift: Drift = Drift()
     training: Training
     syncing: Syncing
     references: Annotated[tuple[Reference, ...], FromList] = ()

@@ -14,6 +14,7 @@ from typing import Any
 
 from asyncrl_cli.contracts.ports import PartialResult
 from asyncrl_cli.contracts.prompt_group import AttemptKey, PartialResponse, PartKey
+from asyncrl_cli.loop.governor import Governor
 from asyncrl_cli.profile.arithmetic import LoopSettings
 from tests.loop.proof.travel_book import TravelBook
 
@@ -132,6 +133,8 @@ class Books:
     """Attempts that ended as requeued and whose prompt has not started again."""
     stale_requeues: Counter[tuple[str, int]] = field(default_factory=Counter)
     travel: TravelBook = field(init=False)
+    governor: Governor | None = None
+    """The loop's own. What its limits allow is checked, and that they only lower what the settings allow."""
 
     def __post_init__(self) -> None:
         self.travel = TravelBook(len(self.workers))
@@ -142,7 +145,19 @@ class Books:
 
     @property
     def budget(self) -> int:
-        return math.floor((1 + self.settings.schedule.eta) * self.settings.schedule.window_groups)
+        schedule = self.settings.schedule
+        most = math.floor((1 + schedule.eta) * schedule.window_groups)
+        if self.governor is None:
+            return most
+        return max(schedule.window_groups, min(most, self.governor.budget_groups))
+
+    @property
+    def is_crowded(self) -> bool:
+        """Whether a group more would be above the governor's limit of what is in flight."""
+        in_flight = sum(sum(worker.unfinished.values()) for worker in self.workers.values())
+        n = self.settings.profile.rollout.n
+        most = math.inf if self.governor is None else max(n, self.governor.most_in_flight)
+        return in_flight > 0 and in_flight + n > most
 
     @property
     def untaken(self) -> dict[AttemptKey, int]:
@@ -268,6 +283,7 @@ class Books:
             "stopping": self.stopping,
             "end": is_new and len(self.live) + self.trained >= self.settings.schedule.groups,
             "window": is_new and len(self.untaken) + self.taken_in_window >= self.budget,
+            "in flight": is_new and self.is_crowded,
             "loading": is_asleep or (profile.placement.colocate and not self.all_loaded()),
             "slots": self.placement(num_responses) is None,
             "deadlines": is_late,

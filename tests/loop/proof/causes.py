@@ -63,9 +63,9 @@ class Watching(Invariants):
         evals = sum(book.eval_sequences for book in workers.values())
         if found := re.fullmatch(r"the eval of version (\d+) has held (rollout-\d+) for \d+ s", claim):
             book = workers[found[2]]
-            holds = (book.eval_sequences > 0 or not book.unfinished) and book.version == int(
-                found[1]
-            ) < books.version
+            # with a reward model, sequences that have ended are still to be judged
+            works = book.eval_sequences > 0 or not book.unfinished or "reward" in books.scorers
+            holds = works and book.version == int(found[1]) < books.version
         elif found := re.fullmatch(FINISHES, claim):
             holds = self.doing.get(found[1]) == f"{found[1]} is loading {found[4]}"
             with_slot, left = sum(workers[found[1]].unfinished.values()), int(found[2])
@@ -92,6 +92,11 @@ class Watching(Invariants):
             holds = evals == int(found[1])
         elif found := re.fullmatch(r"all (\d+) groups of the window have started", claim):
             holds = len(books.untaken) + books.taken_in_window >= books.budget == int(found[1])
+        elif found := re.fullmatch(
+            r"(\d+) of at most (\d+) sequences run: engines preempted too many", claim
+        ):
+            in_flight = sum(sum(book.unfinished.values()) for book in workers.values())
+            holds = books.is_crowded and in_flight == int(found[1])
         else:
             known = (
                 "the run is stopping",

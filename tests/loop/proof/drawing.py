@@ -60,6 +60,10 @@ class Scenario:
     """Seconds that a scorer takes for a group."""
     learn_s: float = 0.0
     """Seconds for which a critic learns from a train step."""
+    version_kl: float = 0.0
+    """KL that a version adds, if a governor steers to one."""
+    preemptions: int = 0
+    """How often an engine preempts each response of some versions."""
     judge_s: float = 0.0
     """Seconds for which a reward model judges a trajectory of an eval."""
 
@@ -128,6 +132,7 @@ def draw(seed: int, *, with_turns: bool = False, with_scorer: bool = False) -> S
         shuffle_seed=rng.choice((None, rng.randrange(2**31))),
     )
     scenario = _with_restarts(_with_placement(scenario), expected_s)
+    scenario = _with_governor(scenario)
     scenario = _with_filter(_with_turns(scenario, is_certain=with_turns))
     return _with_limits(_with_eval_deaths(_with_scorer(scenario, expected_s, is_certain=with_scorer)))
 
@@ -164,6 +169,17 @@ def _with_eval_deaths(scenario: Scenario) -> Scenario:
     )
     prompts = scenario.num_eval_prompts or rng.choice((6, 20))
     return replace(scenario, settings=settings, num_eval_prompts=prompts, faults=(*scenario.faults, *deaths))
+
+
+def _with_governor(scenario: Scenario) -> Scenario:
+    """A governor in half of the scenarios that generate ahead: KL is far below its target, about there, or
+    far above it."""
+    rng = random.Random(f"governor {scenario.seed}")
+    if rng.random() < 1 / 2 or not scenario.settings.schedule.eta:
+        return scenario
+    settings = changed(scenario.settings, target_kl=0.02)
+    version_kl, preemptions = rng.choice((0.001, 0.012, 0.1)), rng.choice((0, 1, 3))
+    return replace(scenario, settings=settings, version_kl=version_kl, preemptions=preemptions)
 
 
 def _with_filter(scenario: Scenario) -> Scenario:

@@ -255,12 +255,15 @@ class FaultyWorker(Mortal, KeepingWorker):
         faults: Faults,
         call_timeout_s: float = 600.0,
         is_judged: bool = False,
+        preemptions: int = 0,
         **shared: Any,
     ) -> None:
-        """`is_judged`: a reward model needs the data of evals."""
+        """`is_judged`: a reward model needs the data of evals. `preemptions`: how often every response that
+        begins on each third version counts as preempted."""
         super().__init__(name, slots, replace(times, load_s=self._with_slow_load(times)), seed, **shared)
         self._broken: set[PartKey] = set()
         self._is_judged = is_judged
+        self._preemptions = preemptions
         self._num_evals = 0
         self._repeats: list[asyncio.TimerHandle] = []
         self._face(faults, call_timeout_s, times.weights_timeout_s)
@@ -270,6 +273,8 @@ class FaultyWorker(Mortal, KeepingWorker):
             return
         if self._meets(FaultKind.REWARD_RAISES) is not None:
             self._broken.add(request.key)
+        if self.version % 3 == 1:
+            self.engine.preemptions += self._preemptions * len(request.indices)
         super().submit(request)
 
     async def partial_responses(self) -> PartialResult:

@@ -94,6 +94,7 @@ class Invariants:
     def watch(self, pipeline: Pipeline) -> None:
         """From now on the loop's own counters are compared, too."""
         groups, ledger = pipeline.state.groups, self.ledger
+        self.books.governor = pipeline.state.admission.governor
         self._loop = LoopWatch(groups, self.settings, self.books, self.check)
         tokens = (groups.tokens_discarded, groups.tokens_trained)
         counted = (ledger.discarded_tokens, ledger.trained_tokens)

@@ -34,7 +34,7 @@ from asyncrl_cli.loop.pipeline import Pipeline
 from asyncrl_cli.loop.run_state import ResumeFrom, World
 from asyncrl_cli.profile.arithmetic import CRITIC, REWARD, mixed_requeues, mixes
 from asyncrl_cli.simulate.responses import WorkerTimes
-from asyncrl_cli.simulate.sequences import ToolWait
+from asyncrl_cli.simulate.sequences import UNLIMITED, CacheSize, ToolWait
 from asyncrl_cli.simulate.simulated_trainer import ScorerTimes, TrainerTimes
 from asyncrl_cli.simulate.workload import Decoding
 from asyncrl_cli.simulate.world import NumberedFeed, run_virtual
@@ -59,6 +59,8 @@ from tests.loop.proof.watched import WatchedFeed, WatchedScorer, WatchedTrainer,
 
 _MAX_LEGS = 40
 """More than there are faults: each ends one run at most."""
+PLENTY = CacheSize(blocks=10**9)
+"""With a limit that is never reached, engines report preemptions."""
 _CALL_TIMEOUT_S = 200.0
 """Longer than any group, shorter than `stall_timeout_s`: what hangs is named before anybody wonders why
 nothing moves."""
@@ -273,7 +275,9 @@ def _world(
     met = {"faults": faults, "call_timeout_s": _CALL_TIMEOUT_S, "is_judged": REWARD in scenario.scorers}
     for name in worker_names(scenario.workers_of(leg)):
         end = WorkersEnd(data)
-        end.worker = FaultyWorker(name, scenario.slots, times, seed, store=end, **met)
+        end.worker = FaultyWorker(
+            name, scenario.slots, times, seed, store=end, preemptions=scenario.preemptions, **met
+        )
         workers.append(end.worker)
     for key in chain.from_iterable(resume_from.payloads if resume_from else ()):
         data.put(key)
@@ -328,6 +332,7 @@ def worker_times(scenario: Scenario) -> WorkerTimes:
         prefetch_s=lambda rng: rng.random() * 2 * scenario.prefetch_lag_s,
         load_s=lambda rng: rng.random() * 2 * scenario.load_lag_s,
         restart_s=lambda rng: rng.random() * 2 * scenario.restart_s,
+        cache=PLENTY if scenario.preemptions else UNLIMITED,
         weights_timeout_s=_WEIGHTS_TIMEOUT_S,
     )
 
@@ -351,8 +356,12 @@ def _tool_calls(scenario: Scenario, rng: random.Random, tokens: int) -> list[Too
 
 
 def trainer_times(scenario: Scenario) -> TrainerTimes:
+    is_governed = scenario.settings.profile.async_training.target_kl is not None
     return TrainerTimes(
-        train_s=lambda batch: scenario.train_s, gather_s=scenario.gather_s, publish_s=scenario.publish_s
+        train_s=lambda batch: scenario.train_s,
+        gather_s=scenario.gather_s,
+        publish_s=scenario.publish_s,
+        kl=(lambda age: 0.001 + scenario.version_kl * age) if is_governed else None,
     )
 
 
