@@ -88,4 +88,4 @@ def test_what_it_says_of_itself_is_checked() -> None:
 def test_an_engine_that_nobody_has_is_told_with_those_that_are_known() -> None:
     with pytest.raises(ConfigError, match=r'rollout\.engine = "parrot" is not known') as refused:
         load("base", ["rollout.engine=parrot"], environ={})
-    assert refused.value.hint.startswith("known: transformers, vllm;")
+    assert refused.value.hint.startswith("known: remote, transformers, vllm;")

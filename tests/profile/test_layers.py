@@ -138,7 +138,7 @@ def refusal(
         ("async_training.staleness_threshold=-0.5", "expected a number of at least 0", "eta"),
         ("async_training.staleness_threshold=nan", "expected a number", "eta"),
         ("async_training.partial_rollout=1", "expected true or false", "Freeze"),
-        ("rollout.engine=transformer", '"transformer" is not known', "known: transformers, vllm;"),
+        ("rollout.engine=transformer", '"transformer" is not known', "known: remote, transformers, vllm;"),
         ("trainer.betas=[0.9]", "expected 2 numbers", "betas"),
         ("trainer.betas=[0.9, 1.0]", "expected 2 numbers, each a number of at least 0 and below 1", "betas"),
         ("rollout.stop='x'", "expected an array, each entry a string", "Strings"),
