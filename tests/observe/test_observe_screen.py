@@ -112,6 +112,12 @@ def test_a_worker_that_is_restarted_is_not_shown_as_failed(restarting):
     assert "left" not in lines[1].split()  # nobody knows when it ends
 
 
+def test_how_far_a_governor_lets_generation_run_is_beside_the_budget(status):
+    governed = replace(status, admission=replace(status.admission, governor="eta 0.42 of 2"))
+    assert "budget 24 · eta 0.42 of 2" in render(governed, width=120, height=40).plain
+    assert "eta" not in render(status, width=120, height=40).plain.split("admission")[0]
+
+
 def test_turns_tools_and_failures_have_a_line_where_there_are_any(status):
     assert "turns" not in render(status, width=100, height=29).plain
     env = {"turns_mean": 3.25, "turns_max": 8, "tool_s": 1.5, "forks": 2}

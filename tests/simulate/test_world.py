@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
@@ -325,3 +326,31 @@ def test_prox_apart_hides_the_pass_behind_training_where_a_window_has_several_st
     steps_s = [sum(line["timing/step_s"] for line in lines) for lines in (apart, together)]
     assert steps_s[0] < 0.93 * steps_s[1]
     assert all(0 < line["prox/idle_ratio"] <= 1 for line in apart)
+
+
+def test_the_trainer_reports_the_kl_of_its_tokens_ages_if_a_governor_needs_it():
+    """One step off, from the second window on every token is one version old: 0.001 + 0.012 nats."""
+    work = workload()
+    governed = simulate(profile("one-step-off", work, "async_training.target_kl=0.02"), work)
+    assert governed.error is None
+    found = [(line["window"], line["staleness/mean"], line["correction/kl"]) for line in governed.lines]
+    for window, age, kl in found:
+        assert (age, kl) == ((1, pytest.approx(0.013)) if window else (0, pytest.approx(0.001)))
+    assert not any("correction/kl" in line for line in simulate(profile("one-step-off", work), work).lines)
+
+
+def test_the_assumed_kl_is_that_of_measured_runs():
+    """docs/learning.md: mean versions old and KL of three corrections, at eta 1, 4 and 8."""
+    text = (Path(__file__).parents[2] / "docs" / "learning.md").read_text()
+    table = text[text.index("versions old / KL") :].splitlines()
+    names = ("naive PPO", "token TIS", "decoupled PPO")
+    rows = [
+        line.split("|")[3:6] for line in table[:8] if line.startswith(tuple(f"| {name} |" for name in names))
+    ]
+    points = [tuple(map(float, cell.split("/")[:2])) for row in rows for cell in row]
+    assert len(points) == 9
+    drift = workload().drift
+    ratios = [(drift.fresh_kl + drift.version_kl * age**drift.exponent) / kl for age, kl in points]
+    assert min(ratios) > 0.4, "token TIS at eta 8"
+    assert max(ratios) < 2.1, "naive PPO at eta 1"
+    assert 0.85 < math.prod(ratios) ** (1 / 9) < 1.15
