@@ -28,9 +28,15 @@ def test_the_audit_and_the_trainer_agree_on_advantages(estimator, normalizes):
         np.testing.assert_allclose(own, row, atol=1e-12)
 
 
-def test_logprobs_among_kept_tokens_are_not_checked_without_these(tmp_path):
+@pytest.mark.parametrize(
+    ("top_p", "replays", "lacking"), [(0.9, False, "sampling masks"), (1, True, "experts")]
+)
+def test_logprobs_among_kept_tokens_or_of_recorded_experts_are_not_checked_without_these(
+    top_p, replays, lacking, tmp_path
+):
     (tmp_path / "versions" / "version-0").mkdir(parents=True)
-    sections = {"model": {"dtype": "float32"}, "rollout": {"top_p": 0.9, "top_k": 0, "sampling_mask": True}}
+    rollout = {"top_p": top_p, "top_k": 0, "sampling_mask": True, "temperature": 1.0}
+    sections = {"model": {"dtype": "float32"}, "rollout": rollout, "trainer": {"router_replay": replays}}
     sample = Sample(
         reward=0.0,
         finish_reason="stop",
@@ -47,4 +53,4 @@ def test_logprobs_among_kept_tokens_are_not_checked_without_these(tmp_path):
     )
     (claim,) = logprob_claims(files, 1, check_all=True, progress=str)
     assert claim.verdict == "not checked"
-    assert claim.unchecked.startswith("1 trajectories: their sampling masks")
+    assert claim.unchecked.startswith(f"1 trajectories: their {lacking} are not")

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
+from asyncrl_cli.audit.weights import Segment, _differences, _opened
 from asyncrl_cli.base.errors import ConfigError
 from asyncrl_cli.contracts.prompt_group import AttemptKey, GroupResult
 from asyncrl_cli.data.sample_fields import BUILT_IN, ROUTED_EXPERTS
@@ -283,3 +285,18 @@ def test_in_bfloat16_replayed_logprobs_are_nearer_to_the_sampled_ones(model_dir,
     print(f"largest {replayed.max():.3f} with, {without.max():.3f} without; {len(sampled)} tokens")
     assert differ.any()
     assert replayed.mean() < without.mean()
+
+
+def test_the_audit_computes_logprobs_with_the_recorded_experts(model_dir):
+    rng = np.random.default_rng(0)
+    tokens, mask = rng.integers(3, 60, 24), np.arange(24) >= 8
+    experts = np.stack([[rng.permutation(EXPERTS)[:TOP_K] for _ in range(LAYERS)] for _ in tokens])
+    with torch.no_grad():
+        expected = Given(make_model()).logprobs({"tokens": tokens, "mask": mask}, experts).numpy()
+    sampled = np.flatnonzero(mask)
+    recorded = experts.reshape(len(tokens), -1).astype(np.int16)
+    segment = Segment(tokens, sampled, np.zeros(len(sampled), int), expected, None, recorded)
+    opened = lru_cache(partial(_opened, section={"dtype": "float32"}, replays=True))
+    assert max(_differences(opened, {0: model_dir}, segment, 1.0)) < 1e-4
+    of_the_router = segment._replace(experts_TW=np.full_like(recorded, -1))
+    assert max(_differences(opened, {0: model_dir}, of_the_router, 1.0)) > 0.1

@@ -47,11 +47,10 @@ def logprob_claims(
     every = ((group, index) for group in files.groups() for index in range(len(group.samples)))
     picked = (one for number, one in enumerate(every) if number in chosen)  # by step: few models at a time
     opened = lru_cache(MOST_MODELS)(partial(_opened, section=files.section("model"), replays=replays))
-    temperature, left_out, lacks_kept = float(rollout["temperature"]), 0, False
+    temperature, left_out = float(rollout["temperature"]), 0
     for number, (group, index) in enumerate(picked):
         progress(f"logprobs of trajectory {number + 1} of {len(chosen)}")
         sample = group.samples[index]
-        lacks_kept |= sample.kept is None
         missing = set(sample.versions[sample.mask.astype(bool)].tolist()) - set(kept)
         lacking = ["sampling masks"] * (has_masks and sample.kept is None)
         lacking += ["experts"] * (replays and sample.experts is None)
@@ -66,8 +65,8 @@ def logprob_claims(
         ]
         shown = float(np.mean(differences) if is_mean else np.max(differences))
         claim.near(shown, 0.0, f"step {group.step}: {group.key}, trajectory {index}")
-    if truncates and lacks_kept and not has_masks:
-        claim.what += "; of the untruncated distribution, because the samples have no kept_tokens"
+    if truncates and not has_masks:
+        claim.what += "; of the untruncated distribution, as rollout.sampling_mask = false has it"
     if not check_all and len(chosen) < total:
         more = f"{len(chosen)} of {total} trajectories: --all checks every one"
         claim.unchecked = f"{more}; {claim.unchecked}" if claim.unchecked else more
