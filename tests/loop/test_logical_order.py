@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections import Counter
 from decimal import Decimal
+from fractions import Fraction
 
 import pytest
 
@@ -16,6 +17,7 @@ from asyncrl_cli.profile.check import check
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.simulate.simulated_worker import SimulatedWorker
 from tests.loop.proof.drawing import MODES
+from tests.loop.proof.faults import Fault, FaultKind, Faults
 from tests.loop.proof.logical import LogicalError, check_versions, draw_logical, pair, run_logical
 from tests.loop.worlds import run_world, settings
 from tests.marks import one_in
@@ -95,7 +97,10 @@ def stalled(monkeypatch, owner, name, planted):
     right = getattr(owner, name)
     after_1 = lambda self, *args: None if planted(self, *args) else right(self, *args)  # noqa: E731
     monkeypatch.setattr(owner, name, after_1)
-    ran = run_world(settings("one-step-off", deterministic=True, checkpoint_every_steps=2))
+    changes = dict(interrupt="recompute-kv", max_response_tokens=10)
+    changes |= dict(window_steps=1, eta=Fraction(1), checkpoint_every_steps=2)
+    chosen = settings("partial-rollout", deterministic=True, **changes)
+    ran = run_world(chosen)
     assert isinstance(ran.error, StallError)
     assert ran.elapsed_s < 400
     return str(ran.error)
@@ -111,6 +116,16 @@ def test_a_load_that_waits_for_responses_which_never_end_names_their_groups(monk
     assert (
         "rollout-0 (load) waits for what needs version 1 to end: p8@0.0, p9@0.0, p10@0.0 and 1 more" in error
     )
+
+
+def test_a_checkpoint_within_a_window_does_not_wait_for_a_worker_that_waits_for_the_trainers_resources():
+    chosen = settings("colocate", deterministic=True, checkpoint_every_steps=1, max_restarts=1)
+    first_step_s = run_world(chosen).recorder.steps[0].ended_s
+    death = Fault(kind=FaultKind.WORKER_DIES, executor="rollout-1", at_s=first_step_s - 0.3)  # in training
+    ran = run_world(chosen, faults=Faults([death]))
+    assert ran.error is None
+    assert ran.recorder.fields("restarted", "worker") == ["rollout-1"]
+    assert [snapshot.step for snapshot, _ in ran.checkpoints.snapshots] == [*range(13)]
 
 
 def test_a_version_plan_is_its_formula():

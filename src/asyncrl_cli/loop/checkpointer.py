@@ -33,6 +33,7 @@ from asyncrl_cli.loop.causes import lags
 from asyncrl_cli.loop.governor import GovernorState
 from asyncrl_cli.loop.group_states import GroupsState, RunningState
 from asyncrl_cli.loop.ledger import Stage
+from asyncrl_cli.loop.logical_order import LogicalAdmission
 from asyncrl_cli.loop.run_state import ResumeFrom, RunState
 from asyncrl_cli.measure.states import State
 from asyncrl_cli.profile.arithmetic import LoopSettings, least_trajectories
@@ -104,15 +105,15 @@ class Checkpointer:
     async def _until_current(self) -> None:
         """Deterministic runs: a resume has the weights of one version only, so no response may need an older
         one. (A stop does not wait: then a resume does not repeat the run.)"""
-        run = self._run
-        if not run.settings.profile.run.deterministic:
+        run, admission = self._run, self._run.admission
+        if not isinstance(admission, LogicalAdmission):
             return
         await run.changes.until(
-            lambda: run.admission.fleet.are_current(run.version) or run.failure.stopping,
+            lambda: admission.needs_only_newest or run.failure.stopping,
             "trainer",  # the watchdog bounds this wait
             lambda: f"every response to need version {run.version}: {', '.join(lags(run))}",
         )
-        if not run.admission.fleet.are_current(run.version):
+        if not admission.needs_only_newest:
             run.progress.warn(
                 f"responses of older versions run at the checkpoint of step {run.progress.step}: only from "
                 "the one before it is a resumed run the uninterrupted one, bit for bit"

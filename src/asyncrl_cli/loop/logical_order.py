@@ -136,6 +136,14 @@ class LogicalAdmission(Admission):
         waiting = [key for key, attempt in self.unplaced.items() if self.needs(attempt) == worker.version]
         return [*map(str, dict.fromkeys([*running, *waiting]))]
 
+    @property
+    def needs_only_newest(self) -> bool:
+        """Whether no response needs weights older than the newest. (A worker that has none may be restarting,
+        and wait for resources that the trainer has.)"""
+        busy = [worker for worker in self.workers.values() if worker.unfinished]
+        are_current = all(worker.version == self.version and not worker.loading for worker in busy)
+        return are_current and all(version >= self.version for version in self.awaited())
+
     def first_lost(self) -> Attempt | None:
         """The first group by position that has a place now for some of its responses."""
         free: dict[int, int] = {}
