@@ -1,4 +1,4 @@
-"""Named tensors as the buckets in which they travel."""
+"""Named tensors as the buckets in which they travel, from one rank or from several."""
 
 from __future__ import annotations
 
@@ -16,6 +16,26 @@ def pack(tensors: Mapping[str, torch.Tensor], bucket_size_bytes: int) -> list[Bu
     for spec in specs:
         packing.put(spec.name, tensors[spec.name].detach())
     return packing.seal()
+
+
+def pack_rows(tensors: Mapping[str, torch.Tensor], bucket_size_bytes: int, ranks: int) -> list[list[Bucket]]:
+    """Each rank's buckets. A rank has the rows that `torch.chunk` gives it, as with FSDP2, and rank 0 tensors
+    without rows."""
+    specs, sent = specs_of(tensors), []
+    for rank in range(ranks):
+        own: dict[str, torch.Tensor] = {}
+        layout = []
+        for spec in specs:
+            chunks = tensors[spec.name].chunk(ranks) if spec.shape and spec.shape[0] else [tensors[spec.name]]
+            if rank < len(chunks):
+                own[spec.name] = chunks[rank]
+                begin = sum(len(chunk) for chunk in chunks[:rank])
+                layout.append(spec.rows(begin, len(chunks[rank])) if len(chunks) > 1 else spec)
+        packing = Packing(plan_layout(layout, bucket_size_bytes))
+        for name, rows in own.items():
+            packing.put(name, rows)
+        sent.append(packing.seal())
+    return sent
 
 
 def specs_of(tensors: Mapping[str, torch.Tensor]) -> list[Spec]:

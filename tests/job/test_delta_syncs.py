@@ -18,7 +18,7 @@ from asyncrl_cli.job.rank_sending import ObjectStoreSender
 from asyncrl_cli.job.rollout_weights import Loader
 from asyncrl_cli.measure.meters import RolloutMeter
 from asyncrl_cli.profile.schema import Interrupt, WeightsSection
-from asyncrl_cli.weights.buckets import Bucket, DamagedWeights, unpack
+from asyncrl_cli.weights.buckets import Bucket, DamagedWeights, copied
 from asyncrl_cli.weights.versions import Manifest, send
 from tests.packed import pack
 
@@ -48,7 +48,7 @@ class Keeping(Engine):
     """Keeps what it is given."""
 
     def receive(self, buckets: Iterator[Bucket]) -> dict[str, torch.Tensor]:
-        return {name: one for bucket in buckets for name, one in unpack(bucket, copy=True).items()}
+        return copied(buckets)
 
     async def load(self, weights: Any, version: int, interrupt: Interrupt) -> PauseReport:
         self.held = weights

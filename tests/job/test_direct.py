@@ -109,7 +109,7 @@ def test_a_gathered_version_leaves_rank_zero_bit_by_bit_until_it_is_wanted_no_mo
         actor.direct("join", WORKER, meeting)
         came.result()
         model = actor.trainer.model
-        expected = {name: tensor.clone() for part in model.full() for name, tensor in part.items()}
+        expected = {name: tensor.clone() for name, tensor in model.sent()}
         for version in (2, 3):  # a worker that is still at version 1 keeps it
             actor.gather(version, [1])
             actor.publish(version)
@@ -302,7 +302,7 @@ def test_a_worker_notes_a_version_and_its_engine_asks_rank_zero_within_the_load(
         await link.leave()
 
     (bucket,) = pack({"a": torch.zeros(4)}, 64)
-    manifest = Manifest(version=3, num_bytes=16, fingerprints=(fingerprint(bucket.data),), temperature=1.0)
+    manifest = Manifest(version=3, num_bytes=16, fingerprints=(fingerprint(bucket),), temperature=1.0)
 
     async def body() -> Any:
         await connect(RayRankZero(rank_zero, WORKER, profile.weights.timeout_s, 1))

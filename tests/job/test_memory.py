@@ -188,6 +188,23 @@ def test_deltas_take_a_version_on_each_worker_and_one_more_at_rank_0(sets, sends
     assert sizes(encoded, TRAINER)["published weights"] * 2 == before * (3 if sends_deltas else 2)
 
 
+@pytest.mark.parametrize(
+    ("sets", "holders"),
+    [
+        ((), 4),
+        (("lora.rank=4", "lora.sync=adapter"), 4),
+        (("lora.rank=4",), 1),  # what is merged is gathered
+        (("weights.keep_versions=1",), 1),
+        (("weights.transport=disk",), 1),
+    ],
+)
+def test_each_rank_holds_its_rows_of_the_published_versions_or_rank_0_all_of_them(sets, holders):
+    whole = sizes(planned("builtin:tiny", *sets)[2], TRAINER)["published weights"]
+    items = planned("builtin:tiny", "placement.trainer_workers=4", *sets)[2].items
+    (found,) = [item for item in items if item.what == "published weights"]
+    assert (found.processes, found.num_bytes) == (holders, whole // holders)
+
+
 def test_the_base_of_an_adapters_deltas_is_as_large_as_the_adapters():
     profile, _, estimate = planned(
         "builtin:tiny", "lora.rank=4", "lora.sync=adapter", "weights.encoding=delta"
@@ -210,9 +227,9 @@ def test_ranks_share_what_fsdp_shards_and_nothing_else():
         sizes(planned("builtin:tiny", f"placement.trainer_workers={ranks}", *sets, gpus=9)[2], TRAINER)
         for ranks in (1, 8)
     )
-    for what in ("parameters", "optimizer", "gradients", "checkpoint"):
+    for what in ("parameters", "optimizer", "gradients", "checkpoint", "published weights"):
         assert shared[what] == pytest.approx(alone[what] / 8, rel=1e-4)
-    for what in ("activations", "logits", "gathered", "whole gradients", "published weights"):
+    for what in ("activations", "logits", "gathered", "whole gradients"):
         assert shared[what] == alone[what]
 
 

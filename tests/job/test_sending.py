@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from asyncrl_cli.job.rank_sending import Sending
-from asyncrl_cli.weights.buckets import Bucket, Packing, fingerprint, plan_layout, unpack
+from asyncrl_cli.weights.buckets import Bucket, Packing, Unpacked, fingerprint, plan_layout
 from asyncrl_cli.weights.receivers import verified
 from asyncrl_cli.weights.versions import Manifest
 from tests.job.crew import make_model
@@ -156,9 +156,9 @@ def test_what_arrives_is_bit_for_bit_the_trainers_weights(overlap, gather_mb, tm
         trainer.close()
     arrived = [transport.buckets[ref] for ref in refs]
     list(verified(arrived, manifest))
-    assert manifest.fingerprints == tuple(fingerprint(bucket.data) for bucket in arrived)
+    assert manifest.fingerprints == tuple(fingerprint(bucket) for bucket in arrived)
     assert (len(arrived) > 1) == (gather_mb < 1)
-    received = {name: tensor for bucket in arrived for name, tensor in unpack(bucket).items()}
+    received = dict(Unpacked(arrived))
     expected = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).state_dict()
     assert received.keys() == expected.keys()
     assert all(torch.equal(received[name], tensor) for name, tensor in expected.items())

@@ -7,14 +7,15 @@ import itertools
 import multiprocessing
 import multiprocessing.context
 import os
+import pickle
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import forkserver
 from pathlib import Path
+from typing import Any
 
 import pytest
-from safetensors.torch import load_file
 
 from tests.train.rank_program import main_each
 
@@ -66,11 +67,23 @@ def rank_context() -> multiprocessing.context.BaseContext:
     return context
 
 
+def received(directory: Path) -> dict[str, Any]:
+    """What a worker receives of what the ranks have put there (rank_program.py)."""
+    from asyncrl_cli.weights.buckets import copied
+    from asyncrl_cli.weights.receivers import verified
+    from asyncrl_cli.weights.versions import joined_version
+
+    manifest, buckets = joined_version(
+        [pickle.loads(path.read_bytes()) for path in sorted(directory.iterdir())]
+    )
+    return copied(verified(buckets, manifest))
+
+
 @pytest.fixture(scope="module")
 def run_ranks(tmp_path_factory, rank_context):
     """Runs ranks to their end, each in a process of its own, for each of several settings, one after the
-    other; returns rank 0's full weights after `last_step` of each. `load` and `save`: directories with a
-    checkpoint for each of the settings, by their place."""
+    other; returns what a worker would receive after `last_step` of each. `load` and `save`: directories with
+    a checkpoint for each of the settings, by their place."""
     directory = tmp_path_factory.mktemp("ranks")
     numbers = itertools.count()
 
@@ -82,13 +95,14 @@ def run_ranks(tmp_path_factory, rank_context):
             job |= {"init_method": f"file://{directory}/rendezvous-{number}", "first_step": 1, **steps}
             job |= {"load": str(load / checkpoint) if load else "", "last_step": last_step}
             job |= {"save": str(save / checkpoint) if save else ""}
-            jobs.append(job | {"weights": str(directory / f"weights-{number}.safetensors")})
+            jobs.append(job | {"weights": str(directory / f"weights-{number}")})
+            Path(jobs[-1]["weights"]).mkdir()
         with ProcessPoolExecutor(world_size, mp_context=rank_context, max_tasks_per_child=1) as ranks:
             running = [
                 ranks.submit(main_each, [job | {"rank": rank} for job in jobs]) for rank in range(world_size)
             ]
             for future in running:
                 future.result(timeout=240)
-        return [load_file(job["weights"]) for job in jobs]
+        return [received(Path(job["weights"])) for job in jobs]
 
     return run

@@ -1,18 +1,19 @@
 """One trainer rank, in a process of its own: `main(job)`. Trains, then saves.
 
 Keys: model_dir, settings (overrides), rank, world_size, init_method, first_step, last_step, num_groups, load
-(a checkpoint), save (a checkpoint), weights (a safetensors file). A setting "spoiled_step" is the step whose
-first group has a NaN; with "same_prompt", the trajectories of a group have the same one.
+(a checkpoint), save (a checkpoint), weights (a directory, where each rank puts what it sends). A setting
+"spoiled_step" is the step whose first group has a NaN; with "same_prompt", the trajectories of a group have
+the same one.
 """
 
 from __future__ import annotations
 
+import pickle
 import threading
 import warnings
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 
 from asyncrl_cli.profile.algorithm_section import AlgorithmSection
 from asyncrl_cli.train.policy_trainer import PolicyTrainer
@@ -66,9 +67,8 @@ def main(job: dict) -> None:
     train_steps(trainer, job)
     if job["weights"]:
         trainer.gather(0)
-        if job["rank"] == 0:
-            assert trainer.publication is not None
-            save_file(trainer.publication.packing.tensors(), job["weights"])
+        sent = pickle.dumps(trainer.published(0))
+        (Path(job["weights"]) / f"rank-{job['rank']}").write_bytes(sent)
     if job["save"]:
         write_in_thread(trainer, job)
     trainer.close()

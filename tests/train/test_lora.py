@@ -13,7 +13,7 @@ from asyncrl_cli.models.shape import shape_of
 from asyncrl_cli.plan.memory import adapter_parameters
 from asyncrl_cli.profile.schema import LoraSection
 from asyncrl_cli.train.policy_model import add_adapters
-from asyncrl_cli.weights.buckets import unpack
+from asyncrl_cli.weights.buckets import Unpacked
 from asyncrl_cli.weights.receivers import BaseFiles
 from tests.packed import pack
 from tests.train.train_samples import make_step
@@ -78,9 +78,9 @@ def test_adapters_sent_alone_and_merged_by_a_worker_are_bit_for_bit_what_would_h
     assert small.num_bytes < whole.num_bytes / 2
     assert small.probe_logprobs == whole.probe_logprobs
     base = BaseFiles(trainers[1].profile, tiny_model_dir)
-    expected = {name: tensor for bucket in buckets for name, tensor in unpack(bucket).items()}
+    expected = dict(Unpacked(buckets))
     for sent in (adapters, buckets):  # another trainer, by the gateway, sends whole weights
-        found = {name: tensor for bucket in base.whole(iter(sent)) for name, tensor in unpack(bucket).items()}
+        found = dict(Unpacked(base.whole(iter(sent))))
         assert found.keys() == expected.keys()
         assert all(torch.equal(found[name], expected[name]) for name in expected)
     with pytest.raises(ValueError, match=r"weights that the base model does not have: model\.layers\.9"):

@@ -19,7 +19,7 @@ from asyncrl_cli.profile.schema import TrainerSection
 from asyncrl_cli.train import optimizer, ranks
 from asyncrl_cli.train.batch import SPLIT_COST_TOKENS, cut_padded
 from asyncrl_cli.train.optimizer import learning_rate
-from asyncrl_cli.weights.buckets import unpack
+from asyncrl_cli.weights.buckets import Unpacked
 from asyncrl_cli.weights.receivers import verified
 from asyncrl_cli.weights.versions import mean_abs_diff
 from tests.products import counted_products
@@ -312,7 +312,7 @@ def test_a_gathered_version_does_not_change_when_training_goes_on(tiny_model_dir
     trainer.train(**rank_batch(*make_step(1, num_groups=2)))
     list(verified(buckets, manifest))
     assert len(buckets) > 5
-    received = {name: tensor for bucket in buckets for name, tensor in unpack(bucket).items()}
+    received = dict(Unpacked(buckets))
     assert set(received) == {name for name, _ in original.named_parameters()}
     for name, parameter in original.named_parameters():
         assert torch.equal(received[name], parameter), name
@@ -388,7 +388,7 @@ def test_bfloat16_trains_float32_masters_and_publishes_bfloat16(tiny_model_dir, 
     metrics = shown(trainer.train(**rank_batch(*make_step(1, num_groups=2))).metrics)
     assert math.isfinite(metrics["train/grad_norm"])
     trainer.gather(1)
-    received = {k: v for bucket in trainer.published(1)[1] for k, v in unpack(bucket).items()}
+    received = dict(Unpacked(trainer.published(1)[1]))
     for name, after in weights_of(trainer).items():
         assert after.dtype == torch.float32
         assert not torch.equal(before[name], after)

@@ -7,6 +7,7 @@ import torch
 from safetensors.torch import load_file
 
 from asyncrl_cli.base.errors import RefusedError
+from asyncrl_cli.weights.buckets import copied
 from asyncrl_cli.weights.receivers import verified
 from tests.train.train_samples import make_step
 from tests.trainers import rank_batch, save, trainer_parts, weights_of
@@ -113,6 +114,34 @@ def test_a_run_that_goes_on_with_other_numbers_of_ranks_trains_the_same_weights(
     (resharded,) = run_ranks(tiny_model_dir, keys, world_size=2, first_step=3, load=of_one)
     for name, ours in straight.items():
         torch.testing.assert_close(resharded[name], ours, rtol=0, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_the_version_that_two_ranks_have_published_is_in_their_checkpoint_for_any_number_of_ranks(
+    tmp_path, tiny_model_dir, run_ranks, make_trainer
+):
+    (sent,) = run_ranks(tiny_model_dir, {"lr": 1e-3}, world_size=2, last_step=1, save=tmp_path)
+    trainer = make_trainer(trainer_parts(tiny_model_dir, lr=1e-3, total_optimizer_steps=100))
+    trainer.load(tmp_path / "0")
+    assert_equal(copied(trainer.published(1)[1]), sent)
+
+
+@pytest.mark.slow
+def test_experts_and_what_adapters_are_merged_into_arrive_whole_beside_rows_of_two_ranks(tmp_path, run_ranks):
+    """No step is trained: what arrives are the model's own files, bit for bit."""
+    from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+
+    sizes = dict(vocab_size=63, hidden_size=32, intermediate_size=64, num_hidden_layers=2)
+    heads = dict(num_attention_heads=2, num_key_value_heads=1, head_dim=16)
+    experts = dict(moe_intermediate_size=16, num_experts=3, num_experts_per_tok=2)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(Qwen3MoeConfig(**sizes, **heads, **experts))
+    model.save_pretrained(tmp_path / "experts")
+    files = load_file(tmp_path / "experts" / "model.safetensors")
+    adapters = {"rank": 4, "target_modules": ("q_proj", "o_proj")}
+    for settings in ({}, adapters):
+        (sent,) = run_ranks(tmp_path / "experts", settings, world_size=2, last_step=0)
+        assert_equal(sent, files)
 
 
 def one_step(trainer, step=1):

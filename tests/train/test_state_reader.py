@@ -159,3 +159,13 @@ def test_damaged_tensors_are_refused_by_a_trainer(tmp_path, tiny_model_dir, make
     part.write_bytes(part.read_bytes()[:-1000])
     with pytest.raises(RefusedError, match="cannot be read"):
         trainer.load(directory)
+
+
+def test_a_published_version_in_a_file_of_its_own_is_refused_and_the_rest_can_be_read(directory):
+    """As it was written in the middle of a window."""
+    assert SavedState(directory).published() is None
+    save_file({"a": torch.ones(1)}, directory / "published.safetensors")
+    saved = SavedState(directory)
+    with pytest.raises(RefusedError, match="cannot be read: an older version of asyncrl"):
+        saved.published()
+    assert {saved.dtype(f"weight/{dtype}") for dtype in DTYPES} == set(DTYPES)

@@ -9,7 +9,7 @@ from asyncrl_cli.base.errors import AsyncrlError, PreflightError
 from asyncrl_cli.job.host_process import arriving
 from asyncrl_cli.profile.schema import WeightsSection
 from asyncrl_cli.weights import directory as directory_module
-from asyncrl_cli.weights.buckets import unpack
+from asyncrl_cli.weights.buckets import Unpacked
 from asyncrl_cli.weights.directory import Directory, check_url
 from asyncrl_cli.weights.directory_buckets import DirectorySender
 from asyncrl_cli.weights.receivers import read_version
@@ -44,7 +44,7 @@ def test_a_version_arrives_by_a_bucket_that_fails_now_and_then_or_is_slow(s3: S3
     here = Directory("s3://bucket/runs/one")
     sender = DirectorySender(here)
     refs = send(sender, manifest, buckets)
-    arrived = {name: one for bucket in arriving(manifest, refs) for name, one in unpack(bucket).items()}
+    arrived = dict(Unpacked(arriving(manifest, refs)))
     assert all(torch.equal(arrived[name], tensor) for name, tensor in tensors.items())
     names = [
         f"runs/one/version-000004/model-{i + 1:05d}-of-{len(refs):05d}.safetensors" for i in range(len(refs))

@@ -14,7 +14,7 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl_cli.weights.buckets import Bucket, DamagedWeights, Packing, Spec, plan_layout, unpack
+from asyncrl_cli.weights.buckets import Bucket, DamagedWeights, Packing, Spec, Unpacked, copied, plan_layout
 from asyncrl_cli.weights.receivers import verified
 from asyncrl_cli.weights.senders import BufferPool
 from asyncrl_cli.weights.versions import Manifest, make_probes, mean_abs_diff, median_abs_diff
@@ -55,9 +55,7 @@ def test_tensors_come_out_as_they_went_in_through_any_bucket_size(specs, bucket_
     tensors = make_tensors(specs)
     buckets = [read_only(b) for b in pack(tensors, bucket_bytes)]
     list(verified(buckets, manifest_of(buckets)))
-    received = {}
-    for bucket in buckets:
-        received |= unpack(bucket)
+    received = Unpacked(buckets)
     assert list(received) == list(tensors)
     for name, tensor in tensors.items():
         assert received[name].dtype == tensor.dtype
@@ -70,22 +68,23 @@ def test_a_packed_bucket_shares_no_memory_with_its_tensors():
     weight = torch.ones(4)
     (bucket,) = pack({"w": weight}, 1000)
     weight.zero_()
-    assert unpack(bucket)["w"].tolist() == [1.0] * 4
+    assert Unpacked([bucket])["w"].tolist() == [1.0] * 4
 
 
 def test_a_copy_shares_no_memory_with_its_bucket():
     (bucket,) = pack({"w": torch.ones(4), "tied": torch.ones(2)}, 1000)
-    copied, viewed = unpack(bucket, copy=True), unpack(bucket)
+    new, viewed = copied([bucket]), Unpacked([bucket])
     bucket.data[:] = 0
-    assert (copied["w"].sum(), viewed["w"].sum()) == (4.0, 0.0)
+    assert (new["w"].sum(), viewed["w"].sum()) == (4.0, 0.0)
 
 
 def test_the_same_tensor_under_two_names_travels_once():
     weight = torch.arange(6.0).reshape(2, 3)
     (bucket,) = pack({"embed": weight, "head": weight}, 1000)
     assert len(bucket.data) == 24
-    received = unpack(bucket)
+    received, viewed = copied([bucket]), Unpacked([bucket])
     assert received["embed"] is received["head"]
+    assert viewed["embed"].data_ptr() == viewed["head"].data_ptr() == bucket.data.ctypes.data
     assert torch.equal(received["head"], weight)
 
 
@@ -94,13 +93,13 @@ def test_a_bucket_survives_pickling_as_raw_bytes():
     outside: list[pickle.PickleBuffer] = []
     again = pickle.loads(pickle.dumps(bucket, protocol=5, buffer_callback=outside.append), buffers=outside)
     assert outside[0].raw().nbytes == 400
-    assert torch.equal(unpack(again)["w"], unpack(bucket)["w"])
+    assert torch.equal(Unpacked([again])["w"], Unpacked([bucket])["w"])
 
 
-def test_fingerprints_are_xxh3_of_the_bytes():
-    (bucket,) = pack({"w": torch.arange(8.0)}, 1000)
-    expected = xxhash.xxh3_64(np.arange(8, dtype=np.float32).tobytes()).intdigest()
-    assert bucket.fingerprint == expected
+def test_fingerprints_are_xxh3_of_the_bytes_and_of_what_they_are():
+    (bucket,), (other,) = (pack({name: torch.arange(8.0)}, 1000) for name in ("w", "v"))
+    expected = xxhash.xxh3_64(np.arange(8, dtype=np.float32).tobytes() + repr(bucket.entries).encode())
+    assert bucket.fingerprint == expected.intdigest() != other.fingerprint
 
 
 def test_probes_are_the_same_for_the_same_seed_and_stay_in_the_vocabulary():
@@ -157,7 +156,7 @@ def test_a_versions_memory_is_used_again_once_nobody_has_a_view_of_it_and_never_
         return buckets[0].data.ctypes.data
 
     first, second = version(1), version(2)
-    view, where = unpack(first[0])["a"], address(first)
+    view, where = Unpacked(first)["a"], address(first)
     del first  # as rank 0 does when a version is not wanted any more; a transfer still reads it
     third = version(3)
     assert len({where, address(second), address(third)}) == 3
@@ -165,7 +164,7 @@ def test_a_versions_memory_is_used_again_once_nobody_has_a_view_of_it_and_never_
     del view
     fourth = version(4)
     assert address(fourth) == where
-    assert [unpack(buckets[0])["a"][0].item() for buckets in (second, third, fourth)] == [2.0, 3.0, 4.0]
+    assert [Unpacked(buckets)["a"][0].item() for buckets in (second, third, fourth)] == [2.0, 3.0, 4.0]
 
 
 def test_memory_that_is_used_again_leaves_no_trace_between_tensors():

@@ -126,7 +126,7 @@ def test_1000_random_mistakes_are_all_noticed_before_the_version_counts_as_arriv
         delta = difference(new, old, base=1)
         assert delta is not None
         manifest = Manifest(
-            version=2, num_bytes=len(new.data), fingerprints=(fingerprint(new.data),), temperature=1.0
+            version=2, num_bytes=len(new.data), fingerprints=(fingerprint(new),), temperature=1.0
         )
         assert len(list(verified([applied(delta, old)], manifest))) == 1
         for _ in range(50):

@@ -13,7 +13,7 @@ from asyncrl_cli.job.host_process import arriving
 from asyncrl_cli.profile.schema import WeightsSection
 from asyncrl_cli.weights import directory as directory_module
 from asyncrl_cli.weights import directory_buckets
-from asyncrl_cli.weights.buckets import DamagedWeights, unpack
+from asyncrl_cli.weights.buckets import DamagedWeights, Unpacked
 from asyncrl_cli.weights.directory import Directory, check_url, packages_of, versions_at
 from asyncrl_cli.weights.directory_buckets import DirectorySender, file_pieces
 from asyncrl_cli.weights.receivers import packed, read_version
@@ -63,9 +63,9 @@ def published(version: int):
 def test_a_version_arrives_as_it_was_by_its_refs_and_by_its_manifest(here):
     tensors, buckets, manifest = published(12)
     refs = send(DirectorySender(here), manifest, buckets)
-    by_refs = {name: one for bucket in arriving(manifest, refs) for name, one in unpack(bucket).items()}
+    by_refs = dict(Unpacked(arriving(manifest, refs)))
     read, found = read_version(Directory(f"{here.url}/version-000012"))
-    by_manifest = {name: one for bucket in found for name, one in unpack(bucket).items()}
+    by_manifest = dict(Unpacked(found))
     for arrived in (by_refs, by_manifest):
         assert set(arrived) == set(tensors)
         for name, tensor in tensors.items():
@@ -233,7 +233,7 @@ def test_a_call_that_fails_three_times_is_tried_a_fourth_time(monkeypatch):
     store = Failing(monkeypatch, 3, ConnectionError("reset by peer"))
     refs = send(DirectorySender(here), manifest, buckets)
     store.left = 3
-    arrived = {name: one for bucket in arriving(manifest, refs) for name, one in unpack(bucket).items()}
+    arrived = dict(Unpacked(arriving(manifest, refs)))
     assert all(torch.equal(arrived[name], tensor) for name, tensor in tensors.items())
 
 

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from asyncrl_cli.base.errors import AsyncrlError
 from asyncrl_cli.job.driver_crew import clear
 from asyncrl_cli.job.host_process import arriving
-from asyncrl_cli.weights.buckets import DamagedWeights, unpack
+from asyncrl_cli.weights.buckets import DamagedWeights, Unpacked
 from asyncrl_cli.weights.receivers import read_version
 from asyncrl_cli.weights.senders import DiskSender, keep_version, write_manifest
 from asyncrl_cli.weights.versions import Manifest, kept_versions, send
@@ -69,8 +69,8 @@ def test_a_version_arrives_as_it_was_and_opens_with_transformers(tmp_path, model
     # readable for whoever may read the directory
     assert modes == {tmp_path.joinpath("version-000012").stat().st_mode & 0o666}
     arrived = receive(manifest, refs)
-    received = {name: tensor for bucket in arrived for name, tensor in unpack(bucket).items()}
-    assert list(received) == [name for bucket in buckets for name in unpack(bucket)]
+    received = dict(Unpacked(arrived))
+    assert list(received) == [name for bucket in buckets for name in Unpacked([bucket])]
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "version-000012")
     opened = dict(model.named_parameters(remove_duplicate=False))
     assert set(received) == set(tensors) == set(opened)

@@ -23,7 +23,7 @@ from asyncrl_cli.observe.recorded import Recorded
 from asyncrl_cli.profile.arithmetic import Schedule
 from asyncrl_cli.profile.resolved import read_document
 from asyncrl_cli.profile.schema import Profile
-from asyncrl_cli.weights.versions import PUBLISHED_FILE, VERSIONS, kept_versions, version_directory
+from asyncrl_cli.weights.versions import VERSIONS, kept_versions, version_directory
 
 RESOLVED = "config.resolved.json"
 VERSIONS_SHOWN = 8
@@ -33,8 +33,8 @@ Progress = Callable[..., None]
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """Weights and where they come from. `files`: of a published version; none for the trainer's own in the
-    checkpoint `path`.
+    """Weights and where they come from. `files`: of a kept version; none for those in the checkpoint `path`,
+    which are the trainer's own or, if `is_published`, the published version's.
 
     `step`: the number of train steps that made them. `version`: None if they are between two versions; then
     `after_version` is the older one. `passed_over`: why newer checkpoints were skipped. `notes`: on damaged
@@ -48,13 +48,14 @@ class Source:
     step: int
     version: int | None
     after_version: int | None = None
+    is_published: bool = False
     passed_over: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
     @property
     def has_adapters(self) -> bool:
         """Whether the weights are LoRA's adapters alone. A published version is always whole."""
-        return not self.files and bool(self.profile.lora.rank)
+        return not (self.files or self.is_published) and bool(self.profile.lora.rank)
 
     def __str__(self) -> str:
         which = f"version {self.version}"
@@ -122,12 +123,13 @@ def _of_checkpoint(checkpoint: Checkpoint, version: int | None, passed_over: tup
     directory = checkpoint.directory
     profile, run_dir = read_document(directory / RESOLVED).profile, run_dir_of(directory)
     is_between = not checkpoint.at_window_boundary and version is None
-    files: tuple[Path, ...] = ()
+    is_published = version is not None and not checkpoint.at_window_boundary
     step, notes = checkpoint.step, tuple[str, ...]()
-    if version is not None and not checkpoint.at_window_boundary:
-        files, (step, notes) = (directory / PUBLISHED_FILE,), step_of(run_dir, profile, checkpoint.version)
+    if is_published:
+        step, notes = step_of(run_dir, profile, checkpoint.version)
     return Source(
-        files=files,
+        files=(),
+        is_published=is_published,
         path=directory,
         # a copied run is named after its directory
         run=checkpoint.run if run_dir is None else run_dir.resolve().name,

@@ -36,7 +36,7 @@ from asyncrl_cli.models.saved_form import (
     skeleton,
 )
 from asyncrl_cli.tasks.task import load_task
-from asyncrl_cli.train.trainer_state import CRITIC, SavedState
+from asyncrl_cli.train.trainer_state import CRITIC, PUBLISHED, SavedState
 from asyncrl_cli.weights.buckets import torch_dtype
 
 MB = 10**6
@@ -66,8 +66,8 @@ class SavedWeights:
 
 
 def saved_weights(source: Source) -> SavedWeights:
-    """The policy's float32 master weights in a checkpoint, written by any number of ranks, or one version in
-    safetensors files."""
+    """The policy's float32 master weights or the published version in a checkpoint, written by any number of
+    ranks, or one version in safetensors files. Raises RefusedError if a file is damaged."""
     shapes: dict[str, tuple[int, ...]] = {}
     if source.files:
         path_of: dict[str, Path] = {}
@@ -83,16 +83,19 @@ def saved_weights(source: Source) -> SavedWeights:
                 return {name: files[path_of[name]].get_tensor(name) for name in names}
 
     else:
-        saved = SavedState(source.path)
+        saved, prefix = SavedState(source.path), PUBLISHED if source.is_published else WEIGHT_PREFIX
+        if source.is_published:
+            saved.published()
         for key, shape in saved.shapes.items():
-            name = key.removeprefix(WEIGHT_PREFIX)
+            name = key.removeprefix(prefix)
             if name != key and not name.startswith(CRITIC):
                 shapes[name] = shape
 
         def read(names: Collection[str]) -> dict[str, torch.Tensor]:
-            tensors = {name: torch.empty(shapes[name], dtype=torch.float32) for name in names}
+            keys = {name: f"{prefix}{name}" for name in names}
+            tensors = {name: torch.empty(shapes[name], dtype=saved.dtype(key)) for name, key in keys.items()}
             for name, tensor in tensors.items():
-                saved.read(f"{WEIGHT_PREFIX}{name}", tensor)
+                saved.read(keys[name], tensor)
             return tensors
 
     return SavedWeights(shapes, read)

@@ -46,6 +46,7 @@ from asyncrl_cli.train.step_plan import (
     training_order,
 )
 from asyncrl_cli.weights.versions import TIMEOUT_KEY as WEIGHTS_KEY
+from asyncrl_cli.weights.versions import joined_version
 
 logger = logging.getLogger(__name__)
 
@@ -422,8 +423,9 @@ class RayTrainer(RayRanks):
 
     async def publish(self, version: int) -> Published:
         began_s = time.monotonic()
-        ref = self.actors[0].publish.remote(version)
-        manifest, bucket_refs = await self._answer(ref, f"the publish of version {version}", self._weights)
+        call = f"the publish of version {version}"
+        sent = await self.collective(call, "publish", version, limit=self._weights)
+        manifest, bucket_refs = joined_version(sent)
         refs = self._wanted[version] = HeldRefs(bucket_refs)
         return Published(
             version=version,

@@ -4,7 +4,7 @@ model, a class of the user's). Runs in that process; the driver's side is driver
     group main     joint computation, in one thread: start, train, gather, snapshot, restore, load, score.
                    All processes get the same calls in the same order (except `judge`: one process alone
                    scores an eval's trajectories)
-    group publish  trainer, rank 0: fingerprints and sends the weights that gather copied, beside training
+    group publish  trainer: fingerprints and sends the weights that gather copied, beside training
     group write    writes snapshots and dumps of samples to disk, beside training
     group direct   trainer, rank 0: sends weights to a rollout worker that asks for them (`nccl`, `ipc`)
     group control  report, meeting_point, free_address, leave: answered at once, whatever else runs
@@ -375,7 +375,7 @@ class RankHost:
         """Gather this version's weights. Returns the seconds, and this rank's report to save the loop another
         call.
 
-        `wanted`: older versions that a worker may still ask for; rank 0 drops all others.
+        `wanted`: older versions that a worker may still ask for; a rank drops all others.
         """
         with self._trains.gathering():
             gather_s = self.trainer.gather(version, self._sending.of(version, wanted))
@@ -383,14 +383,14 @@ class RankHost:
 
     @ray.method(concurrency_group="publish")
     def publish(self, version: int) -> tuple[Manifest, Refs]:
-        """Rank 0: send the gathered buckets. Returns the manifest and the refs by which workers get the
-        buckets."""
+        """Send the gathered buckets of this rank. Returns their manifest and the refs by which workers get
+        the buckets."""
         from asyncrl_cli.weights.senders import keep_version
 
         with self._trains.update.doing(State.SENDING, "buckets to be sent"):
             manifest, buckets = self.trainer.published(version)
             refs = self._sending.sent(manifest, buckets)
-            if num_kept := self._profile.weights.keep_versions:
+            if (num_kept := self._profile.weights.keep_versions) and self._rank == 0:
                 with as_storage_errors():
                     versions, model_dir = self._run_dir / VERSIONS_DIR, Path(self._place.model_dir)
                     keep_version(versions, manifest, buckets, model_dir, num_kept)

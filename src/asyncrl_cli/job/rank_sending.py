@@ -1,5 +1,6 @@
-"""Rank 0's end of `weights.transport`: it sends a version's buckets, and workers fetch them by their refs
-(host_process.py). Runs in the trainer's first process (rank_host.py).
+"""A trainer rank's end of `weights.transport`: it sends its buckets of a version, and workers fetch them by
+their refs (host_process.py). Runs in the trainer's processes (rank_host.py); only with `object-store` do
+ranks other than 0 have buckets to send.
 
     overlap     gather | bucket 0 | bucket 1 | bucket 2 | probes |
                                   | send 0   | send 1   | send 2 |  (a thread)   publish: waits for the rest

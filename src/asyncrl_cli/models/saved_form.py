@@ -72,12 +72,12 @@ class SavedForm:
         """Convert tensors to the form of the files. `tensors`: all of a model, or those of whole layers."""
         return dict(revert_weight_conversion(self._empty, dict(tensors))) if self.converts else dict(tensors)
 
-    def to_memory(self, tensors: Mapping[str, torch.Tensor]) -> Tensors:
+    def to_memory(self, tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
         """Convert all of a model's tensors from the form of the files, to all their names in memory.
         Converted tensors are float32 copies, because transformers changes the default dtype of the whole
         process while it loads another dtype."""
         if not self.converts:
-            return dict(tensors)
+            return tensors
         config = deepcopy(self._empty.config)
         model = type(self._empty).from_pretrained(
             None, config=config, state_dict=dict(tensors), dtype=torch.float32

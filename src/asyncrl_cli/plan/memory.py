@@ -33,6 +33,7 @@ from asyncrl_cli.profile.arithmetic import (
     TEACHER,
     max_context_tokens,
     sends_deltas,
+    sends_rows,
 )
 from asyncrl_cli.profile.schema import DIRECT_TRANSPORTS, Profile
 from asyncrl_cli.train import LOGITS_CHUNK_ELEMENTS, LOGITS_COPIES, MOMENTS_SLICE_BYTES, keeps_whole_gradients
@@ -116,6 +117,13 @@ class MemoryEstimate:
         return self.profile.trainer.offload_optimizer and self.plan.device != "cpu"
 
     @property
+    def is_sent_by_rows(self) -> bool:
+        """Whether each trainer rank holds its rows of a version. If not, rank 0 is taken to hold all of it,
+        even where it gathers only joined experts, or what adapters are merged into."""
+        is_merged = self.profile.lora.rank and self.profile.lora.sync == "merged"
+        return sends_rows(self.profile) and self.shape.model_type in FAMILY and not is_merged
+
+    @property
     def store_bytes(self) -> int:
         """Size of a local session's object store."""
         return object_store_bytes(self.profile, published_parameters(self.profile, self.shape))
@@ -188,15 +196,17 @@ def _trainer(job: MemoryEstimate) -> Iterator[MemoryItem]:
         first = MASTER_BYTES * ceil((adapters or job.shape.parameters) / ranks)
         yield host("always", "window's first weights", first, "float32, for the old-logprob pass")
     bucket_mb = profile.weights.gather_bucket_size_mb
-    buckets = counted(ceil(e * job.shape.parameters / (bucket_mb * MIB)), "gather bucket")
     holders = {"disk": "; the run's directory", "directory": "; weights.url"}
     holders |= {"object-store": "; Ray's object store"}
     holder = holders.get(profile.weights.transport, "")
     held = 3 if sends_deltas(profile) else 2
     which = "new version and two that deltas may start from" if held == 3 else "new and previous version"
-    how = f"rank 0: {buckets} at most {bucket_mb} MB each, {which}"
+    who, senders = ("each rank's rows", ranks) if job.is_sent_by_rows else ("rank 0", 1)
+    buckets = counted(ceil(e * job.shape.parameters / senders / (bucket_mb * MIB)), "gather bucket")
+    how = f"{who}: {buckets} at most {bucket_mb} MB each, {which}"
     how += f"{holder} holds as much again" if holder else ""
-    yield MemoryItem(TRAINER, 1, "host", "sync", "published weights", held * e * job.shape.parameters, how)
+    sent = held * ceil(e * job.shape.parameters / senders)
+    yield MemoryItem(TRAINER, senders, "host", "sync", "published weights", sent, how)
     if profile.algorithm.has_reference and REF not in job.plan.scorers:
         shape = shape_of(profile.ref.path) if profile.ref.path else job.shape
         shard = MASTER_BYTES * ceil(shape.parameters / ranks)

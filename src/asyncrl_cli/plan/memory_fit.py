@@ -3,7 +3,7 @@ machine's.
 
 On a node with GPUs its processes' host memory counts: what they always hold, the phase in which they hold
 most besides (a start, or a sync beside a checkpoint), and the object store, where a rank publishes or a
-worker receives versions. Rank 0 holds what is published.
+worker receives versions. A rank holds what it sends of them, and so does its node's store.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import subprocess
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from math import ceil
 
 from asyncrl_cli.base.errors import PreflightError
 from asyncrl_cli.models.shape import ShapeUnknown, shape_of
@@ -99,6 +100,9 @@ def node_needs(estimate: MemoryEstimate, there: ClusterResources) -> list[Device
     needs = []
     for node, processes in on.items():
         items = [store] if node == first or processes[ROLLOUT] else []
+        if estimate.is_sent_by_rows and processes[TRAINER] and not processes[ROLLOUT]:
+            share = ceil(store.num_bytes * processes[TRAINER] / plan.role(TRAINER).workers)
+            items = [replace(store, num_bytes=share, how=f"{how}: the share of this node's ranks")]
         for item in estimate.items:
             is_of_rank_zero = item.role == TRAINER and item.processes == 1
             num_here = int(node == first) if is_of_rank_zero else processes[item.role]

@@ -262,6 +262,12 @@ def mixed_requeues(profile: Profile) -> int:
     return training.max_requeues if training.mixed_versions == "requeue" else 0
 
 
+def sends_rows(profile: Profile) -> bool:
+    """Whether each trainer rank sends its own rows of the weights. Otherwise rank 0 sends them all: it writes
+    whole files, or the bytes leave from its GPU."""
+    return profile.weights.transport == "object-store" and not profile.weights.keep_versions
+
+
 def sends_deltas(profile: Profile) -> bool:
     """Whether weights travel as differences (`weights.encoding`)."""
     weights = profile.weights

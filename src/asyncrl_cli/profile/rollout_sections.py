@@ -187,7 +187,8 @@ class WeightsSection(Section):
     """How published weights reach the rollout workers."""
 
     transport: Literal["object-store", "disk", "directory", "nccl", "ipc"] = "object-store"
-    """How a version travels to the workers. `object-store`: in buckets, as Ray objects. `disk`: as
+    """How a version travels to the workers. `object-store`: in buckets, as Ray objects, of each trainer rank
+    its own rows; with the others rank 0 gathers and sends all. `disk`: as
     safetensors files in the run's directory, which all nodes must share. `directory`: as safetensors files at
     `weights.url`, such as a bucket. `nccl`: from the trainer's GPU to vLLM's GPUs. `ipc`: within the GPU that
     trainer and vLLM share (colocate)."""
@@ -202,7 +203,7 @@ class WeightsSection(Section):
     the newest version in host memory for it. `auto`: `delta` for bfloat16 with `object-store`, else `full`
     (docs/weights.md)."""
     gather_bucket_size_mb: PositiveInt = 2048
-    """Size in MiB of the trainer's buckets."""
+    """Size in MiB of a trainer rank's buckets."""
     load_bucket_size_mb: PositiveInt = 128
     """`nccl`, `ipc`: size in MiB of the GPU buffers at both ends of a transfer."""
     mode: Literal["async", "sync"] = "async"
@@ -221,7 +222,8 @@ class WeightsSection(Section):
     """A load warns if the median absolute difference of the probes' logprobs is larger, whatever it was for
     the version before. Default: 0.001 with model.dtype = "float32", 0.1 with "bfloat16"."""
     keep_versions: NonNegativeInt | Literal["all"] = 0
-    """How many published versions to keep on disk (safetensors), for audits."""
+    """How many published versions to keep on disk (safetensors), for audits. Rank 0 then gathers the weights
+    of all trainer ranks for every version."""
     timeout_s: PositiveFloat = 300.0
     """Longest time for a gather, a send or a load, for a checkpoint's snapshot, write or read, and for a dump
     of samples. `nccl`, `ipc`: for connecting to a worker, and for each transfer of a load; waiting for other

@@ -26,13 +26,14 @@ from asyncrl_cli.base.errors import ConfigError, ExecutorFailed
 from asyncrl_cli.models.experts import Routing
 from asyncrl_cli.models.saved_form import ADAPTER, merged, persistent_buffers, scale_of
 from asyncrl_cli.models.shape import LAYER
-from asyncrl_cli.profile.arithmetic import MAX_LOGPROB_DIFF, PROX, REF
+from asyncrl_cli.profile.arithmetic import MAX_LOGPROB_DIFF, PROX, REF, sends_rows
 from asyncrl_cli.profile.schema import LoraSection, ProcessPlace, Profile
 from asyncrl_cli.train.batch import Microbatch, scoring_microbatch
 from asyncrl_cli.train.logprobs import ForwardPass, Scored
 from asyncrl_cli.train.ranks import Ranks
-from asyncrl_cli.train.sharded_model import ShardedModel, fill
-from asyncrl_cli.weights.buckets import Bucket, Spec, dtype_name, torch_dtype, unpack
+from asyncrl_cli.train.sharded_model import ShardedModel, fill, first_row
+from asyncrl_cli.weights.buckets import Bucket, Spec, Unpacked, dtype_name, torch_dtype
+from asyncrl_cli.weights.receivers import AnnouncedWeights
 from asyncrl_cli.weights.versions import Manifest, make_probes, mean_abs_diff
 
 FIXED_PROBES = 4
@@ -44,9 +45,13 @@ class PolicyModel(ShardedModel[PreTrainedModel]):
 
     `replays`: whether it takes the sampler's experts, with `trainer.router_replay`.
 
-    `specs` describe the tensors that a publish sends, under their names in the model's files: every parameter
+    `specs` describe what this rank sends of a version, under the names in the model's files: every parameter
     once, in the engine's dtype, then persistent buffers in their own dtype. With `lora.sync = "adapter"`: the
     adapters alone, in float32.
+
+    A rank sends its own rows of a parameter (`sends_rows`). Rank 0 sends the rest for all ranks, who gather
+    it: tensors that transformers joins or changes in memory (experts), weights into which an adapter is
+    merged, and buffers.
     """
 
     def __init__(self, profile: Profile, model_dir: str, ranks: Ranks, *, replays: bool = False) -> None:
@@ -68,8 +73,13 @@ class PolicyModel(ShardedModel[PreTrainedModel]):
         if profile.lora.sync == "adapter":
             self._weights, self._adapted, self._buffers = self.parameters, {}, {}
             self._wire_dtype = torch.float32
-        self._parts = self._whole_parts()
-        self.specs = self._make_specs()
+        parts = self._whole_parts()
+        self._by_rows: dict[str, str] = {}
+        """Parameters that are sent by rows: their names in files and in memory."""
+        self.specs = self._make_specs(parts)
+        done = set(self._by_rows.values())
+        rest = ([name for name in part if name not in done] for part in parts)
+        self._gathered_parts = [part for part in rest if part]
 
     def make_content(self, model: PreTrainedModel) -> PreTrainedModel:
         if self.profile.lora.rank:
@@ -108,9 +118,9 @@ class PolicyModel(ShardedModel[PreTrainedModel]):
     def load(self, manifest: Manifest, buckets: Iterable[Bucket]) -> None:
         """Load a published version, without adapters. A collective. Raises ValueError if its tensors do not
         fit, ExecutorFailed if the logprobs of its probes then differ from the trainer's."""
-        tensors = {name: tensor for bucket in buckets for name, tensor in unpack(bucket).items()}
-        self.form.check(tensors, manifest.version)
-        whole = self.form.to_memory(tensors)
+        buckets = list(buckets)
+        self.form.check(AnnouncedWeights(bucket.entries for bucket in buckets), manifest.version)
+        whole = self.form.to_memory(Unpacked(buckets))
         with torch.no_grad():
             for name, tensor in {**self._weights, **self._buffers}.items():
                 fill(tensor, whole[name].__getitem__)
@@ -121,11 +131,20 @@ class PolicyModel(ShardedModel[PreTrainedModel]):
             what = f"logprobs of version {manifest.version} differ from the trainer's"
             raise ExecutorFailed(f"{what} by {difference:.2g} on average")
 
-    def full(self) -> Iterator[dict[str, torch.Tensor]]:
-        """Yield whole tensors on the device, by their names in memory, for one part of the model at a time.
-        `form.to_files` makes the tensors of `specs` from them. A collective: every rank must iterate over all
-        parts. Tensors may alias live memory."""
-        for names in self._parts:
+    def sent(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield this rank's tensors of `specs`, in their order and on the device. A collective: every rank
+        must iterate to the end. Tensors may alias live memory."""
+        for file_name, name in self._by_rows.items():
+            if len(rows := cast(DTensor, self._weights[name]).to_local().detach()):
+                yield file_name, rows
+        for tensors in self._gathered():
+            if self.ranks.rank == 0:
+                yield from self.form.to_files(tensors).items()
+
+    def _gathered(self) -> Iterator[dict[str, torch.Tensor]]:
+        """Yield the whole tensors that rank 0 sends, by their names in memory, for one part of the model at a
+        time."""
+        for names in self._gathered_parts:
             tensors = dict[str, torch.Tensor]()
             for name in names:
                 if name in self._buffers:
@@ -151,7 +170,7 @@ class PolicyModel(ShardedModel[PreTrainedModel]):
             parts.setdefault(f"{kind} {part}", []).append(name)
         return sorted(parts.values(), key=lambda names: names[0] in self._buffers)
 
-    def _make_specs(self) -> list[Spec]:
+    def _make_specs(self, parts: Sequence[Sequence[str]]) -> list[Spec]:
         same: dict[int, list[str]] = {}
         for name, parameter in self.content.named_parameters(remove_duplicate=False):
             same.setdefault(id(parameter), []).append(name)
@@ -165,12 +184,23 @@ class PolicyModel(ShardedModel[PreTrainedModel]):
         for name, parameter in self._weights.items():
             empty[name] = torch.empty(parameter.shape, dtype=self._wire_dtype, device="meta")
         files = dict[str, torch.Tensor]()
-        for names in self._parts:
+        for names in parts:
             files |= self.form.to_files({name: empty[name] for name in names})
-        return [
-            Spec(name=name, dtype=dtype_name(t.dtype), shape=tuple(t.shape), aliases=aliases.get(name, ()))
-            for name, t in files.items()
-        ]
+        sent = sends_rows(self.profile)
+        # what a conversion leaves as it is stays the same object
+        by_rows = {id(empty[name]): name for name in self._weights if sent and name not in self._adapted}
+        own, rest = list[Spec](), list[Spec]()
+        for name, tensor in files.items():
+            shape, also = tuple(tensor.shape), aliases.get(name, ())
+            spec = Spec(name=name, dtype=dtype_name(tensor.dtype), shape=shape, aliases=also)
+            if (in_memory := by_rows.get(id(tensor))) is None:
+                rest.append(spec)
+                continue
+            self._by_rows[name] = in_memory
+            parameter = cast(DTensor, self._weights[in_memory])
+            if count := len(parameter.to_local()):
+                own.append(spec.rows(first_row(parameter), count))
+        return own + (rest if self.ranks.rank == 0 else [])
 
 
 def frozen_model(task: str, profile: Profile, place: ProcessPlace, ranks: Ranks) -> PolicyModel:

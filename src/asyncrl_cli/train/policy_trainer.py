@@ -1,8 +1,8 @@
 """The policy trainer: one object per rank. All ranks make the same calls in the same order.
 
     train(...)                  one train step
-    gather(version)             full parameters -> host buckets (rank 0) + probe logprobs
-    published(version)          manifest and buckets (rank 0)
+    gather(version)             what this rank sends -> host buckets, + probe logprobs
+    published(version)          manifest and buckets of this rank
     snapshot / write / load     trainer state to the host, to disk, back
 
 A train step:
@@ -21,6 +21,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -50,7 +51,9 @@ from asyncrl_cli.train.trainer_state import (
     Counters,
     HostState,
     SavedState,
+    published_rows,
     random_state,
+    read_published,
     restore,
     restore_random_state,
     to_host,
@@ -283,43 +286,38 @@ class PolicyTrainer:
     def gather(
         self, version: int, on_full: Callable[[Packing, int], None] = lambda packing, index: None
     ) -> float:
-        """Copy the full parameters, in the engine's dtype, into host buckets that nobody uses on rank 0, and
-        score the probes.
+        """Copy what this rank sends (`model.specs`), in the engine's dtype, into host buckets that nobody
+        uses, and score the probes.
 
-        Returns seconds. A collective. Rank 0 holds only the newest version: each gather replaces the previous
-        one. On rank 0, `on_full(packing, index)` is called in this thread for each bucket as soon as it is
-        full, and should return at once.
+        Returns seconds. A collective. A rank holds only the newest version: each gather replaces the previous
+        one. `on_full(packing, index)` is called in this thread for each bucket as soon as it is full, and
+        should return at once.
         """
         started_s = time.monotonic()
-        packing = Packing(self._layout, self._buffers.take) if self.ranks.rank == 0 else None
+        packing = Packing(self._layout, self._buffers.take)
         with torch.no_grad():
-            for tensors in self.model.full():
-                if packing is None:  # the other ranks only take part in the collectives
-                    continue
-                for name, tensor in self.model.form.to_files(tensors).items():
-                    if (index := packing.put(name, tensor)) is not None:
-                        on_full(packing, index)
-        probe_logprobs = tuple(map(tuple, self.model.logprobs(self._probes)))
-        if packing is not None:
-            before = self.publication.manifest if self.publication is not None else None
-            manifest = Manifest(
-                version=version,
-                num_bytes=packing.num_bytes,
-                fingerprints=(),
-                temperature=self.profile.rollout.temperature,
-                probe_tokens=self._probes,
-                probe_logprobs=probe_logprobs,
-                previous_logprobs=before.probe_logprobs if before and before.version < version else (),
-            )
-            self.publication = Publication(manifest, packing)
+            for name, tensor in self.model.sent():
+                if (index := packing.put(name, tensor)) is not None:
+                    on_full(packing, index)
+        before = self.publication.manifest if self.publication is not None else None
+        manifest = Manifest(
+            version=version,
+            num_bytes=packing.num_bytes,
+            fingerprints=(),
+            temperature=self.profile.rollout.temperature,
+            probe_tokens=self._probes,
+            probe_logprobs=tuple(map(tuple, self.model.logprobs(self._probes))),
+            previous_logprobs=before.probe_logprobs if before and before.version < version else (),
+        )
+        self.publication = Publication(manifest, packing)
         self._hand_over()
         return time.monotonic() - started_s
 
     def published(self, version: int) -> tuple[Manifest, list[Bucket]]:
-        """Manifest and buckets of the newest gathered version (rank 0), with their fingerprints. Safe in any
-        thread.
+        """Manifest and buckets of what this rank sends of the newest gathered version, with their
+        fingerprints. Safe in any thread.
 
-        Raises ValueError if rank 0 does not hold `version`.
+        Raises ValueError if this rank does not hold `version`.
         """
         publication = self.publication
         if publication is None or publication.manifest.version != version:
@@ -353,11 +351,11 @@ class PolicyTrainer:
         if step not in self.snapshots:
             raise ValueError(f"there is no snapshot of step {step} to write")
         state, counters, publication = self.snapshots.pop(step)
-        if with_published and self.ranks.rank == 0:
+        if with_published:
             if publication is None:
                 raise ValueError(f"snapshot of step {step}: no version was gathered before it")
-            directory.mkdir(parents=True, exist_ok=True)
-            publication.write(directory)
+            state |= published_rows(publication.packing)
+            counters["published"] = replace(publication.manifest, previous_logprobs=())
         write_state(self.ranks.rank, state, counters, directory)
 
     def load(self, directory: Path) -> None:
@@ -381,8 +379,11 @@ class PolicyTrainer:
             self._kl.value = counters.get("kl_coef", self._kl.value)
         if self.critic is not None:
             self.critic.optimizer.restore_steps(saved.critic_steps)
-        if self.ranks.rank == 0:
-            self.publication = Publication.read(directory, self._layout)
+        self.publication = None
+        if (manifest := saved.published()) is not None:
+            packing = Packing(self._layout)
+            read_published(packing, saved)
+            self.publication = Publication(replace(manifest, num_bytes=packing.num_bytes), packing)
         self._hand_over()
 
     def _hand_over(self) -> None:

@@ -2,12 +2,11 @@
 from the files.
 
     <directory>/
-      rank-00000.safetensors    one file per rank: its RNG; its rows of weights, moments and the window's
-                                first weights
+      rank-00000.safetensors    one file per rank: its RNG; its rows of weights, moments, the window's first
+                                weights, and of the published version, if that is not the trainer's own
       trainer.json              counters, written by rank 0
       critic-00000.safetensors  the same for a critic with its own processes (the ranks' files lack it then);
       critic.json               both kinds load alike, so a resume may move the critic there or back
-      published.safetensors     the published version's weights, if they are not the trainer's own
 
 FSDP2 divides tensors between ranks by rows. The header of a file says which rows it has, so a checkpoint of N
 ranks loads on any number of ranks. (Each rank restores its own RNG state; the trainer itself draws no random
@@ -18,7 +17,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, NotRequired, cast
 
@@ -35,11 +34,13 @@ from asyncrl_cli.base.storage import sync_files
 from asyncrl_cli.models.model_files import write_weights
 from asyncrl_cli.train.ranks import Ranks
 from asyncrl_cli.train.sharded_model import first_row
-from asyncrl_cli.weights.buckets import zeros
+from asyncrl_cli.weights.buckets import Packing, torch_dtype, zeros
+from asyncrl_cli.weights.versions import Manifest
 
 COUNTERS_FILE, CRITIC_FILE = "trainer.json", "critic.json"
-CRITIC = "critic."
-"""Prefix of the critic's parameters."""
+CRITIC, PUBLISHED = "critic.", "published/"
+"""Prefixes of the critic's parameters, and of the published version's tensors, which have their names in
+files."""
 ANOTHER = "take another checkpoint"
 ANOTHER_MODEL = "resume with the profile and the model that wrote it"
 FROZEN = {
@@ -56,7 +57,7 @@ class Counters(TypedDict):
     tensors. `critic_steps`: the critic's optimizer steps, if there is one. `base_logprob`,
     `reference_logprob` and `teacher_logprob`: the mean logprob that LoRA's base model, the reference and the
     teachers give to fixed random tokens. `kl_coef`: the weight of the KL in the reward, if it follows a
-    target."""
+    target. `published`: describes the published version, if its weights are among the tensors."""
 
     schema_version: Literal[2]
     ranks: Count
@@ -68,6 +69,7 @@ class Counters(TypedDict):
     reference_logprob: NotRequired[Finite]
     kl_coef: NotRequired[Finite]
     teacher_logprob: NotRequired[Finite]
+    published: NotRequired[Manifest]
 
 
 class CriticCounters(TypedDict):
@@ -118,6 +120,29 @@ def to_host(
     return rows
 
 
+def published_rows(packing: Packing) -> HostState:
+    """This rank's rows of a published version, which may not change any more. A scalar is one row."""
+    specs, tensors = packing.specs, packing.tensors()
+    rows = {name: tensor.view(tensor.shape or (1,)) for name, tensor in tensors.items()}
+    return {
+        f"{PUBLISHED}{spec.name}": Rows(rows[spec.name], spec.first_row, (*spec.whole.shape, 1)[0])
+        for spec in specs
+    }
+
+
+def read_published(packing: Packing, saved: SavedState) -> None:
+    """Fill this rank's buckets with the published version. Raises RefusedError if that is of another
+    model."""
+    for spec in packing.specs:
+        key, shape = f"{PUBLISHED}{spec.name}", spec.whole.shape or (1,)
+        if (found := saved.shapes.get(key)) != shape:
+            why = f"of another model: {key} is {found or 'absent'}, not {shape}"
+            raise RefusedError(f"{saved.directory}: checkpoint is {why}", hint=ANOTHER_MODEL)
+        rows = torch.empty(spec.shape or (1,), dtype=torch_dtype(spec.dtype))
+        saved.read(key, rows, spec.first_row)
+        packing.put(spec.name, rows.view(spec.shape))
+
+
 def random_state(ranks: Ranks) -> HostState:
     """This rank's random state."""
     random = {"cpu": torch.get_rng_state()}
@@ -153,7 +178,7 @@ def write_state(
     tensors = {key: rows.tensor for key, rows in state.items()}
     write_weights(tensors, rank_file(directory, rank, role), rows=places)
     if rank == 0:
-        (directory / counters_file).write_text(json.dumps(counters, indent=1) + "\n")
+        (directory / counters_file).write_text(json.dumps(counters, indent=1, default=asdict) + "\n")
     sync_files(directory)
 
 
@@ -192,6 +217,20 @@ class SavedState:
                     self._parts.setdefault(key, []).append((begin, part))
             except (SafetensorError, OSError, ValueError) as error:
                 raise RefusedError(f"{path} cannot be read: {reason(error)}", hint=ANOTHER) from error
+
+    def published(self) -> Manifest | None:
+        """Describes the published version that the checkpoint holds, if it holds one. Raises RefusedError if
+        it has that in a file of its own, as older versions of asyncrl wrote it."""
+        if (old := self.directory / "published.safetensors").exists():
+            why = "an older version of asyncrl wrote it, in the middle of a window"
+            raise RefusedError(f"{old} cannot be read: {why}", hint=ANOTHER)
+        return self.counters.get("published")
+
+    def dtype(self, key: str) -> torch.dtype:
+        """Of a tensor, in the files."""
+        _, part = self._parts[key][0]
+        dtype: torch.dtype = part[:0].dtype
+        return dtype
 
     def check_frozen(self, logprobs: Mapping[str, float], most_diff: float) -> None:
         """Raises RefusedError if FROZEN weights are not those that the state was trained with: `logprobs` are

@@ -1,7 +1,12 @@
-"""Buckets: flat host buffers that carry full parameters, their layout and fingerprints. Both sides use them.
+"""Buckets: flat host buffers that carry tensors, or rows of tensors, their layout and fingerprints. Both
+sides use them.
 
     trainer   plan_layout(specs) -> Packing.put(name, tensor)... -> Packing.seal_bucket(i) -> Bucket
-    worker    receivers.verified(buckets, manifest) -> unpack(bucket)...
+    worker    receivers.verified(buckets, manifest) -> copied(buckets), or Unpacked(buckets)
+
+FSDP2 shards tensors by rows, so the bytes of a tensor are those of its ranks' rows, end to end. Each trainer
+rank has a layout and buckets of its own rows; a version is all ranks' buckets. With one rank, and for tensors
+that rank 0 sends for all (`PolicyModel.specs`), the rows are the whole tensor.
 
 A packed bucket owns its bytes: it never shares memory with a live parameter. Tied parameters travel once,
 under their first name; the other names are recorded as `aliases`.
@@ -11,10 +16,11 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import pairwise
+from itertools import accumulate, pairwise
+from operator import attrgetter, itemgetter
 from pathlib import Path
 
 import numpy as np
@@ -37,12 +43,38 @@ class DamagedWeights(AsyncrlError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spec:
-    """A tensor to send: its full shape, its dtype on the wire (torch's name for it), and its other names."""
+    """A tensor to send, or some rows of one: its dtype on the wire (torch's name for it), and its other
+    names.
+
+    `shape`: of what is sent. `first_row`: its place in the whole tensor. `num_rows`: of the whole tensor;
+    None if all of it is sent.
+    """
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     aliases: tuple[str, ...] = ()
+    first_row: int = 0
+    num_rows: int | None = None
+
+    def rows(self, first_row: int, count: int) -> Spec:
+        """Some rows of this whole tensor."""
+        if count == self.shape[0]:
+            return self
+        shape = (count, *self.shape[1:])
+        return replace(self, shape=shape, first_row=first_row, num_rows=self.shape[0])
+
+    @property
+    def whole(self) -> Spec:
+        """The tensor of which this is the whole, or some rows."""
+        if self.num_rows is None:
+            return self
+        return replace(self, shape=(self.num_rows, *self.shape[1:]), first_row=0, num_rows=None)
+
+    @property
+    def begin_bytes(self) -> int:
+        """Where these rows begin in the whole tensor."""
+        return self.first_row * math.prod(self.shape[1:]) * int(torch_dtype(self.dtype).itemsize)
 
     @property
     def num_bytes(self) -> int:
@@ -69,6 +101,14 @@ class BucketEntry:
         return self.offset_bytes + self.spec.num_bytes
 
 
+def are_whole(parts: Iterable[Spec]) -> bool:
+    """Whether these rows are one whole tensor, each once."""
+    in_order = sorted(parts, key=attrgetter("first_row"))
+    ends = accumulate((spec.num_bytes for spec in in_order), initial=0)
+    begins = (*(spec.begin_bytes for spec in in_order), in_order[0].whole.num_bytes)
+    return [*ends] == [*begins] and len({spec.whole for spec in in_order}) == 1
+
+
 Layout = tuple[BucketEntry, ...]
 """Of one bucket."""
 
@@ -82,8 +122,8 @@ class Bucket:
 
     @cached_property
     def fingerprint(self) -> int:
-        """xxh3_64 of `data`, computed at first use and cached."""
-        return fingerprint(self.data)
+        """Of data and layout, computed at first use and cached."""
+        return fingerprint(self)
 
     def read(self) -> Bucket:
         """Return the bucket itself: a bucket in this process is its own ref."""
@@ -174,8 +214,13 @@ class Packing:
     def num_bytes(self) -> int:
         return sum(len(bucket.data) for bucket in self.buckets)
 
+    @property
+    def specs(self) -> list[Spec]:
+        return [entry.spec for _, entry in self._places.values()]
+
     def put(self, name: str, tensor: torch.Tensor) -> int | None:
-        """Copy a full tensor from any device, with any dtype, to its place, cast to the dtype on the wire.
+        """Copy a tensor, or this rank's rows of it, from any device, with any dtype, to its place, cast to
+        the dtype on the wire.
 
         Returns the index of its bucket if that bucket is now full (nothing writes to it any more), else None.
         """
@@ -208,16 +253,47 @@ class Packing:
         return {name: view_of(self.buckets[i].data, entry) for name, (i, entry) in self._places.items()}
 
 
-def unpack(bucket: Bucket, *, copy: bool = False) -> dict[str, torch.Tensor]:
-    """Tensors of a bucket by name; aliases map to the same tensor object.
+class Unpacked(Mapping[str, torch.Tensor]):
+    """All tensors of these buckets by name, and by their aliases.
 
-    Unless `copy`, they are views of the bucket and must not be written to: the memory of an object store is
-    read-only, and a write to it kills the process.
+    They are views of the buckets and must not be written to: the memory of an object store is read-only, and
+    a write to it kills the process. A tensor whose rows are in several places is joined in new memory each
+    time that it is read.
     """
+
+    def __init__(self, buckets: Iterable[Bucket]) -> None:
+        self._rows: dict[str, list[tuple[int, torch.Tensor]]] = {}
+        for bucket in buckets:
+            for entry in bucket.entries:
+                for name in entry.spec.names:
+                    rows = self._rows.setdefault(name, [])
+                    rows.append((entry.spec.first_row, view_of(bucket.data, entry)))
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        rows = [tensor for _, tensor in sorted(self._rows[name], key=itemgetter(0))]
+        return rows[0] if len(rows) == 1 else torch.cat(rows)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._rows)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+
+def copied(buckets: Iterable[Bucket]) -> dict[str, torch.Tensor]:
+    """All tensors of these buckets by name, in new memory, copied bucket by bucket; aliases map to the same
+    tensor object."""
     tensors: dict[str, torch.Tensor] = {}
-    for entry in bucket.entries:
-        tensor = view_of(bucket.data, entry)
-        tensors |= dict.fromkeys(entry.spec.names, tensor.clone() if copy else tensor)
+    for bucket in buckets:
+        for entry in bucket.entries:
+            spec, whole = entry.spec, entry.spec.whole
+            if spec.name not in tensors:
+                empty = torch.empty(whole.shape, dtype=torch_dtype(whole.dtype))
+                tensors |= dict.fromkeys(spec.names, empty)
+            target = tensors[spec.name]
+            if spec != whole:
+                target = target[spec.first_row : spec.first_row + spec.shape[0]]
+            target.copy_(view_of(bucket.data, entry))
     return tensors
 
 
@@ -241,8 +317,11 @@ def mapped_tensors(
     return found
 
 
-def fingerprint(data: NDArray[np.uint8]) -> int:
-    return xxhash.xxh3_64_intdigest(data.data)
+def fingerprint(bucket: Bucket) -> int:
+    """xxh3_64 of the bytes, and then of the layout: the same bytes are others at another place."""
+    found = xxhash.xxh3_64(bucket.data.data)
+    found.update(repr(bucket.entries).encode())
+    return found.intdigest()
 
 
 def view_of(data: NDArray[np.uint8], entry: BucketEntry) -> torch.Tensor:

@@ -45,11 +45,12 @@ from asyncrl_cli.weights.buckets import (
     Layout,
     Packing,
     Spec,
+    are_whole,
+    copied,
     dtype_name,
     fingerprint,
     plan_layout,
     torch_dtype,
-    unpack,
     view_of,
 )
 from asyncrl_cli.weights.directory import Directory
@@ -69,24 +70,30 @@ def verified(buckets: Iterable[Bucket], manifest: Manifest) -> Iterator[Bucket]:
     Only after the last bucket is the version known to be complete. Load nothing before that.
 
     Raises:
-        DamagedWeights: if a bucket differs or the number of buckets is wrong; the message names the version
-        and the bucket.
+        DamagedWeights: if a bucket differs, the number of buckets is wrong, or the rows that came are not all
+        of a tensor; the message names the version and the bucket or tensor.
     """
     count, arrived = len(manifest.fingerprints), 0
+    rows: dict[str, list[Spec]] = {}
     for bucket in buckets:
         if arrived < count:
             # not `bucket.fingerprint`, which may have been computed before the transport
-            found, expected = fingerprint(bucket.data), manifest.fingerprints[arrived]
+            found, expected = fingerprint(bucket), manifest.fingerprints[arrived]
             if found != expected:
                 raise DamagedWeights(
                     f"weights of version {manifest.version}: bucket {arrived} of {count} ({len(bucket.data)} "
                     f"bytes) arrived damaged: fingerprint {found:016x}, published as {expected:016x}",
                     hint="the transport changed or mixed bytes; the worker keeps its old weights",
                 )
+            for entry in bucket.entries:
+                rows.setdefault(entry.spec.name, []).append(entry.spec)
             yield bucket
         arrived += 1
     if arrived != count:
         why = f"{arrived} buckets arrived, {count} were sent"
+        raise DamagedWeights(f"weights of version {manifest.version}: {why}")
+    if incomplete := [name for name, specs in rows.items() if not are_whole(specs)]:
+        why = f"rows are missing or came twice: {first_names(incomplete)}"
         raise DamagedWeights(f"weights of version {manifest.version}: {why}")
 
 
@@ -97,25 +104,24 @@ class SharedWeights(dict[str, torch.Tensor]):
     def __init__(self, buckets: Iterable[Bucket]) -> None:
         """Copy each bucket as it arrives, so that the whole version is never held twice."""
         self.num_bytes = 0
-        self._entries: list[BucketEntry] = []
+        self._entries: dict[str, BucketEntry] = {}
         self._descriptor = os.memfd_create("asyncrl-weights")
         close = weakref.finalize(self, os.close, self._descriptor)
         try:
             for bucket in buckets:
-                begin_bytes = -(-self.num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-                data = memoryview(bucket.data.data)
-                self._grow(begin_bytes + len(data))
-                written = 0
-                while written < len(data):  # the kernel may write less than it was given
-                    written += os.pwrite(self._descriptor, data[written:], begin_bytes + written)
+                self._make_room(entry.spec.whole for entry in bucket.entries)
                 for entry in bucket.entries:
-                    self._entries.append(replace(entry, offset_bytes=begin_bytes + entry.offset_bytes))
+                    place = self._entries[entry.spec.name].offset_bytes + entry.spec.begin_bytes
+                    data = memoryview(bucket.data.data)[entry.offset_bytes : entry.end_bytes]
+                    while data:  # the kernel may write less than it was given
+                        written = os.pwrite(self._descriptor, data, place)
+                        data, place = data[written:], place + written
             self._grow(1)  # an empty file cannot be mapped
         except BaseException:
             close()
             raise
         mapped = np.frombuffer(mmap.mmap(self._descriptor, self.num_bytes), dtype=np.uint8)
-        for entry in self._entries:
+        for entry in self._entries.values():
             self |= dict.fromkeys(entry.spec.names, view_of(mapped, entry))
 
     def describe(self, required: Collection[str]) -> UpdateInfo:
@@ -127,11 +133,21 @@ class SharedWeights(dict[str, torch.Tensor]):
         """
         tensors = [
             (name, entry.spec.dtype, list(entry.spec.shape), entry.offset_bytes)
-            for entry in self._entries
+            for entry in self._entries.values()
             if (name := entry.spec.name_among(required)) is not None
         ]
         path = f"/proc/{os.getpid()}/fd/{self._descriptor}"
         return {"path": path, "num_bytes": self.num_bytes, "tensors": tensors}
+
+    def _make_room(self, wholes: Iterable[Spec]) -> None:
+        """Places for the tensors that have none yet, from the first rows on that arrive."""
+        end_bytes = self.num_bytes
+        for spec in wholes:
+            if spec.name not in self._entries:
+                begin_bytes = -(-end_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+                self._entries[spec.name] = entry = BucketEntry(spec=spec, offset_bytes=begin_bytes)
+                end_bytes = entry.end_bytes
+        self._grow(end_bytes)
 
     def _grow(self, num_bytes: int) -> None:
         """Grow the file to at least that size and allocate its pages. Raises AsyncrlError if memory is short:
@@ -155,7 +171,8 @@ class AnnouncedWeights(dict[str, torch.Tensor]):
     right shape and dtype."""
 
     def __init__(self, layouts: Iterable[Layout]) -> None:
-        self.specs: tuple[Spec, ...] = tuple(entry.spec for layout in layouts for entry in layout)
+        wholes = (entry.spec.whole for layout in layouts for entry in layout)
+        self.specs: tuple[Spec, ...] = tuple(dict.fromkeys(wholes))
         for spec in self.specs:
             empty = torch.empty(spec.shape, dtype=torch_dtype(spec.dtype), device="meta")
             self |= dict.fromkeys(spec.names, empty)
@@ -302,7 +319,7 @@ class BaseFiles:
             yield first
             yield from arriving
             return
-        adapters = dict(chain.from_iterable(unpack(bucket).items() for bucket in chain([first], arriving)))
+        adapters = copied(chain([first], arriving))
         known = {name for weight in self._files for name in adapter_names(weight)}
         if foreign := sorted(adapters.keys() - known):
             what = "adapters arrived for weights that the base model does not have"

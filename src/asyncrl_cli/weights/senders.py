@@ -1,5 +1,6 @@
-"""The trainer's side: rank 0 holds the newest version, sends versions by `weights.transport`, and keeps some
-for audits. The other side is receivers.py.
+"""The trainer's side: each rank holds what it sends of the newest version. Rank 0 sends whole versions by
+`weights.transport` (each rank its own rows with `object-store`: job/rank_sending.py), and keeps some for
+audits. The other side is receivers.py.
 
     disk        a directory per version, which transformers and vLLM open:
 
@@ -27,23 +28,21 @@ import weakref
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 
-from asyncrl_cli.base.errors import AsyncrlError, RefusedError
-from asyncrl_cli.base.safe_files import parse_json
+from asyncrl_cli.base.errors import AsyncrlError
 from asyncrl_cli.base.storage import remove_tree, sync_files
 from asyncrl_cli.models.model_files import WEIGHTS, copy_model_files, write_index, write_weights
-from asyncrl_cli.weights.buckets import Bucket, BucketFile, Layout, Packing, torch_dtype, unpack, view_of
+from asyncrl_cli.weights.buckets import Bucket, BucketFile, Layout, Packing, torch_dtype, view_of
 from asyncrl_cli.weights.versions import (
     MANIFEST,
-    PUBLISHED_FILE,
     SCHEMA_VERSION,
     Manifest,
     Sender,
@@ -93,8 +92,8 @@ def _unlock(addresses: Sequence[int]) -> None:
 
 
 class Publication(NamedTuple):
-    """The newest gathered version, on rank 0. `packing` does not change once it is filled, so any thread may
-    read it.
+    """What this rank sends of the newest version. `packing` does not change once it is filled, so any thread
+    may read it.
 
     `manifest` has no fingerprints yet. Its `previous_logprobs` are not saved, and are empty for a process's
     first version.
@@ -107,28 +106,6 @@ class Publication(NamedTuple):
         """Manifest and buckets with their fingerprints. Reads all bytes: call it beside training."""
         buckets = self.packing.seal()
         return replace(self.manifest, fingerprints=tuple(bucket.fingerprint for bucket in buckets)), buckets
-
-    def write(self, directory: Path) -> None:
-        """Write the version into a checkpoint that is to hold it."""
-        manifest = json.dumps(asdict(replace(self.manifest, previous_logprobs=())))
-        write_weights(self.packing.tensors(), directory / PUBLISHED_FILE, manifest=manifest)
-
-    @classmethod
-    def read(cls, directory: Path, layout: Sequence[Layout]) -> Publication | None:
-        """The version that a checkpoint holds, packed as by a gather; None if it holds none. Raises
-        RefusedError if it is of another model."""
-        path = directory / PUBLISHED_FILE
-        if not path.exists():
-            return None
-        packing = Packing(layout)
-        names = {entry.spec.name for entries in layout for entry in entries}
-        with safe_open(path, framework="pt") as file:
-            if set(file.keys()) != names:
-                why = f"{path}: published weights are of another model"
-                raise RefusedError(why, hint="resume with the profile and the model that wrote it")
-            for name in names:
-                packing.put(name, file.get_tensor(name))
-            return cls(parse_json(file.metadata()["manifest"], Manifest), packing)
 
 
 @dataclass(eq=False)
@@ -156,10 +133,9 @@ class DiskSender(Sender):
     def put(self, bucket: Bucket) -> BucketFile:
         index, total = len(self._put), self._num_buckets
         name = WEIGHTS if total == 1 else f"model-{index + 1:05d}-of-{total:05d}.safetensors"
-        tensors = unpack(bucket)
+        tensors = {entry.spec.name: view_of(bucket.data, entry) for entry in bucket.entries}
         with self._named_errors():
-            once = {entry.spec.name: tensors[entry.spec.name] for entry in bucket.entries}  # without aliases
-            write_weights(once, self._working / name)
+            write_weights(tensors, self._working / name)
         self._put.append(BucketFile(path=self._final / name, entries=bucket.entries))
         return self._put[-1]
 

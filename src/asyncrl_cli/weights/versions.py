@@ -33,8 +33,8 @@ import random
 import re
 import statistics
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import cycle, islice
+from dataclasses import dataclass, replace
+from itertools import cycle, islice, zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -54,8 +54,6 @@ UpdateInfo = dict[str, object]
 
 VERSIONS = "versions"
 """Folder in a run's directory with its kept versions."""
-PUBLISHED_FILE = "published.safetensors"
-"""In a checkpoint: the published version's weights, if they are not the trainer's own."""
 MANIFEST, SCHEMA_VERSION = "manifest.json", 1
 """A version's own description in its directory (senders.py)."""
 VERSION_NAME = re.compile(r"version-(\d{6,})")
@@ -153,6 +151,17 @@ class Sender(Protocol):
 
     def keep(self, wanted: Collection[int]) -> None:
         """Drop all versions except `wanted`: no worker will ask for any other."""
+
+
+def joined_version(sent: Sequence[tuple[Manifest, Sequence[Ref]]]) -> tuple[Manifest, list[Ref]]:
+    """A version, of what each rank has sent of it: a bucket of each rank in turn, so that a worker fetches
+    from several nodes at a time."""
+    turns = zip_longest(*(zip(manifest.fingerprints, refs, strict=True) for manifest, refs in sent))
+    pairs = [pair for turn in turns for pair in turn if pair is not None]
+    num_bytes = sum(manifest.num_bytes for manifest, _ in sent)
+    fingerprints = tuple(fingerprint for fingerprint, _ in pairs)
+    manifest = replace(sent[0][0], num_bytes=num_bytes, fingerprints=fingerprints)
+    return manifest, [ref for _, ref in pairs]
 
 
 def send(sender: Sender, manifest: Manifest, buckets: Sequence[Bucket]) -> list[Ref]:

@@ -37,7 +37,8 @@ from asyncrl_cli.engines.transformers.expert_recorder import ExpertRecorder
 from asyncrl_cli.engines.transformers.token_sampler import SampledTrack, TokenSampler
 from asyncrl_cli.models.saved_form import SavedForm, skeleton
 from asyncrl_cli.profile.schema import Interrupt, ProcessPlace, Profile
-from asyncrl_cli.weights.buckets import Bucket, unpack
+from asyncrl_cli.weights.buckets import Bucket, Unpacked, copied
+from asyncrl_cli.weights.receivers import AnnouncedWeights
 from asyncrl_cli.weights.versions import make_probes, mean_abs_diff
 
 CLOSE_TIMEOUT_S = 30.0
@@ -181,7 +182,7 @@ class TransformersEngine(SlottedEngine[SampledTrack]):
             self.gate.give_up(request_id)
 
     def receive(self, buckets: Iterable[Bucket]) -> Weights:
-        return {name: tensor for bucket in buckets for name, tensor in unpack(bucket, copy=True).items()}
+        return copied(buckets)
 
     async def load(self, weights: Weights, version: int, interrupt: Interrupt) -> PauseReport:
         async with self._weights_lock:
@@ -197,9 +198,9 @@ class TransformersEngine(SlottedEngine[SampledTrack]):
         self, fetch: Callable[[], Sequence[Bucket]], version: int, interrupt: Interrupt
     ) -> PauseReport:
         def fetched() -> Weights:
-            weights = {name: tensor for bucket in fetch() for name, tensor in unpack(bucket).items()}
-            self._form.check(weights, version)
-            return self._form.to_memory(weights)
+            buckets = fetch()
+            self._form.check(AnnouncedWeights(bucket.entries for bucket in buckets), version)
+            return self._form.to_memory(Unpacked(buckets))
 
         async with self._weights_lock:
             self._raise_failure()
