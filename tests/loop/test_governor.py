@@ -74,6 +74,11 @@ def test_it_settles_near_the_target_for_any_power_of_staleness(power):
     assert len(set(ahead[40:])) == 1
 
 
+def test_groups_may_wait_in_queues_while_no_engine_has_preempted_too_many():
+    one = governor()
+    assert [one.has_room(in_flight) for in_flight in (0, 60, 61, 100)] == [True] * 4
+
+
 def test_sequences_in_flight_fall_with_preemptions_and_come_back():
     one = governor()
     assert step(one, 20, 60) == 64, "fewer than the step has responses"

@@ -119,8 +119,7 @@ class Governor:
         self._measured = Measured()
 
     def __str__(self) -> str:
-        is_capped = self.most_in_flight < self._slots
-        cap = f", at most {self.most_in_flight} sequences in flight" if is_capped else ""
+        cap = f", at most {self.most_in_flight} sequences in flight" if self.is_capped else ""
         eta, most = self._ahead_groups / self._window_groups, self._most_ahead / self._window_groups
         return f"eta {eta:.2g} of {most:.2g}{cap}"
 
@@ -130,8 +129,13 @@ class Governor:
         return self._window_groups + int(self._ahead_groups)
 
     def has_room(self, in_flight: int) -> bool:
-        """Whether another group's sequences may start beside those in flight."""
-        return not in_flight or in_flight + self._n <= self.most_in_flight
+        """Whether another group's sequences may start beside those in flight. Only a cap below the slots
+        counts: else some may also wait in the workers' queues."""
+        return not in_flight or not self.is_capped or in_flight + self._n <= self.most_in_flight
+
+    @property
+    def is_capped(self) -> bool:
+        return self.most_in_flight < self._slots
 
     def admitted(self, num_groups: int, in_flight: int) -> None:
         """A group has started. `num_groups`: running, finished and taken in the window, with it."""

@@ -256,6 +256,7 @@ class Training:
             preemptions=sum(report.sums.get("preemptions", 0.0) for report in reports),
             timing_s=self._times.so_far(),
         )
+        self._run.changes.notify()
 
     async def _checkpoint(self, record: StepRecord | None = None) -> None:
         with self._times.spending("checkpoint"):

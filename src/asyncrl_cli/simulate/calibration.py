@@ -80,6 +80,7 @@ SCHEDULE_KEYS = {
     "async_training": (
         "trigger_parameter_sync_step",
         "staleness_threshold",
+        "target_kl",
         "partial_rollout",
         "max_staleness",
         "on_stale",

@@ -156,7 +156,9 @@ class Books:
         """Whether a group more would be above the governor's limit of what is in flight."""
         in_flight = sum(sum(worker.unfinished.values()) for worker in self.workers.values())
         n = self.settings.profile.rollout.n
+        slots = sum(worker.slots for worker in self.workers.values())
         most = math.inf if self.governor is None else max(n, self.governor.most_in_flight)
+        most = math.inf if most >= slots else most  # beyond that, queues of workers
         return in_flight > 0 and in_flight + n > most
 
     @property
