@@ -110,7 +110,7 @@ def test_runs_whose_workers_are_restarted_are_completed():
     )
 
 
-@pytest.mark.parametrize("seed", [511, 874, 4537, 4989, 8703, 8890, 1566, 51034, 71763, 700001, 5000107])
+@pytest.mark.parametrize("seed", [511, 874, 4537, 4989, 8703, 8890, 1566, 51034, 71763, 700001, 5000107, 341])
 def test_seeds_that_failed_once_hold(seed):
     """511: half of the responses had ended when weights arrived, and loop and checks rounded that
     differently. 874: a hung worker, colocated, kept a failed run from writing its last checkpoint. 4537: a
@@ -121,7 +121,8 @@ def test_seeds_that_failed_once_hold(seed):
     scorer's first report was lost with its spans, so that its start was counted twice. 700001: the worker
     that was to begin the last eval was lost for good before its load, and the others waited for the eval.
     1566: a sweep cleared what a part had put for one checkpoint while it put the same key for the next.
-    5000107: a colocated run that was resumed within a window trained while its workers had the resources."""
+    5000107: a colocated run that was resumed within a window trained while its workers had the resources.
+    341: rounding left a wait beside an eval below 0 in a governor's checkpoint, and the resume was refused."""
     assert run(draw(seed)).broken is None
 
 

@@ -156,7 +156,8 @@ class Governor:
             # not min(): NaN counts as the most
             measured.kl_sum += num_tokens * (max(kl, 0.0) if kl < most_kl else most_kl)
             measured.tokens += num_tokens
-        measured.waited_s += timing_s["wait_data"]
+        # rounding may leave the time beside an eval below 0, which no checkpoint may hold
+        measured.waited_s += max(timing_s["wait_data"], 0.0)
         measured.elapsed_s += timing_s["step"]
         ratio = max(0.0, preemptions - self._preemptions) / max(num_responses, 1)
         self._preemptions = preemptions
