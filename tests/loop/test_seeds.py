@@ -122,7 +122,7 @@ def test_seeds_that_failed_once_hold(seed):
     that was to begin the last eval was lost for good before its load, and the others waited for the eval.
     1566: a sweep cleared what a part had put for one checkpoint while it put the same key for the next.
     5000107: a colocated run that was resumed within a window trained while its workers had the resources.
-    341: rounding left a wait beside an eval below 0 in a governor's checkpoint, and the resume was refused."""
+    341: rounding left a governor with a wait below 0, and the resume was refused."""
     assert run(draw(seed)).broken is None
 
 
