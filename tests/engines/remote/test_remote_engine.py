@@ -17,6 +17,9 @@ from asyncrl_cli.base.errors import ExecutorFailed, PreflightError
 from asyncrl_cli.engines.port import Completion, check_engine
 from asyncrl_cli.engines.remote import remote_engine, server
 from asyncrl_cli.engines.remote.remote_engine import RemoteEngine
+from asyncrl_cli.weights.receivers import manifest_of
+from asyncrl_cli.weights.senders import DiskSender
+from asyncrl_cli.weights.versions import send
 from tests.engines import tiny
 from tests.engines.made import prompts, sampling
 from tests.engines.remote.server_world import (
@@ -29,6 +32,7 @@ from tests.engines.remote.server_world import (
     serving,
 )
 from tests.engines.vllm import test_vllm_engine as contract
+from tests.packed import pack
 
 pytestmark = pytest.mark.slow
 
@@ -81,6 +85,21 @@ async def test_weights_of_another_model_are_refused_and_the_old_version_goes_on(
     assert set(completion.versions) == {version} == {there.engine.version}
     assert completion.logprobs == pytest.approx(there.plain(version, [5, 6, 7], completion), abs=1e-4)
     await there.load(there.newer(), interrupt)
+
+
+async def test_a_version_on_a_shared_disk_is_loaded_by_its_path(
+    there: RemoteWorld, model_dir: Path, tmp_path: Path
+) -> None:
+    version = there.newer()
+    buckets = pack(there.weights[version], 300_000)
+    refs = send(DiskSender(tmp_path, model_dir), manifest_of(buckets, version), buckets)
+    assert refs[0].version_at == str(tmp_path / f"version-{version:06d}")
+    await there.engine.load(
+        await asyncio.to_thread(there.engine.announced, refs[0].version_at), version, "keep-kv"
+    )
+    completion = await there.generate([5, 6, 7], sampling())
+    assert set(completion.versions) == {version}
+    assert completion.logprobs == pytest.approx(there.plain(version, [5, 6, 7], completion), abs=1e-4)
 
 
 async def test_a_stop_string_ends_a_response_and_stays_in_it(there: RemoteWorld) -> None:

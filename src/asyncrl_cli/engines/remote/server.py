@@ -124,7 +124,8 @@ class Server:
         raise self.failed(f"{path}: {answer.status} {first_line(why)}", answer.status)
 
     def failed(self, why: str, status: int = 0) -> ServerFailed:
-        hints = {401: "rollout.token_file has another token", 404: "is it an `asyncrl serve` as new as this?"}
+        ours = "not `vllm serve`, but `asyncrl serve --engine vllm`, as new as this run's asyncrl"
+        hints = {401: "rollout.token_file has another token", 404: ours}
         hint = hints.get(status, "its log may say why; `asyncrl serve --host` lets other machines in")
         failed = ServerFailed(f"server {self.url}: {why}", hint=hint)
         failed.status = status
