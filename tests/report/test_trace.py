@@ -48,7 +48,7 @@ def run(tmp_path_factory) -> Recorded:
     directory = tmp_path_factory.mktemp("runs") / "simulated"
     loaded = profile_for(WORKLOAD, "partial-rollout", (), groups=GROUPS)
     with recorded(loaded, directory) as recorder:
-        made = simulate(loaded.profile, WORKLOAD, observers=[recorder])
+        made = simulate(loaded.profile, WORKLOAD, observers=[recorder], machines=True)
     assert made.error is None
     return Recorded(directory)
 

@@ -135,7 +135,8 @@ def _simulate(job: SimulatedJob) -> tuple[FinishedRun, Costs]:
     profile = job.loaded.profile
     directory = job.runs_dir and job.runs_dir / f"{profile.name}-s{job.seed}"
     with recorded(job.loaded, directory) if directory else nullcontext(Observer()) as recorder:
-        run = simulate(profile, job.workload, seed=job.seed, observers=[_Reporter(job.name), recorder])
+        observers, keeps = [_Reporter(job.name), recorder], directory is not None
+        run = simulate(profile, job.workload, seed=job.seed, observers=observers, machines=keeps)
         if run.error is not None:
             raise run.error
     return FinishedRun(profile=profile.name, seed=job.seed, lines=run.lines), run.costs

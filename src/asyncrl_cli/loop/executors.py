@@ -253,10 +253,14 @@ class ReportBook:
         for name, executor in self._executors.items():
             spans = executor.spans
             taken[name] = tuple(
-                replace(span, end_s=min(span.end_s, until_s)) for span in spans if span.start_s < until_s
+                span if span.end_s <= until_s else replace(span, end_s=until_s)
+                for span in spans
+                if span.start_s < until_s
             )
             executor.spans = [
-                replace(span, start_s=max(span.start_s, until_s)) for span in spans if span.end_s > until_s
+                span if span.start_s >= until_s else replace(span, start_s=until_s)
+                for span in spans
+                if span.end_s > until_s
             ]
         return taken
 

@@ -124,9 +124,10 @@ class RolloutMeter:
         sums: Mapping[str, float] | None = None,
         gauges: Mapping[str, float] | None = None,
         slot_intervals: tuple[SlotInterval, ...] = (),
+        machines: bool = True,
     ) -> ExecutorReport:
         """The worker's report. `sums` and `gauges`: further figures of the engine, by name.
-        `slot_intervals`: those of its sequences."""
+        `slot_intervals`: those of its sequences. `machines`: with those of the machines."""
         self._advance()
         if self._waiting:
             self._settle()  # the text says how long it has waited
@@ -139,8 +140,10 @@ class RolloutMeter:
             "running_tokens": running_tokens,
             "version": version,
         }
-        machines = self._engine.report(), self._update.report()
-        return replace(self._clock.report(slot_intervals), machines=machines)
+        report = self._clock.report(slot_intervals)
+        return (
+            replace(report, machines=(self._engine.report(), self._update.report())) if machines else report
+        )
 
     def _advance(self) -> None:
         """Add the time since the last change to the sums. Call it before a change: the time counts under the

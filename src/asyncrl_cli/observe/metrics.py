@@ -76,7 +76,7 @@ class StepMetrics:
         self._reports = dict(record.reports)
         if record.window != self._window:
             self._window, self._in_window = record.window, {}
-        merge_into(self._in_window, values)
+        merge_into(self._in_window, {key: values[key] for key in values if key.startswith((PARTIAL, BIAS))})
         merge_into(self._run, values)
         to_s = record.ended_s + self.ahead_s
         # A step begins exactly where the previous line ended, so that periods have no gaps.

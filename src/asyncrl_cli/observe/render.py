@@ -19,14 +19,7 @@ from rich.text import Text
 
 from asyncrl_cli.contracts.events import ENDED
 from asyncrl_cli.contracts.status import CoveredTime, ExecutorStatus, Figure, Status
-from asyncrl_cli.measure.machines import (
-    GENERATE,
-    LOGP,
-    MACHINES,
-    PARAM_UPDATE,
-    REF_LOGP,
-    machine_of,
-)
+from asyncrl_cli.measure.machines import MACHINES, machine_of
 from asyncrl_cli.measure.states import WAITS_FOR_RESTART
 from asyncrl_cli.observe.format import (
     NOTHING,
@@ -69,8 +62,10 @@ PHASE_STYLES = {
     "done": "bold green",
 }
 SIDES = ("rollout", "scorer", "trainer")
-MACHINE_RANKS = ("train", GENERATE, "rollout", PARAM_UPDATE, "reward", LOGP, REF_LOGP, "dataloader")
-RANKS = (*MACHINE_RANKS, "worker", "scorer")
+RANKS = (
+    *("train", "generate", "rollout", "param_update", "reward", "logp", "ref_logp"),
+    *("dataloader", "worker", "scorer"),
+)
 """Rows of machines, of workers and of scorers that are no machines: the first are the last to be dropped."""
 LEAST_ROWS = 5
 """At least this many of the rows get space before any block below them does."""

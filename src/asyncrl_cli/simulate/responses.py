@@ -57,9 +57,9 @@ class WorkerTimes:
     several versions have sampled is sampled again, up to `mixed_requeues` times, and then fails.
     `prefetch_s(rng)`, `load_s(rng)`, `restart_s(rng)`: with the worker's own generator. `pause_s`:
     interrupting and resuming, without the load itself. `fetch_s`: receiving weights during the interrupt, if
-    there is no second buffer. `cache`: one engine's. Progress is reported at the
-    earliest `progress_s` after the last report, and after `poll_s` even without a change. Long runs of many
-    workers need larger values than the real worker's.
+    there is no second buffer. `cache`: one engine's. `reports_machines`: those of its process, for which a
+    run takes a fifth longer. Progress is reported at the earliest `progress_s` after the last report, and
+    after `poll_s` even without a change. Long runs of many workers need larger values than the real worker's.
     """
 
     decoding: Decoding
@@ -69,6 +69,7 @@ class WorkerTimes:
     tool_calls: Callable[[random.Random, int], Sequence[ToolWait]] | None = None
     hold_slots: bool = True
     trace_sequences: bool = False
+    reports_machines: bool = True
     cache: CacheSize = UNLIMITED
     reward_s: Callable[[random.Random], float] = lambda rng: 0.0
     failure_ratio: float = 0.0

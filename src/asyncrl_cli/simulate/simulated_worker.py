@@ -148,6 +148,7 @@ class SimulatedWorker:
             running_tokens=sum([part.ended_tokens for part in self._parts.values()]) + int(running_tokens),
             sums={} if self._times.cache.blocks == NEVER else {"preemptions": self.engine.preemptions},
             slot_intervals=self.engine.take_slot_intervals(),
+            machines=self._times.reports_machines,
         )
         freed = {key: number for key, part in self._parts.items() if (number := part.num_without_slot)}
         ended, self._ended = tuple(self._ended), []

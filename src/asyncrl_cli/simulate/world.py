@@ -14,7 +14,7 @@ import math
 import selectors
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from asyncrl_cli.base.errors import AsyncrlError
@@ -56,9 +56,11 @@ def simulate(
     observers: Sequence[Observer] = (),
     groups: int | None = None,
     factors: Mapping[str, float] | None = None,
+    machines: bool = False,
 ) -> SimulatedRun:
     """Run `profile` (from `profile_for`) with the costs of `workload`. `groups` overrides the profile's
-    length, in whole steps; `factors` multiply figures of the workload.
+    length, in whole steps; `factors` multiply figures of the workload. `machines`: workers report those in
+    their processes, for a run whose files are kept.
 
     Response lengths depend on `seed` alone. Raises AsyncrlError for an invalid profile, and whatever an
     observer raises. If the run fails, its error is returned in `error`.
@@ -87,7 +89,7 @@ def simulate(
 
     async def run() -> AsyncrlError | None:
         # made inside the running loop, whose clock they read
-        times, slots = costs.worker_times(), profile.rollout.slots
+        times, slots = replace(costs.worker_times(), reports_machines=machines), profile.rollout.slots
         machine = SharedMachine(
             generation_ratio=workload.decoding.interference_ratio,
             training_ratio=workload.training.interference_ratio,
