@@ -22,7 +22,8 @@ from asyncrl_cli.profile.schema import ModelSection, Profile
 from tests.run.commands import LONG, Finished, finish, kill, start, wait_for_steps
 
 pytestmark = pytest.mark.slow
-SETS = ("rollout.slots=32", "rollout.max_prompt_tokens=16", "rollout.max_response_tokens=32")
+SIZES = ("rollout.slots=32", "rollout.max_prompt_tokens=16", "rollout.max_response_tokens=32")
+SETS = (*SIZES, "model.dtype=float32")  # with matrix units the default is bfloat16
 PAGE = Path(__file__).parents[2] / "docs" / "serve.md"
 
 
