@@ -199,7 +199,7 @@ async def naive(engine: Any, trainer: PolicyTrainer, version: int) -> Figures:
     import ray
 
     began_s = time.perf_counter()
-    state = {name: tensor for part in trainer.model.full() for name, tensor in part.items()}
+    state = dict(trainer.model.sent())
     arrived = await asyncio.to_thread(ray.get, ray.put(state))
     weights = await asyncio.to_thread(engine.receive, pack(arrived, 2048 * MB))
     await engine.load(weights, version, "keep-kv")
