@@ -41,6 +41,16 @@ def test_a_driver_of_a_cluster_needs_no_vllm_but_packages_that_load(stray: list[
         check_engine(vllm_profile(), "cpu", is_elsewhere=True)
 
 
+@pytest.mark.parametrize("is_elsewhere", [False, True])
+def test_a_driver_asks_servers_of_others_wherever_its_workers_are(
+    is_elsewhere: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ASYNCRL_REMOTE_TOKEN", "some-token")
+    sets = ["rollout.engine=remote", 'rollout.urls=["http://127.0.0.1:9"]', "weights.transport=disk"]
+    with pytest.raises(PreflightError, match=r"server http://127\.0\.0\.1:9: .*Cannot connect"):
+        check_engine(load("base", sets, environ={}).profile, "cpu", is_elsewhere=is_elsewhere)
+
+
 @pytest.mark.usefixtures("stray")
 def test_a_worker_looks_on_its_own_node() -> None:
     with pytest.raises(PreflightError, match="vLLM is not installed") as refused:

@@ -98,12 +98,14 @@ def test_relative_paths_are_relative_to_the_profile_that_says_them(tmp_path: Pat
         'extends = "base"\n[task]\nsource = "jsonl:data.jsonl"\n[model]\npath = '
         '"./m"\n[reward_model]\npath = "./judge"\n'
     )
-    text += '[eval]\nsets = {aime = "parquet:a.parquet"}\n'
+    text += '[eval]\nsets = {aime = "parquet:a.parquet"}\n[rollout]\nengine = "remote"\n'
+    text += 'urls = ["http://a"]\ntoken_file = "key"\n[weights]\ntransport = "disk"\n'
     profile = load(write(tmp_path, "own.toml", text), environ={}).profile
     assert profile.task.source == f"jsonl:{tmp_path}/data.jsonl"
     assert profile.eval.sets == {"aime": f"parquet:{tmp_path}/a.parquet"}
     assert profile.model.path == str(tmp_path / "m")
     assert profile.reward_model.path == str(tmp_path / "judge")
+    assert profile.rollout.token_file == str(tmp_path / "key")
 
 
 def test_hub_names_and_built_in_models_are_no_paths() -> None:
@@ -179,6 +181,11 @@ def test_an_unknown_environment_name_is_an_error(name: str, hint: str) -> None:
     error = refusal(environ={name: "3"})
     assert name in error.message
     assert hint in error.hint
+
+
+def test_the_servers_token_in_the_environment_is_no_key_of_a_profile() -> None:
+    environ = {"ASYNCRL_REMOTE_TOKEN": "a-secret", "ASYNCRL_RUN__SEED": "5"}
+    assert load("base", environ=environ) == load("base", environ={"ASYNCRL_RUN__SEED": "5"})
 
 
 def test_environment_values_are_toml_too_and_their_errors_name_the_variable() -> None:

@@ -78,7 +78,7 @@ def print_plan(
     warnings = [*job.warnings]
     if profile.weights.url is not None and not is_here:
         warnings.append(f"weights.url = {profile.weights.url} was not tried: the job runs elsewhere")
-    if (missing := engine_refusal(profile, job.device)) is not None and is_here:
+    if (missing := engine_refusal(profile, job.device, is_here=is_here)) is not None:
         warnings.append(_refused_here(missing))
     if job.device == "cpu":
         given = {"--gpus": None if job.gpus else gpus or None, "--gpu-memory": gpu_memory_gib}

@@ -309,6 +309,9 @@ class EngineKind:
     """Raises PreflightError if the engine cannot run on this machine, on that device."""
     check_driver: Callable[[], None] = lambda: None
     """Raises PreflightError for what would break the driver of a job whose workers are on other machines."""
+    check_servers: Callable[[Profile], None] = lambda profile: None
+    """Raises PreflightError or RefusedError if servers that others have started cannot be used. Called where
+    the driver is."""
 
 
 def kind_of(profile: Profile) -> EngineKind:
@@ -332,7 +335,7 @@ def check_engine(profile: Profile, device: str, *, is_elsewhere: bool = False) -
     """Raises PreflightError if the engine cannot run here, ConfigError if it would refuse its arguments.
 
     `is_elsewhere`: the workers run on other nodes of a cluster. Each makes these checks on its own node when
-    it starts.
+    it starts. Servers of others are asked in any case.
     """
     kind = kind_of(profile)
     if is_elsewhere:
@@ -340,3 +343,4 @@ def check_engine(profile: Profile, device: str, *, is_elsewhere: bool = False) -
     else:
         kind.check_here(device)
         kind.check_arguments(profile, device)
+    kind.check_servers(profile)

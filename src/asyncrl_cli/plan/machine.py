@@ -14,7 +14,7 @@ from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 
-from asyncrl_cli.base.errors import PreflightError
+from asyncrl_cli.base.errors import AsyncrlError, PreflightError, RefusedError
 from asyncrl_cli.data import transferqueue_package as tq
 from asyncrl_cli.engines.port import kind_of
 from asyncrl_cli.engines.vllm import vllm_kind
@@ -48,16 +48,18 @@ Say = Callable[..., None]
 """Called as `observe.screen.ProgressLine`: (what is done), and `figures`, how far it is."""
 
 
-def engine_refusal(profile: Profile, device: str) -> PreflightError | None:
+def engine_refusal(profile: Profile, device: str, *, is_here: bool) -> AsyncrlError | None:
     """The error of a run on this machine if its engine is missing or does not work, or a server of others
-    cannot be used; None if all is well. It is returned, not raised, because a plan does not need them. Raises
-    ConfigError for arguments that the engine refuses everywhere."""
+    cannot be used; None if all is well, or the run is not here. It is returned, not raised, because a plan
+    does not need them. Raises ConfigError for arguments that the engine refuses everywhere."""
     kind = kind_of(profile)
     try:
         kind.check_arguments(profile, device)
-        kind.check_here(device)
-    except PreflightError as refusal:
-        return refusal
+        if is_here:
+            kind.check_here(device)
+            kind.check_servers(profile)
+    except (PreflightError, RefusedError) as refusal:
+        return refusal if is_here else None
     return None
 
 

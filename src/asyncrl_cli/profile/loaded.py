@@ -19,6 +19,7 @@ from pathlib import Path
 
 from pydantic import create_model
 
+from asyncrl_cli.base.child_process import REMOTE_TOKEN
 from asyncrl_cli.base.errors import MOST_PROBLEMS, ConfigError, combine, did_you_mean
 from asyncrl_cli.base.paths import expand, has_module
 from asyncrl_cli.profile.check import check
@@ -180,8 +181,8 @@ def _place_code(values: Table, origins: dict[str, str], directories: Mapping[str
 
 def environment_layer(environ: Mapping[str, str]) -> Layer:
     """The layer of ASYNCRL_SECTION__KEY variables. Any other name with the prefix is an error, so that no
-    typo is ignored."""
-    ours = (name for name in environ if name.upper().startswith(ENV_PREFIX))
+    typo is ignored; except for the servers' token, which is in no profile."""
+    ours = (name for name in environ if name.upper().startswith(ENV_PREFIX) and name != REMOTE_TOKEN)
     names = {name[len(ENV_PREFIX) :].lower().replace("__", "."): name for name in ours}
     problems = []
     otherwise = "names are ASYNCRL_SECTION__KEY, e.g. ASYNCRL_RUN__TRAIN_STEPS"
@@ -254,7 +255,8 @@ def set_layer(sets: Sequence[str]) -> Layer:
 def _anchored(values: Values, directory: Path) -> Table:
     """Make paths absolute, so that they survive a resume. A relative path is relative to the file (or the
     shell) that gives it."""
-    paths = ("task.source", "task.eval_path", IMPORT_PATH, "model.cache_dir", "model.chat_template", *MODELS)
+    plain = ("task.eval_path", IMPORT_PATH, "model.cache_dir", "rollout.token_file")
+    paths = ("task.source", "model.chat_template", *plain, *MODELS)
     found = {key: values[key] for key in paths if isinstance(values.get(key), str) and values[key]}
     anchored: Table = {key: _anchor(key, value, directory) for key, value in found.items()}
     for key, kind in (("eval.sets", "task.source"), ("teacher.path", "teacher.path")):

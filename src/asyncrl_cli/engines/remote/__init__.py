@@ -18,7 +18,11 @@ URL = re.compile(r"https?://([\w.-]+|\[[\da-fA-F:]+\])(:\d{1,5})?")
 def conflicts(profile: Profile) -> Iterator[ConfigError]:
     """Yields an error for each setting that cannot be had from somebody else's servers."""
     urls, workers = profile.rollout.urls or (), profile.rollout.workers
-    if not urls or len({*urls}) < len(urls) or not all(map(URL.fullmatch, urls)):
+    for url in urls:
+        if not URL.fullmatch(url):
+            why = f'rollout.urls: "{url.rpartition("@")[2]}" is not of the form http://HOST:PORT'
+            yield ConfigError(why, hint="no path, no user, nothing after the port: http://host:8000")
+    if not urls or len({*urls}) < len(urls):
         hint = "--set 'rollout.urls=[\"http://host:8000\"]'; `asyncrl serve` starts a server"
         yield ConfigError('rollout.engine = "remote" needs rollout.urls, each server once', hint=hint)
     wrong = {
@@ -35,8 +39,9 @@ def conflicts(profile: Profile) -> Iterator[ConfigError]:
         yield ConfigError(f'weights.transport = "{transport}": servers read versions from files', hint=hint)
 
 
-def check_servers(profile: Profile, device: str) -> None:
-    """Raises PreflightError for a server that cannot be reached, or lacks what the run needs."""
+def check_servers(profile: Profile) -> None:
+    """Raises PreflightError for a server that cannot be reached, or lacks what the run needs; RefusedError
+    for a token that others may read."""
     from asyncrl_cli.engines.remote.server import Server, ServerFailed, check_facts
 
     async def check(url: str) -> None:
@@ -66,5 +71,5 @@ KIND = EngineKind(
     keys=frozenset({"urls", "token_file"}),
     finds_stops_in_continued=False,
     conflicts=conflicts,
-    check_arguments=check_servers,
+    check_servers=check_servers,
 )
