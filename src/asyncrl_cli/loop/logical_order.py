@@ -138,11 +138,13 @@ class LogicalAdmission(Admission):
 
     @property
     def needs_only_newest(self) -> bool:
-        """Whether no response needs weights older than the newest. (A worker that has none may be restarting,
-        and wait for resources that the trainer has.)"""
-        busy = [worker for worker in self.workers.values() if worker.unfinished]
-        are_current = all(worker.version == self.version and not worker.loading for worker in busy)
-        return are_current and all(version >= self.version for version in self.awaited())
+        """Whether no response needs weights older than the newest: workers hold these, or are being restarted
+        (and may wait for resources that the trainer has) while none of their responses needs others."""
+        up = [worker for worker in self.workers.values() if not worker.down]
+        are_current = all(worker.version == self.version and not worker.loading for worker in up)
+        return are_current and (
+            len(up) == len(self.workers) or min(self.awaited(), default=self.version) >= self.version
+        )
 
     def first_lost(self) -> Attempt | None:
         """The first group by position that has a place now for some of its responses."""
