@@ -10,8 +10,9 @@ Any doubt ends the engine, and with it the worker: a failed request; a server th
 version than it was sent, because it was restarted or others use it; tokens of unknown weights. A fresh worker
 (`rollout.max_restarts`) waits for the server, asks for its version, and loads the newest weights.
 
-Who waits for whom: a request for the server, `env.episode_timeout_s`; a fetch and a load likewise,
-`weights.timeout_s`. The poll tells a silent server from a slow one, within ANSWER_S.
+Who waits for whom: a fetch and a load for the server, `weights.timeout_s`. A response takes as long as it
+takes, and so does a load that drains: the poll tells a silent server from a slow one, within ANSWER_S, and
+the driver notices a worker without tokens (`rollout.call_timeout_s`).
 """
 
 from __future__ import annotations
@@ -55,7 +56,9 @@ class RemoteEngine(SlottedEngine[Track]):
         self._watching: asyncio.Task[None] | None = None
 
     def counters(self) -> EngineCounters:
-        return EngineCounters(sums=self._facts["sums"], gauges=self._facts["gauges"])
+        before = self._before["sums"]
+        sums = {name: total - before.get(name, 0) for name, total in self._facts["sums"].items()}
+        return EngineCounters(sums=sums, gauges=self._facts["gauges"])
 
     async def start(self) -> None:
         """Wait for the server, and check that it has what the run needs."""
@@ -66,7 +69,8 @@ class RemoteEngine(SlottedEngine[Track]):
                 self._facts = self._before = await self._server.facts()
                 break
             except ServerFailed as failed:
-                if failed.status or self._loop.time() > until_s:
+                # 5xx: a proxy answers for a server that is not there yet
+                if 0 < failed.status < 500 or self._loop.time() > until_s:
                     raise
             await asyncio.sleep(RETRY_S)
         model_dir = Path(self._place.model_dir)
@@ -95,20 +99,22 @@ class RemoteEngine(SlottedEngine[Track]):
 
     async def _look(self) -> None:
         """Ask for counters and version. Raises ServerFailed if another version is loaded than was sent."""
-        self._facts = facts = await self._server.facts()
+        expected = self._held  # a load may end before the answer comes
+        facts = await self._server.facts()
+        held = facts["version"]
+        if held < expected or not (held == expected or held in self._versions):
+            why = f"it holds version {held} of its own count, not {expected}: it was restarted, or others"
+            raise self._server.failed(f"{why} use it")
+        self._facts = facts
         for name in ("sampled_tokens", "decode_steps"):
             setattr(self, name, max(getattr(self, name), facts[name] - self._before[name]))
-        held = facts["version"]
-        if held < self._held or not (held == self._held or held in self._versions):
-            why = f"it holds version {held} of its own count, not {self._held}: it was restarted, or others"
-            raise self._server.failed(f"{why} use it")
 
     async def _respond(self, track: Track) -> FinishReason:
         how, prompt = track.sampling, track.prompt_tokens + track.tokens
         body = {name: getattr(how, name) for name in ("temperature", "top_p", "top_k", "min_p", "stop")}
         body |= {"prompt": prompt, "max_tokens": how.max_response_tokens - track.num_kept}
         body |= {"seed": track.seed, "return_token_ids": True}
-        asking = self._server.ask("/v1/completions", body, self._profile.env.episode_timeout_s)
+        asking = self._server.ask("/v1/completions", body, math.inf)
         request = self._requests[track.request_id] = asyncio.create_task(asking)
         try:
             await asyncio.wait([request])
@@ -163,23 +169,25 @@ class RemoteEngine(SlottedEngine[Track]):
         self, weights: Mapping[str, torch.Tensor], version: int, interrupt: Interrupt
     ) -> PauseReport:
         async with self._weights_lock:
-            number, limit_s = self._fetched["version"], self._profile.weights.timeout_s
+            number = self._fetched["version"]
             self._versions[number] = version
-            if interrupt == "drain":
-                limit_s += self._profile.env.episode_timeout_s
+            limit_s = math.inf if interrupt == "drain" else self._profile.weights.timeout_s
             found = await self._update({**self._fetched, "interrupt": interrupt}, limit_s)
             self._held, self.version = number, version
             self.gate.open()
             return PauseReport(load_s=found["last_load"]["load_s"], pause_s=found["last_load"]["pause_s"])
 
-    async def _update(self, body: Mapping[str, object], limit_s: float) -> Any:
-        """Raises ValueError if the server refuses the version and keeps its weights."""
+    async def _update(self, body: Mapping[str, Any], limit_s: float) -> Any:
+        """Raises ValueError if the server refuses the version and keeps its weights, ServerFailed if it has
+        got another one meanwhile: from others, or by a fetch that this run has given up."""
         self._raise_failure()
         try:
             return await self._server.ask("/async_rl/update_weights", body, limit_s)
         except ServerFailed as failed:
             if failed.status == 400:
-                raise ValueError(failed.message) from None
+                await self._look()
+                if self._facts["newest"] < body["version"]:
+                    raise ValueError(failed.message) from None
             self._fail(failed.message)
             raise
 

@@ -23,6 +23,8 @@ FACTS = "/async_rl/server"
 ANSWER_S = 60.0
 """How long a server may take for an answer that needs no work. One that computes on all cores takes
 seconds."""
+AGREED = ("model.dtype", "rollout.stop", "vocab_size", "vocabulary", "engine")
+COUNTED = ("version", "newest", "sums", "gauges", "sampled_tokens", "decode_steps")
 LIMITS = ("rollout.slots", "rollout.max_response_tokens", "env.max_context_tokens")
 
 
@@ -93,7 +95,7 @@ class Server:
 
     async def facts(self) -> dict[str, Any]:
         found = await self.ask(FACTS)
-        if not isinstance(found, dict) or not facts_of(Profile()).keys() <= found.keys():
+        if not isinstance(found, dict) or not {*LIMITS, *AGREED, *COUNTED} <= found.keys():
             raise self.failed("it is no `asyncrl serve` of this version")
         return found
 
