@@ -102,8 +102,10 @@ def newer(content: list[Line]) -> None:
 
 
 def loaded_late(content: list[Line]) -> None:
-    first = next(line for line in content if line["event"] == "loaded")
-    first["began_s"] = content[-1]["time_s"]
+    loads = [line for line in content if line["event"] == "loaded"]
+    for load in loads:
+        if load["version"] == loads[0]["version"]:
+            load["began_s"] = content[-1]["time_s"]
 
 
 def skips_a_version(content: list[Line]) -> list[Line]:

@@ -109,6 +109,16 @@ def test_a_damage_is_noticed(claim, number, copy):
     assert verdicts(copy)[claim] == "fails"
 
 
+def test_the_load_that_is_reported_first_may_have_begun_last(copy):
+    def another_worker_is_faster(content: list[d.Line]) -> list[d.Line]:
+        at = next(place for place, line in enumerate(content) if line["event"] == "loaded")
+        faster = {**content[at], "worker": "rollout-9", "began_s": content[-1]["time_s"]}
+        return [*content[:at], faster, *content[at:]]
+
+    d.events(another_worker_is_faster)(copy)
+    assert verdicts(copy)["loaded first"] == "holds"
+
+
 @pytest.mark.parametrize(("deterministic", "verdict"), [(True, "holds"), (False, "fails")])
 def test_only_a_deterministic_run_begins_a_lost_group_again_under_its_key(deterministic, verdict, copy):
     def lost(content: list[d.Line]) -> list[d.Line]:

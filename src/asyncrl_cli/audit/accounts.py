@@ -138,9 +138,10 @@ def _staleness(files: RunFiles) -> Iterator[Claim]:
     )
     metrics = Claim("staleness metrics", "staleness/* are those of the trained tokens", limit=1e-9)
     windows = {line.get("step"): line.get("window") for line in files.metrics}
-    began = dict[int, float]()  # a load is heard of once it is verified, which may be after the first tokens
+    began = dict[int, float]()  # a load is heard of once it is verified: the first to begin may come last
     for event in files.named("loaded"):
-        began.setdefault(event["version"], event.get("began_s", -math.inf))
+        version = event["version"]
+        began[version] = min(began.get(version, math.inf), event.get("began_s", -math.inf))
     if -math.inf in began.values():
         loads.unchecked = "an older asyncrl wrote the run: its events do not say when loads began"
     finished = {event["group"]: event["time_s"] for event in files.named("finished")}
