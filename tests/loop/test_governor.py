@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import deque
 
 import pytest
 
@@ -15,9 +16,9 @@ from tests.loop.keywords import loop_settings
 from tests.loop.worlds import run_world
 
 
-def governor(**keywords) -> Governor:
+def governor(slots: int = 64, **keywords) -> Governor:
     plain = dict(step_groups=8, window_steps=1, train_steps=100, eta=2, n=4, target_kl=0.02)
-    return Governor(loop_settings(**(plain | keywords)), slots=64)
+    return Governor(loop_settings(**(plain | keywords)), slots)
 
 
 def window(one: Governor, version: int, kl: float | None, *, waited_s: float = 5.0, used: int = 100) -> int:
@@ -63,15 +64,32 @@ def test_whatever_is_measured_the_budget_stays_between_a_window_and_the_limit(kl
     assert raised[-1] == 24 == max(raised)
 
 
+def windows(one: Governor, factors: list[float], power: float) -> list[int]:
+    """Groups wait in a queue, and each window trains the 8 oldest. The KL is their mean age (in versions) to
+    a power, in targets, times the window's factor. Returns the groups ahead after each window."""
+    admitted, ahead = deque[int](), list[int]()
+    for version, factor in enumerate(factors):
+        admitted.extend([version] * (one.budget_groups - len(admitted)))
+        age = sum(version - admitted.popleft() for _ in range(8)) / 8
+        ahead.append(window(one, version + 1, 0.02 * factor * age**power) - 8)
+    return ahead
+
+
 @pytest.mark.parametrize("power", [1.0, 1.7, 3.0])
 def test_it_settles_near_the_target_for_any_power_of_staleness(power):
-    """KL as a power of what is admitted ahead, which a window shows as many versions later."""
-    one, ahead = governor(eta=4), [8] * 6
-    for version in range(1, 80):
-        kl = 0.02 * (ahead[-1 - math.ceil(ahead[-1] / 8)] / 12) ** power
-        ahead.append(window(one, version, kl) - 8)
+    ahead = windows(governor(eta=4), [1.5**-power] * 80, power)
     assert all(0.75 <= (groups / 12) ** power <= 1.05 for groups in ahead[40:])
     assert len(set(ahead[40:])) == 1
+
+
+def test_a_second_cut_waits_for_the_groups_that_were_admitted_before_the_first():
+    """From window 60 on the KL of each age is 4 times as high: half of the groups ahead give as much as all
+    did before. Those of the 27 that are untaken after window 60 last until window 64."""
+    ahead = windows(governor(eta=4), [1 / 3.6**2] * 60 + [4 / 3.6**2] * 40, power=2)
+    assert ahead[59] == 27
+    assert ahead[60] < 27
+    assert set(ahead[60:65]) == {ahead[60]}
+    assert min(ahead[60:]) >= 27 // 2
 
 
 def test_groups_may_wait_in_queues_while_no_engine_has_preempted_too_many():
@@ -97,11 +115,27 @@ def test_a_resumed_governor_goes_on_within_the_limits_of_its_run():
     for version, kl in enumerate([0.0, 0.005, 0.005, 0.5, 0.5], start=1):
         window(one, version, kl)
     state = parse_json(json.dumps(one.state()), GovernorState)
-    other.restore(state)
+    other.resume(5, state)
     assert window(other, 6, 0.03) == window(one, 6, 0.03) == 20
     small = governor(eta=0.5)
-    small.restore(state)
+    small.resume(5, state)
     assert small.budget_groups == 12
+
+
+def test_only_preemptions_cap_what_is_in_flight_after_a_resume_with_more_slots():
+    one, other = governor(), governor(slots=128)
+    other.resume(0, parse_json(json.dumps(one.state()), GovernorState))
+    assert not other.is_capped
+    step(one, 60, 50)
+    other.resume(0, parse_json(json.dumps(one.state()), GovernorState))
+    assert other.most_in_flight == 45
+
+
+def test_a_governor_that_is_new_in_a_resumed_run_does_not_judge_the_data_of_its_fixed_eta():
+    """16 groups ahead at version 57: windows 57 and 58 train them."""
+    one = governor()
+    one.resume(57, None)
+    assert [window(one, version, 0.5) for version in (58, 59, 60)] == [16, 16, 12]
 
 
 WORLD = loop_settings(

@@ -4,7 +4,7 @@ times are those of the simulated costs."""
 from __future__ import annotations
 
 import asyncio
-from collections import defaultdict
+from collections import Counter, defaultdict
 
 import pytest
 
@@ -45,6 +45,13 @@ def test_the_states_of_a_machine_add_up_to_the_elapsed_time(ran, machine):
     for report in reports:
         assert report.now_s > ran.elapsed_s - 1.5
         assert sum(report.state_s.values()) == pytest.approx(report.now_s)
+
+
+def test_a_trainer_that_computes_columns_within_its_step_is_shown_to_be_scoring(ran):
+    in_step = [tick.reports["trainer-0"] for tick in ran.recorder.ticks if tick.ledger["training"]]
+    states = Counter(report.state for report in in_step)
+    assert set(states) == {State.BUSY, State.SCORING}
+    assert not any(report.waiting_for for report in in_step)
 
 
 def test_rewards_that_overlap_are_one_time_at_work_and_the_states_add_up() -> None:

@@ -58,6 +58,8 @@ def _corrected(run: RunState, report: ExecutorReport, closed: str, cause: str) -
     if report.role == "trainer":
         waits = [what for who, what in run.changes.named().items() if who.startswith("trainer")]
         state, why = run.executors.trainer_call or (State.STARVED, waits[0] if waits else "")
+        if (state, report.state) == (State.BUSY, State.SCORING):  # a part of the call
+            state = State.SCORING
         return replace(report, state=state, waiting_for=why)
     if report.role == "feed":
         state = State.BLOCKED if closed else State.BUSY

@@ -198,8 +198,8 @@ def thaw(run: RunState, resumed: ResumeFrom) -> None:
     for observer, observed in zip(run.progress.observers, state["observers"], strict=True):
         observer.restore(observed)
     run.admission.version, run.admission.taken_in_window = _window(state, run.settings)
-    if run.admission.governor is not None and "governor" in state:
-        run.admission.governor.restore(state["governor"])
+    if run.admission.governor is not None:
+        run.admission.governor.resume(run.version, state.get("governor"))
     run.progress.event("resumed", from_step=state["step"])
     n, lost_tokens = run.settings.profile.rollout.n, state["running_tokens"]
     group_states.restore(run.groups, state["groups"], resumed.payloads, n, lost_tokens)

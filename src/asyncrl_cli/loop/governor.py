@@ -18,7 +18,7 @@ Groups ahead. `kl` is the mean over tokens, in which each window counts half as 
 
 A trainer that never waits gains nothing from older data, so KL may stay below its target. A change acts late:
 a window still trains groups that were admitted before it. So after a change no window counts that begins
-before ceil(ahead / W) more versions have risen.
+before ceil(ahead / W) more versions have risen, with the larger `ahead` of before and after.
 
 Sequences in flight, of at most `cap`:
 
@@ -76,7 +76,7 @@ Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
 @dataclass(slots=True, kw_only=True)
-class Measured:
+class WindowSums:
     """What was measured since the last change of the groups ahead acts; sums over train steps."""
 
     windows: Count = 0
@@ -93,12 +93,13 @@ class Measured:
 
 
 class GovernorState(TypedDict):
-    """The governor's part of a checkpoint. `counts_from`: the first window whose figures count."""
+    """The governor's part of a checkpoint. `most_in_flight`: None if not capped, so a resumed run with more
+    slots is not, either. `counts_from`: the first window whose figures count."""
 
     ahead_groups: Amount
-    most_in_flight: Count
+    most_in_flight: Count | None
     counts_from: Count
-    measured: Measured
+    measured: WindowSums
 
 
 class Governor:
@@ -115,13 +116,16 @@ class Governor:
         self._preemptions = 0.0
         self._peak = 0
         """The most sequences in flight since the last step."""
-        self._counts_from = self._settled(0)
-        self._measured = Measured()
+        self._counts_from = self._settled(0, self._ahead_groups)
+        self._measured = WindowSums()
 
     def __str__(self) -> str:
         cap = f", at most {self.most_in_flight} sequences in flight" if self.is_capped else ""
-        eta, most = self._ahead_groups / self._window_groups, self._most_ahead / self._window_groups
-        return f"eta {eta:.2g} of {most:.2g}{cap}"
+        return f"eta {self.eta:.2g} of {self._most_ahead / self._window_groups:.2g}{cap}"
+
+    @property
+    def eta(self) -> float:
+        return int(self._ahead_groups) / self._window_groups
 
     @property
     def budget_groups(self) -> int:
@@ -171,30 +175,35 @@ class Governor:
         """The window before `version` has ended."""
         if version > self._counts_from:
             self._measured.windows += 1
+            before = self._ahead_groups
             if self._change():
-                self._counts_from = self._settled(version)
+                self._counts_from = self._settled(version, max(before, self._ahead_groups))
             self._measured.end_window()
         if version <= self._counts_from:
-            self._measured = Measured()
+            self._measured = WindowSums()
 
     def figures(self) -> dict[str, float]:
         """Metrics of where the levers are."""
-        eta = int(self._ahead_groups) / self._window_groups
-        return {"governor/eta": eta, "governor/most_in_flight": self.most_in_flight}
+        return {"governor/eta": self.eta, "governor/most_in_flight": self.most_in_flight}
 
     def state(self) -> GovernorState:
-        measured: Any = asdict(self._measured)  # JSON, which is read back as `Measured`
+        measured: Any = asdict(self._measured)  # JSON, which is read back as `WindowSums`
         return {
             "ahead_groups": self._ahead_groups,
-            "most_in_flight": self.most_in_flight,
+            "most_in_flight": self.most_in_flight if self.is_capped else None,
             "counts_from": self._counts_from,
             "measured": measured,
         }
 
-    def restore(self, state: GovernorState) -> None:
-        """Continue from `state`, within the limits of the resumed run."""
-        self._ahead_groups = min(state["ahead_groups"], self._most_ahead)
-        self.most_in_flight = max(self._n, min(state["most_in_flight"], self._slots))
+    def resume(self, version: int, state: GovernorState | None) -> None:
+        """Continue from `state`, within the limits of the resumed run. None: the run had a fixed eta so far,
+        and its groups tell nothing of the one that is steered."""
+        if state is None:
+            self._counts_from = self._settled(version, self._most_ahead)
+            return
+        self._ahead_groups, cap = min(state["ahead_groups"], self._most_ahead), state["most_in_flight"]
+        if cap is not None:
+            self.most_in_flight = max(self._n, min(cap, self._slots))
         self._counts_from, self._measured = state["counts_from"], state["measured"]
 
     def _change(self) -> bool:
@@ -212,6 +221,6 @@ class Governor:
             self._ahead_groups = min(raised, float(self._most_ahead))
         return self.budget_groups != before
 
-    def _settled(self, version: int) -> int:
-        """The first window that trains only groups admitted from `version` on."""
-        return version + ceil(self._ahead_groups / self._window_groups)
+    def _settled(self, version: int, ahead_groups: float) -> int:
+        """The first window that trains only groups admitted from `version` on, if so many were ahead."""
+        return version + ceil(ahead_groups / self._window_groups)

@@ -135,6 +135,8 @@ class Books:
     travel: TravelBook = field(init=False)
     governor: Governor | None = None
     """The loop's own. What its limits allow is checked, and that they only lower what the settings allow."""
+    preempts: bool = False
+    """Whether engines preempt sequences."""
 
     def __post_init__(self) -> None:
         self.travel = TravelBook(len(self.workers))

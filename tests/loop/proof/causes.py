@@ -96,7 +96,7 @@ class Watching(Invariants):
             r"(\d+) of at most (\d+) sequences run: engines preempted too many", claim
         ):
             in_flight = sum(sum(book.unfinished.values()) for book in workers.values())
-            holds = books.is_crowded and in_flight == int(found[1])
+            holds = books.preempts and books.is_crowded and in_flight == int(found[1])
         else:
             known = (
                 "the run is stopping",

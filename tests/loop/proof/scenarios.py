@@ -135,6 +135,7 @@ def _leg(
         slots = dict.fromkeys(worker_names(scenario.workers_of(leg)), scenario.slots)
         known = {"scorers": scenario.scorers, "num_eval_prompts": scenario.num_eval_prompts}
         invariants = checks(scenario.settings, slots, seed=scenario.seed, **known)
+        invariants.books.preempts = scenario.preemptions > 0
         try:
             return await _run_leg(scenario, invariants, faults, leg, resume_from)
         finally:
