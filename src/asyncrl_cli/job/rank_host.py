@@ -146,8 +146,8 @@ class RankHost:
         self._meter = CallMeter(role, "scorer", "finished groups", time.monotonic)
         if role == TRAINER:
             columns = trainer_columns(profile) if rank == 0 else ()  # one rank speaks for all: they keep step
-            self._trains = TrainerMeter(role, repr(self), columns, time.monotonic)
-            self._meter = self._trains
+            self._trainer_meter = TrainerMeter(role, repr(self), columns, time.monotonic)
+            self._meter = self._trainer_meter
 
     def __repr__(self) -> str:
         return f"{self._role}-{self._rank}"
@@ -210,7 +210,7 @@ class RankHost:
             init_method=init_method,
             total_optimizer_steps=Schedule.of(self._profile).optimizer_steps,
             probe_text=list(chain.from_iterable(render_prompts(self.tokenizer, self._probe_items))),
-            scoring=self._trains.scoring,
+            scoring=self._trainer_meter.scoring,
         )
         self._end_ranks = self.trainer.close
         weights = self._profile.weights
@@ -377,7 +377,7 @@ class RankHost:
 
         `wanted`: older versions that a worker may still ask for; a rank drops all others.
         """
-        with self._trains.gathering():
+        with self._trainer_meter.gathering():
             gather_s = self.trainer.gather(version, self._sending.of(version, wanted))
         return gather_s, self._report()
 
@@ -387,7 +387,7 @@ class RankHost:
         the buckets."""
         from asyncrl_cli.weights.senders import keep_version
 
-        with self._trains.update.doing(State.SENDING, "buckets to be sent"):
+        with self._trainer_meter.update.doing(State.SENDING, "buckets to be sent"):
             manifest, buckets = self.trainer.published(version)
             refs = self._sending.sent(manifest, buckets)
             if (num_kept := self._profile.weights.keep_versions) and self._rank == 0:
@@ -401,7 +401,7 @@ class RankHost:
         """Rank 0: call `join`, `turn`, `broadcast` or `export` of the engine's `EngineKind.rank_zero_end` for
         `worker`."""
         sends = call in ("broadcast", "export")
-        with self._trains.update.doing(State.SENDING, worker) if sends else nullcontext():
+        with self._trainer_meter.update.doing(State.SENDING, worker) if sends else nullcontext():
             return getattr(self._direct_end, call)(worker, *args)
 
     @ray.method(concurrency_group="control")

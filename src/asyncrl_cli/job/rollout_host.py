@@ -86,7 +86,7 @@ class RolloutHost:
         self._profile = profile
         self._place = replace(place, index=index)
         self._reward = reward
-        self._judges = reward.kind != "episode"
+        self._uses_reward_pool = reward.kind != "episode"
         """Else environments reward their own episodes, and leave the pool without work."""
         self._tool_class = tool_class
         self._store = store_at(profile, address)
@@ -125,7 +125,7 @@ class RolloutHost:
             rewards_name = self._name.replace("rollout", "reward")
             self._rewards = MeteredRewards(rewards_name, self._pool.score, time.monotonic)
             starts = [self._engine.start()]
-            if self._judges:
+            if self._uses_reward_pool:
                 starts.append(self._pool.start())
             if self._tool_class is not None:
                 import_s = import_limit_s(profile)
@@ -183,7 +183,7 @@ class RolloutHost:
         if profile.task.has_agent:
             environment = partial(AgentEnvironment, gateway, self._rewards)  # type: ignore[abstract]
         elif self._tool_class is not None and self._processes is not None:
-            rewards = self._rewards if self._judges else None
+            rewards = self._rewards if self._uses_reward_pool else None
             log, timeout_s = CallLog(self._log_path.with_suffix(SUFFIX)), profile.env.tool_timeout_s
             environment = partial(ToolEnvironment, self._processes, self._tool_class, rewards, log, timeout_s)
         else:
@@ -327,5 +327,5 @@ class RolloutHost:
             slot_intervals=self._engine.take_slot_intervals(),
         )
         finished = {key: number for key, number in self._desk.freed_slots.items() if number}
-        reports = (report, self._rewards.report()) if self._judges else (report,)
+        reports = (report, self._rewards.report()) if self._uses_reward_pool else (report,)
         return WorkerUpdate(seen=seen, ended=ended, freed_slots=finished, reports=reports)

@@ -5,7 +5,7 @@ rule above each block says which time its figures cover. Some sections stand sid
 and below each other on a narrow one.
 
 The machines (measure/machines.py) have a row each, and below them the rollout workers and other scorers. If
-the terminal has too few lines, notes go first, then rows in the order of `RANKS`, then blocks from below.
+the terminal has too few lines, notes go first, then rows (`ROW_PRIORITY`), then blocks from below.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ PHASE_STYLES = {
     "done": "bold green",
 }
 SIDES = ("rollout", "scorer", "trainer")
-RANKS = (
+ROW_PRIORITY = (
     *("train", "generate", "rollout", "param_update", "reward", "logp", "ref_logp"),
     *("dataloader", "worker", "scorer"),
 )
@@ -232,8 +232,8 @@ def _append_state(line: Text, executor: ExecutorStatus, status: Status, width: i
 
 
 def _rows(status: Status, width: int) -> list[tuple[str, Text]]:
-    """(rank, row) of each machine that the run has, of each worker if there are several, and of each further
-    scorer."""
+    """(name in ROW_PRIORITY, row) of each machine that the run has, of each worker if there are several, and
+    of each further scorer."""
     of_machines: dict[str, list[ExecutorStatus]] = {name: [] for name in MACHINES}
     others = list[tuple[str, Text]]()
     for one in status.executors:
@@ -247,7 +247,7 @@ def _rows(status: Status, width: int) -> list[tuple[str, Text]]:
 
 
 def _chosen(rows: list[tuple[str, Text]], most: int) -> list[Text]:
-    left = sorted(range(len(rows)), key=lambda place: RANKS.index(rows[place][0]))[max(1, most - 1) :]
+    left = sorted(range(len(rows)), key=lambda place: ROW_PRIORITY.index(rows[place][0]))[max(1, most - 1) :]
     if len(rows) <= most:
         return [row for _, row in rows]
     lines = [row for place, (_, row) in enumerate(rows) if place not in left]

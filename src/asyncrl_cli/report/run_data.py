@@ -276,7 +276,7 @@ class Timeline:
         for line in lines:
             spent_s = _sums()
             for name, added in line["spans"].items():
-                whose = self._whose(name)
+                whose = self._machine_or_role(name)
                 spans, states = self.spans.setdefault(name, []), spent_s[whose]
                 for state, start_s, end_s in added:
                     add_span(spans, state, start_s, end_s)
@@ -285,7 +285,7 @@ class Timeline:
             for name, samples in line.get("waits", {}).items():
                 for at_s, text in samples:
                     since_s, before = waits.get(name, (at_s, ""))
-                    self.waits_s[self._whose(name)][before] += max(0.0, at_s - since_s)
+                    self.waits_s[self._machine_or_role(name)][before] += max(0.0, at_s - since_s)
                     waits[name] = at_s, VARIES.sub("", text)
             self.shares[line.get("step", 0)] = {
                 f"states/{machine}/{state}": seconds / sum(states.values())
@@ -297,7 +297,7 @@ class Timeline:
                 self._merge()
         ended_s = max((spans[-1][2] for spans in self.spans.values() if spans), default=0.0)
         for name, (since_s, text) in waits.items():
-            self.waits_s[self._whose(name)][text] += max(0.0, ended_s - since_s)
+            self.waits_s[self._machine_or_role(name)][text] += max(0.0, ended_s - since_s)
         if self._num_spans > self.most_spans or self.merged_s:
             self._merge()
         return self
@@ -327,14 +327,15 @@ class Timeline:
                     at_s += states[state]
 
     def machines(self) -> list[MachineTime]:
-        executors = {name: [one for one in self.spans if self._whose(one) == name] for name in MACHINES}
+        whose = {one: self._machine_or_role(one) for one in self.spans}
+        executors = {name: [one for one in whose if whose[one] == name] for name in MACHINES}
         return [
             MachineTime(name=name, executors=names, state_s=self.state_s[name], waits_s=self.waits_s[name])
             for name, names in executors.items()
             if names
         ]
 
-    def _whose(self, name: str) -> str:
+    def _machine_or_role(self, name: str) -> str:
         """The executor's machine, or its role if it is none."""
         role = self.roles.get(name, name)
         return machine_of(name, role) or role
