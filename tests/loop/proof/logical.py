@@ -64,6 +64,7 @@ def draw_logical(seed: int) -> Scenario:
         drawn.settings,
         deterministic=True,
         on_stale="wait",
+        target_kl=None,
         mixed_versions="train",
         interrupt="recompute-kv" if drawn.mode == "partial-rollout" else "drain",
         min_workers=None,
