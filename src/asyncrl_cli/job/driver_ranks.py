@@ -50,6 +50,8 @@ from asyncrl_cli.weights.versions import joined_version
 
 logger = logging.getLogger(__name__)
 
+ALL_REPORTS_S = 5.0
+
 T = TypeVar("T")
 Dump = Callable[[], Coroutine[None, None, None]]
 Arguments = list[Any]
@@ -289,6 +291,8 @@ class RayTrainer(RayRanks):
         self.failed_dumps = 0
         self._dumping: tuple[int, asyncio.Task[None]] | None = None
         self._wanted: WeakValueDictionary[int, HeldRefs] = WeakValueDictionary()
+        self._asks_all_s = float("-inf")
+        """From when on a report asks all ranks."""
 
     async def train(self, batch: TrainBatch) -> tuple[TrainReport, ExecutorReport]:
         """Each rank gets the data of its own groups."""
@@ -316,6 +320,12 @@ class RayTrainer(RayRanks):
         )
 
     async def report(self) -> ExecutorReport:
+        """The first rank's. The machines of the others are in it every few seconds, and in the answers of
+        `train` and `gather`: each second, hundreds of ranks would be hundreds of calls."""
+        now_s = asyncio.get_running_loop().time()
+        if now_s < self._asks_all_s:
+            return await super().report()
+        self._asks_all_s = now_s + ALL_REPORTS_S
         return _joined(await self.collective("a report", "report", limit=self._calls))
 
     # --- samples
