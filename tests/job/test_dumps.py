@@ -129,11 +129,11 @@ def test_a_failure_loses_nothing_else_and_the_data_is_freed(fails, tmp_path, mon
 
     def answer(method):
         future = asyncio.get_running_loop().create_future()
-        report = SimpleNamespace(train_s=0.0, column_s={}, metrics={})
+        report = SimpleNamespace(train_s=0.0, column_s={}, metrics={}, machines=())
         if method == fails:
             future.set_exception(ExecutorFailed(f"{method}: no space left"))
         else:
-            future.set_result((report, None) if method == "train" else None)
+            future.set_result((report, report) if method == "train" else None)
         return future
 
     async def main() -> None:
