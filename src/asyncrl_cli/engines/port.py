@@ -121,7 +121,7 @@ class Engine(Protocol):
     """An inference engine on one asyncio loop.
 
     Engines derive from this class. They need not override `counters`, `take_slot_intervals`, `so_far`,
-    `connect`, `announced`, `load_in_place`, `sleep` and `wake`.
+    `connect`, `fetch`, `load_in_place`, `sleep` and `wake`.
     """
 
     slots: int
@@ -136,8 +136,8 @@ class Engine(Protocol):
     size."""
     stops_to_score: bool
     """Whether no sequence runs during `score`."""
-    fetches: bool = False
-    """Whether the engine fetches versions itself, from files: then `announced` takes the place of
+    fetches_versions: bool = False
+    """Whether the engine fetches versions itself, from files: then `fetch` takes the place of
     `receive`."""
 
     def counters(self) -> EngineCounters:
@@ -193,7 +193,7 @@ class Engine(Protocol):
         """Copy buckets, as they arrive, into memory that `load` reads. Runs in any thread during generation;
         may take long."""
 
-    def announced(self, where: str) -> Mapping[str, torch.Tensor]:
+    def fetch(self, where: str) -> Mapping[str, torch.Tensor]:
         """Have the version in the directory `where`, a path or a URL, fetched. Runs in a thread, as `receive`
         does, and returns what `load` gets."""
         raise NotImplementedError

@@ -170,8 +170,8 @@ class Loader:
             from asyncrl_cli.weights.receivers import AnnouncedWeights
 
             return AnnouncedWeights(refs)
-        if self.engine.fetches:
-            return self.engine.announced(refs[0].version_at)
+        if self.engine.fetches_versions:
+            return self.engine.fetch(refs[0].version_at)
         if not self._weights.dual_buffer:
             return None
         buckets = self._whole(self._arriving(manifest, refs))

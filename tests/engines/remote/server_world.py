@@ -108,8 +108,8 @@ class RemoteWorld(World):
         return str(send(self._sender, manifest_of(buckets, version), buckets)[0].version_at)
 
     async def load_these(self, weights: dict[str, Any], version: int, interrupt: Interrupt) -> PauseReport:
-        announced = await asyncio.to_thread(self.engine.announced, self.published(weights, version))
-        return await self.engine.load(announced, version, interrupt)
+        fetched = await asyncio.to_thread(self.engine.fetch, self.published(weights, version))
+        return await self.engine.load(fetched, version, interrupt)
 
 
 @contextmanager

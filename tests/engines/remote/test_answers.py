@@ -88,7 +88,7 @@ async def engine_at(peer: Peer, model_dir: Path, **env: Any) -> AsyncIterator[Re
 
 
 async def load(engine: RemoteEngine, version: int) -> None:
-    fetched = await asyncio.to_thread(engine.announced, f"file:///version-{version}")
+    fetched = await asyncio.to_thread(engine.fetch, f"file:///version-{version}")
     await engine.load(fetched, version, "keep-kv")
 
 
@@ -97,7 +97,7 @@ async def test_counters_of_a_server_that_has_served_before_begin_at_0(peer: Peer
         await engine.start()
         assert engine.counters().sums == {"preemptions": 0}
         peer.facts |= {"sums": {"preemptions": 43.0}, "sampled_tokens": 100}
-        await engine._look()
+        await engine._poll()
         assert (engine.counters().sums, engine.sampled_tokens) == ({"preemptions": 3}, 30)
 
 
@@ -125,16 +125,16 @@ async def test_a_load_may_end_while_a_poll_is_answered(peer: Peer, model_dir: Pa
 
     async with engine_at(peer, model_dir) as engine:
         await engine.start()
-        fetched = await asyncio.to_thread(engine.announced, "file:///version-0")
+        fetched = await asyncio.to_thread(engine.fetch, "file:///version-0")
         peer.answers[FACTS] = slowly
-        poll = asyncio.create_task(engine._look())
+        poll = asyncio.create_task(engine._poll())
         await asked.wait()
         await engine.load(fetched, 0, "keep-kv")
         loaded.set()
         await poll
         peer.facts["version"] = 4  # as after a restart
         with pytest.raises(ExecutorFailed, match="it holds version 4 of its own count, not 5"):
-            await engine._look()
+            await engine._poll()
 
 
 @pytest.mark.parametrize("fails_at", ["the fetch", "the load"])

@@ -95,7 +95,7 @@ async def test_a_version_on_a_shared_disk_is_loaded_by_its_path(
     refs = send(DiskSender(tmp_path, model_dir), manifest_of(buckets, version), buckets)
     assert refs[0].version_at == str(tmp_path / f"version-{version:06d}")
     await there.engine.load(
-        await asyncio.to_thread(there.engine.announced, refs[0].version_at), version, "keep-kv"
+        await asyncio.to_thread(there.engine.fetch, refs[0].version_at), version, "keep-kv"
     )
     completion = await there.generate([5, 6, 7], sampling())
     assert set(completion.versions) == {version}
@@ -294,10 +294,10 @@ async def test_an_answer_of_other_weights_or_without_what_training_needs_is_refu
     answer = {**RIGHT, "choices": [{**RIGHT["choices"][0], **wrong}]}  # type: ignore[index]
     if wrong:
         with pytest.raises(ExecutorFailed, match="an answer lacks tokens, logprobs or versions"):
-            engine._keep(track, [5], answer)
+            engine._checked(track, [5], answer)
         assert not track.tokens
     else:
-        assert engine._keep(track, [5], answer) == "length"
+        assert engine._checked(track, [5], answer) == "length"
         assert (track.tokens, track.versions) == ([3, 4], [2, 2])
     with pytest.raises(ExecutorFailed):
-        engine._keep(track, [6], answer)  # to another prompt
+        engine._checked(track, [6], answer)  # to another prompt

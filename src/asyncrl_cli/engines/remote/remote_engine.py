@@ -1,7 +1,7 @@
 """An engine whose model is on somebody else's server (`asyncrl serve`).
 
     generate ─> slots ─> POST /v1/completions ─> token ids, logprobs and versions, checked
-    announced ─> the server fetches a version, beside generation ─> load ─> it swaps it in
+    fetch ─> the server fetches a version, beside generation ─> load ─> it swaps it in
 
 The server counts versions by itself: other runs may have used it. `_versions` maps its numbers to the run's.
 Nothing is generated before the first load, because nobody knows what the server holds.
@@ -38,7 +38,7 @@ SHARE_OF_START = 0.9
 
 class RemoteEngine(SlottedEngine[Track]):
     _make_track = Track
-    fetches = True
+    fetches_versions = True
     stops_to_score = False
 
     def __init__(
@@ -93,11 +93,11 @@ class RemoteEngine(SlottedEngine[Track]):
         while not self.failure:
             await asyncio.sleep(POLL_S)
             try:
-                await self._look()
+                await self._poll()
             except ServerFailed as failed:
                 self._fail(failed.message)
 
-    async def _look(self) -> None:
+    async def _poll(self) -> None:
         """Ask for counters and version. Raises ServerFailed if another version is loaded than was sent."""
         expected = self._held  # a load may end before the answer comes
         facts = await self._server.facts()
@@ -120,7 +120,7 @@ class RemoteEngine(SlottedEngine[Track]):
             await asyncio.wait([request])
             if request.cancelled():
                 return "abort"
-            return self._keep(track, prompt, request.result())
+            return self._checked(track, prompt, request.result())
         except ServerFailed as failed:
             self._fail(failed.message)
             return "abort"
@@ -128,7 +128,7 @@ class RemoteEngine(SlottedEngine[Track]):
             request.cancel()
             del self._requests[track.request_id]
 
-    def _keep(self, track: Track, prompt: list[int], answer: Any) -> FinishReason:
+    def _checked(self, track: Track, prompt: list[int], answer: Any) -> FinishReason:
         """Raises ServerFailed for an answer that this run's weights cannot have given."""
         try:
             (choice,) = answer["choices"]
@@ -155,11 +155,11 @@ class RemoteEngine(SlottedEngine[Track]):
         if (request := self._requests.get(request_id)) is not None:
             request.cancel()
 
-    def announced(self, where: str) -> Mapping[str, torch.Tensor]:
-        return asyncio.run_coroutine_threadsafe(self._announced(where), self._loop).result()
+    def fetch(self, where: str) -> Mapping[str, torch.Tensor]:
+        return asyncio.run_coroutine_threadsafe(self._fetch(where), self._loop).result()
 
-    async def _announced(self, where: str) -> Mapping[str, torch.Tensor]:
-        await self._look()
+    async def _fetch(self, where: str) -> Mapping[str, torch.Tensor]:
+        await self._poll()
         fetched = {"model_path": where, "version": self._facts["newest"] + 1}
         await self._update({**fetched, "load": False}, self._profile.weights.timeout_s)
         self._fetched = fetched
@@ -185,7 +185,7 @@ class RemoteEngine(SlottedEngine[Track]):
             return await self._server.ask("/async_rl/update_weights", body, limit_s)
         except ServerFailed as failed:
             if failed.status == 400:
-                await self._look()
+                await self._poll()
                 if self._facts["newest"] < body["version"]:
                     raise ValueError(failed.message) from None
             self._fail(failed.message)
