@@ -13,12 +13,14 @@ from fractions import Fraction
 
 import pytest
 
+from asyncrl_cli.loop import governor
 from asyncrl_cli.loop.executors import ReportBook
 from asyncrl_cli.measure.states import ExecutorReport, Span, State
 from tests.loop import worlds
 from tests.loop.proof.causes import Watching
 from tests.loop.proof.drawing import draw
 from tests.loop.proof.faults import KeepingTrainer
+from tests.loop.proof.invariants import InvariantError
 from tests.loop.proof.scenarios import run
 from tests.loop.worlds import MODES, run_world, settings
 
@@ -27,6 +29,16 @@ def test_a_worker_that_the_run_goes_on_without_is_not_said_to_be_restarted(monke
     monkeypatch.setattr(Watching, "said", Counter())
     assert run(draw(5), Watching).broken is None
     assert Watching.said["slots: rollout-N is away"]
+
+
+def test_engines_that_preempt_nothing_are_no_cause(monkeypatch):
+    """With this limit every step cuts what may be in flight, and the loop says that engines preempted."""
+    monkeypatch.setattr(governor, "THRASHES", -1.0)
+    assert not draw(0).preemptions
+    broken = run(draw(0), Watching).broken
+    assert isinstance(broken, InvariantError)
+    assert broken.invariant == "causes"
+    assert "engines preempted too many" in str(broken)
 
 
 def test_an_eval_that_holds_the_only_worker_is_what_the_feed_and_the_trainer_wait_for():

@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 
 from asyncrl_cli.contracts.prompt_group import PartialResponse
-from asyncrl_cli.loop import admission, governor
+from asyncrl_cli.loop import admission
 from asyncrl_cli.loop.admission import Admission
 from asyncrl_cli.loop.changes import Change, Changes
 from asyncrl_cli.loop.data_keys import DataKeys
@@ -434,7 +434,6 @@ mistake("weights count as travelling fast for ever", Travel, "arrived", "admissi
 mistake("a dead worker keeps its responses", Admission, "lose", "restarts", "admission")(nothing)
 mistake("an eval forgets what a lost worker had", RunningEval, "put_back", "evals")(nothing)
 mistake("a limit ends no run", Groups, "check_limits", "limits")(nothing)
-mistake("what is in flight is cut without preemptions", governor, "THRASHES", "causes")(-1.0)
 
 
 @pytest.mark.slow
