@@ -200,6 +200,18 @@ def test_the_cache_has_what_a_plan_gives_it(tmp_path: Path) -> None:
     assert costs.worker_times().cache.blocks == cache_bytes // (524_288 * 16)
 
 
+def test_a_gather_by_rows_is_shared_among_the_ranks_and_one_of_whole_weights_is_not() -> None:
+    def gather_s(ranks: int, *sets: str, gathers_rows: bool = True) -> float:
+        work = workload(syncing=workload().syncing.model_dump() | {"gathers_rows": gathers_rows})
+        shape = profile_for(work, "partial-rollout", sets, groups=1, environ={}).profile
+        return Costs(workload=work, profile=shape, ranks=ranks, workers=1).trainer_times().gather_s
+
+    # 1 MB at 10 MB/s, measured with two ranks
+    assert [gather_s(ranks) for ranks in (1, 2, 8)] == pytest.approx([0.2, 0.1, 0.025])
+    assert [gather_s(ranks, gathers_rows=False) for ranks in (1, 8)] == pytest.approx([0.1, 0.1])
+    assert gather_s(8, "weights.transport=disk") == pytest.approx(0.2)
+
+
 def test_a_cache_that_cannot_hold_one_response_is_refused() -> None:
     work = workload(memory=memory(250))
     with pytest.raises(ConfigError, match="too little for one sequence of 1000 tokens"):

@@ -36,6 +36,7 @@ from asyncrl_cli.profile.arithmetic import (
     REWARD,
     SCORERS,
     TEACHER,
+    sends_rows,
     step_optimizer_steps,
 )
 from asyncrl_cli.profile.loaded import Layer, load
@@ -256,6 +257,7 @@ def _syncing(
     return Syncing(
         parameter_bytes=num_bytes,
         gather_bytes_per_s=num_bytes / max(gather_s, 1e-6),
+        gathers_rows=sends_rows(profile) and not profile.lora.rank,
         send_bytes_per_s=num_bytes / max(publish_s + send_s, 1e-6),
         load_bytes_per_s=num_bytes / max(load_s, 1e-6),
         pause_s=max(0.0, pause_s - within_pause_s),

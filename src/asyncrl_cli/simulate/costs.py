@@ -38,6 +38,7 @@ from asyncrl_cli.profile.arithmetic import (
     max_context_tokens,
     mixed_requeues,
     mixes,
+    sends_rows,
     trainer_columns,
 )
 from asyncrl_cli.profile.schema import Profile
@@ -99,6 +100,9 @@ class Costs:
     def trainer_times(self) -> TrainerTimes:
         syncing = self.workload.syncing
         gather_s = syncing.parameter_bytes / syncing.gather_bytes_per_s
+        if syncing.gathers_rows:
+            senders = self.ranks if sends_rows(self.profile) else 1
+            gather_s *= self.workload.training.reference_gpus / senders
         return TrainerTimes(
             train_s=self._train_s,
             old_logprob_tokens=lambda batch: _tokens(self._scored(batch))[0],

@@ -273,7 +273,10 @@ class Syncing(Section):
     parameter_bytes: Bytes
     """Bytes of the published weights."""
     gather_bytes_per_s: Bytes
-    """Trainer gathers full parameters into buckets (stalls training)."""
+    """Trainer copies the parameters into buckets (stalls training)."""
+    gathers_rows: bool = False
+    """Whether that was measured with `training.reference_gpus` ranks that each copied its own rows, so that
+    more ranks are faster. Otherwise rank 0 gathered all."""
     send_bytes_per_s: Bytes
     """Buckets are sent to a worker's second buffer (stalls nobody)."""
     load_bytes_per_s: Bytes
