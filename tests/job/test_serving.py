@@ -39,6 +39,7 @@ class Starting(ScriptedEngine):
 async def serve(tmp_path, monkeypatch, engine: Starting, token_file, said: list[str], **rollout):
     monkeypatch.setattr(serving, "make_engine", lambda *given: engine)
     monkeypatch.setattr(serving, "load_chat", lambda *given, **more: CHAT)
+    monkeypatch.setattr(serving, "facts_of", lambda *given: {})  # reads a model's config.json
     profile = Profile(rollout=RolloutSection(**rollout))
     place = ProcessPlace(model_dir=str(tmp_path), device="cpu", threads=1)
     with serving.bound("127.0.0.1", 0) as listening:

@@ -45,6 +45,11 @@ def kept_by(probabilities: torch.Tensor, top_k: int = 20, top_p: float = 0.95) -
     return set(ids[:top_k][before < top_p].tolist())
 
 
+def is_kept_by(ids: list[int], row: torch.Tensor) -> bool:
+    """Also if rounding decides about the last token."""
+    return kept_by(row, top_p=0.9499) <= set(ids) <= kept_by(row, top_p=0.9501)
+
+
 def check(there: World, prompt: list[int], completion: Completion, version: int) -> None:
     probabilities = plain_probabilities(there, version, prompt + completion.tokens)[len(prompt) - 1 :]
     kept = completion.fields[KEPT_TOKENS]
@@ -52,7 +57,7 @@ def check(there: World, prompt: list[int], completion: Completion, version: int)
     for row, token, ids, logprob in zip(
         probabilities[:-1], completion.tokens, kept, completion.logprobs, strict=True
     ):
-        assert set(ids) == kept_by(row)
+        assert is_kept_by(ids, row)
         assert logprob == pytest.approx((row[token] / row[ids].sum()).log().item(), abs=1e-4)
 
 
@@ -86,7 +91,7 @@ async def test_masks_stay_with_their_tokens_through_a_load(there: World) -> None
             pairs = zip(probabilities, whole.fields[KEPT_TOKENS], whole.versions, strict=False)
             for row, ids, sampled_by in pairs:
                 if sampled_by == version:
-                    assert set(ids) == kept_by(row)
+                    assert is_kept_by(ids, row)
     assert crossed
 
 
