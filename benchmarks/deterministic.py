@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 
 from tests.run.commands import lines
-from tests.run.fingerprints import DETERMINISTIC, SETS_OF, busy_core, train
+from tests.run.fingerprints import DETERMINISTIC, RANKS, SETS_OF, busy_core, train
 
 PROFILES = (*SETS_OF,)
 
@@ -53,7 +53,7 @@ def main() -> int:
         row(profile, "deterministic")
         with busy_core():
             row(profile, "busy and killed", kill_after=options.steps // 2)
-    k_is_1 = ("async_training.trigger_parameter_sync_step=1", "placement.trainer_workers=2")
+    k_is_1 = ("async_training.trigger_parameter_sync_step=1", *RANKS)
     stream = row("stream-off-policy", "deterministic", *k_is_1) if "colocate" in found else {}
     for profile, prints in {**found, "stream-off-policy": stream}.items():
         if profile in ("on-policy-pipeline", "stream-off-policy") and "colocate" in found:

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from asyncrl_cli.audit import accounts
 from asyncrl_cli.audit.run_files import Sample, SampledGroup
 from asyncrl_cli.audit.samples import _estimated
 from asyncrl_cli.audit.weights import logprob_claims
@@ -54,3 +55,18 @@ def test_logprobs_among_kept_tokens_or_of_recorded_experts_are_not_checked_witho
     (claim,) = logprob_claims(files, 1, check_all=True, progress=str)
     assert claim.verdict == "not checked"
     assert claim.unchecked.startswith(f"1 trajectories: their {lacking} are not")
+
+
+def test_idle_times_count_a_span_that_begins_before_the_end_of_the_one_before() -> None:
+    """The driver learns an executor's clock better by 1.4 ms: 0.18 of 0.78 s are idle in step 2."""
+    spans = [["busy", 12.3, 13.0637], ["starved", 13.0637, 13.0638], ["starved", 13.0624, 13.2414]]
+    files = SimpleNamespace(
+        status={"executors": [{"name": "trainer", "role": "trainer"}]},
+        timeline=[
+            {"step": 1, "spans": {"trainer": spans}, "covered": {"trainer": 13.0638}},
+            {"step": 2, "spans": {"trainer": [["busy", 13.2414, 13.8453]]}, "covered": {"trainer": 13.8453}},
+        ],
+        metrics=[{"step": 1, "trainer/idle_ratio": 0.0}, {"step": 2, "trainer/idle_ratio": 0.2272}],
+    )
+    claim = accounts._idle(files, "trainer", "trainer")
+    assert (claim.cases, claim.wrong) == (2, [])

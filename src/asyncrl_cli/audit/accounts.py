@@ -7,7 +7,7 @@ from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from fractions import Fraction
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 from asyncrl_cli.audit.claims import Claim
 from asyncrl_cli.audit.run_files import Line, RunFiles
@@ -192,18 +192,20 @@ def _idle(files: RunFiles, role: str, key: str) -> Claim:
         own = (span for line in files.timeline for span in line["spans"].get(name, ()))
         spans[name] = sorted(own, key=lambda span: span[1])
     starts = {name: [start_s for _, start_s, _ in own] for name, own in spans.items()}
+    # spans may overlap by milliseconds, whenever the driver has learned an executor's clock better
+    ends = {name: list(accumulate((end_s for _, _, end_s in own), max)) for name, own in spans.items()}
     covered = {line["step"]: line.get("covered", {}) for line in files.timeline}
     for line in files.metrics:
         step, shares, shortest_s = line.get("step"), list[float](), math.inf
         for name in (name for name in names if name in covered.get(step, {})):
             begin, end = until[name], covered[step][name]
             until[name] = end
-            first, last = max(bisect_right(starts[name], begin) - 1, 0), bisect_right(starts[name], end)
+            first, last = bisect_right(ends[name], begin), bisect_right(starts[name], end)
             inside = [(state, min(b, end) - max(a, begin)) for state, a, b in spans[name][first:last]]
             total = sum(seconds for _, seconds in inside if seconds > 0)
             idle = sum(seconds for state, seconds in inside if seconds > 0 and state in IDLE[role])
             # the last spans of an attempt are never written: a later line would have them
-            if total > 0 and max(b for _, _, b in spans[name][first:last]) > end - SLACK_S:
+            if total > 0 and ends[name][last - 1] > end - SLACK_S:
                 shares.append(idle / total)
                 shortest_s = min(shortest_s, total)
         if len(shares) == len(names) > 0:

@@ -106,7 +106,7 @@ async def serve_until_stopped(
             routes = [*admin, *async_rl_routes(gateway, loader, updates), *metrics_route(gateway, engine)]
             routes += worker_routes(gateway, loader, facts)
             await gateway.start(routes, listening)
-            say(f"serving {place.model_dir} at {gateway.url}; the key is in {token_file}")
+            say(f"serving {place.model_dir} at {gateway.url}; the token is in {token_file}")
             await stop.wait()
         finally:
             await gateway.close()

@@ -204,7 +204,8 @@ class ReportBook:
         ran there."""
         running_tokens = self.running_tokens(worker)
         for executor in self._in_process(worker):
-            gauges = dict.fromkeys(executor.report.gauges, 0.0)
+            # integers, as a timeline counts sequences
+            gauges: dict[str, float] = dict.fromkeys(executor.report.gauges, 0)
             if "slots" in gauges:
                 gauges["slots"] = executor.report.gauges["slots"]
             executor.report = replace(

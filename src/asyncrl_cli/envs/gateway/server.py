@@ -215,7 +215,7 @@ class Gateway:
     def check_admin(self, request: web.Request) -> None:
         """Raises Refused unless the request has the admin key."""
         if not _has_key(request, self.admin_key):
-            raise Refused(401, "the admin key is wrong or missing", "invalid_api_key")
+            raise Refused(401, "the token (in a run: the admin key) is wrong or missing", "invalid_api_key")
 
     def _session_of(self, request: web.Request) -> Session:
         """The session that the request's path and key name; a new one for the admin. Raises Refused."""
