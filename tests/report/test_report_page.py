@@ -171,6 +171,19 @@ def test_the_verdict_says_what_the_figures_mean(tmp_path, figures, said):
     assert said in words(page(make_run(tmp_path / "otter", lines=lines)))
 
 
+@pytest.mark.parametrize(
+    ("target", "said"),
+    [
+        (0.02, "0.50 windows ahead on average (staleness_threshold 1): KL 0.0100, target 0.02."),
+        (0.002, "KL 0.0100, target 0.002. What is left with nothing ahead is no staleness"),
+    ],
+)
+def test_the_verdict_says_whether_the_governor_reached_its_target(tmp_path, target, said):
+    sets = ("async_training.staleness_threshold=1", f"async_training.target_kl={target}")
+    lines = [line(step, **{"correction/kl": 0.01, "governor/eta": 0.5}) for step in range(1, 7)]
+    assert said in words(page(make_run(tmp_path / "otter", lines=lines, sets=sets)))
+
+
 def scores(*rewards, version):
     known = {
         "event": "eval",

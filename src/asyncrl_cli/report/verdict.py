@@ -30,6 +30,8 @@ FEW_SLOTS = 0.6
 full ones."""
 COSTLY = 0.05
 """A part of a step (a checkpoint, gathering) above this share of the time is worth a change."""
+OVER_TARGET = 1.25
+"""KL above the governor's target by this much is more than the scatter of its windows."""
 CLIPPED = 0.2
 """Share of clipped tokens above which much of a batch teaches nothing."""
 WITHOUT_REFERENCE = 0.2
@@ -221,6 +223,14 @@ def _data(totals: Totals, settings: LoopSettings) -> Iterator[Remark]:
         change = f"{advice[:1].upper()}{advice[1:]}." if is_outside else ""
         text = f"{text.format(number(figure, 4))}{by_age}: {place}."
         yield Remark(about, "bad" if is_outside else "good", text, change)
+    kl, eta = totals.mean("correction/kl"), totals.mean("governor/eta")
+    if training.target_kl is not None and kl is not None and eta is not None:
+        is_missed = kl > OVER_TARGET * training.target_kl
+        text = f"Generation ran at most {number(eta)} windows ahead on average (staleness_threshold "
+        text += f"{training.staleness_threshold:g}): KL {number(kl, 4)}, target {training.target_kl:g}."
+        change = "What is left with nothing ahead is no staleness: a smaller trainer.lr or "
+        change += "trigger_parameter_sync_step, or a target_kl that this run can reach."
+        yield Remark("governor", "bad" if is_missed else "good", text, change if is_missed else "")
     if (clipped := totals.mean("correction/clipped_ratio") or 0.0) > CLIPPED:
         text = f"The loss clipped {share(clipped)} of the tokens, which then teach nothing."
         change = "A smaller trainer.lr, wider clip_ratio_low and clip_ratio_high, or less staleness."
