@@ -54,6 +54,7 @@ def serve(
     loaded = load_profile("base", given)
     device = device_of(loaded.profile, here)
     profile = for_device(loaded, device).profile
+    say(f"loading {model} into the engine {profile.rollout.engine} on {device}")
     set_up_process(threads=here.cpus, log_path=None)  # before anything imports torch
     from asyncrl_cli.job.serving import bound, serve_until_stopped
 

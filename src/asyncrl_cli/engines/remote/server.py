@@ -128,7 +128,8 @@ class Server:
     def failed(self, why: str, status: int = 0) -> ServerFailed:
         ours = "not `vllm serve`, but `asyncrl serve --engine vllm`, as new as this run's asyncrl"
         hints = {401: "rollout.token_file has another token", 404: ours}
-        hint = hints.get(status, "its log may say why; `asyncrl serve --host` lets other machines in")
+        down = "is `asyncrl serve` running there? Its log may say why not; --host lets other machines in"
+        hint = hints.get(status, down)
         failed = ServerFailed(f"server {self.url}: {why}", hint=hint)
         failed.status = status
         return failed
