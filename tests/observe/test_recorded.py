@@ -70,10 +70,11 @@ def test_events_of_steps_that_a_resume_trained_again_are_left_out(recorded):
         {"event": "trained", "time_s": 1.0, "step": 1},
         {"event": "trained", "time_s": 1.9, "step": 2},
         {"event": "checkpointed", "time_s": 2.0, "step": 2},
+        {"event": "trained", "time_s": 1.9001, "step": 3},
         {"event": "trained", "time_s": 3.0, "step": 3},
     ]
     after = [
-        {"event": "resumed", "time_s": 1.9, "from_step": 2},
+        {"event": "resumed", "time_s": 1.9002, "from_step": 2, "from_time_s": 1.9},
         {"event": "trained", "time_s": 2.9, "step": 3},
     ]
     recorded.files.events.write_text(lines(*before, *after))
@@ -81,7 +82,7 @@ def test_events_of_steps_that_a_resume_trained_again_are_left_out(recorded):
         ("trained", 1.0),
         ("trained", 1.9),
         ("checkpointed", 2.0),
-        ("resumed", 1.9),
+        ("resumed", 1.9002),
         ("trained", 2.9),
     ]
     assert [event["time_s"] for event in recorded.events("trained")] == [1.0, 1.9, 2.9]

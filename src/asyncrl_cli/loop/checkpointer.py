@@ -200,7 +200,7 @@ def thaw(run: RunState, resumed: ResumeFrom) -> None:
     run.admission.version, run.admission.taken_in_window = _window(state, run.settings)
     if run.admission.governor is not None:
         run.admission.governor.resume(run.version, state.get("governor"))
-    run.progress.event("resumed", from_step=state["step"])
+    run.progress.event("resumed", from_step=state["step"], from_time_s=state["time_s"])
     n, lost_tokens = run.settings.profile.rollout.n, state["running_tokens"]
     group_states.restore(run.groups, state["groups"], resumed.payloads, n, lost_tokens)
     if not resumed.continues:

@@ -186,7 +186,7 @@ def _is_abandoned(event: EventLine, resumed: EventLine) -> bool:
         return event.get("step", 0) > resumed.get("from_step", 0)
     if event["event"] == "eval":
         return event.get("version", 0) > resumed.get("version", 0)
-    return event.get("time_s", 0.0) > resumed.get("time_s", 0.0)
+    return event.get("time_s", 0.0) > resumed.get("from_time_s", resumed.get("time_s", 0.0))
 
 
 def _is_usable(value: object, is_list: bool) -> bool:
