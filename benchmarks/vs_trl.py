@@ -83,6 +83,7 @@ def sets_of(options: argparse.Namespace) -> list[str]:
         f"run.train_steps={options.steps}",
         f"run.seed={options.seed}",
         f"model.cache_dir={options.directory / 'models'}",
+        "algorithm.filter_groups=false",  # TRL trains every group
     ]
     return [*sets, "eval.prompts=0", "checkpoint.every_steps=0", *options.set]
 
