@@ -180,3 +180,18 @@ async def test_a_server_that_lacks_a_fact_is_none_of_this_version(
         with pytest.raises(ExecutorFailed, match="no `asyncrl serve` of this version"):
             await server.facts()
         await server.close()
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"version": "7"}, {"rollout.slots": None}, {"sums": [1]}, {"gauges": {"slots": "many"}}]
+)
+async def test_facts_of_another_kind_end_the_poll_with_an_error(
+    wrong: dict[str, Any], peer: Peer, model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote_engine, "POLL_S", 0.0)
+    async with engine_at(peer, model_dir) as engine:
+        await engine.start()
+        peer.facts |= wrong
+        assert engine._watching is not None
+        await asyncio.wait_for(engine._watching, 10)
+        assert "no `asyncrl serve` of this version" in engine.failure

@@ -4,6 +4,7 @@ And what both ends say of themselves, to be compared. The token is in no message
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -24,7 +25,8 @@ ANSWER_S = 60.0
 """How long a server may take for an answer that needs no work. One that computes on all cores takes
 seconds."""
 AGREED = ("model.dtype", "rollout.stop", "vocab_size", "vocabulary", "engine")
-COUNTED = ("version", "newest", "sums", "gauges", "sampled_tokens", "decode_steps")
+COUNTED = ("version", "newest", "sampled_tokens", "decode_steps")
+TOTALS = ("sums", "gauges")
 LIMITS = ("rollout.slots", "rollout.max_response_tokens", "env.max_context_tokens")
 
 
@@ -95,9 +97,16 @@ class Server:
 
     async def facts(self) -> dict[str, Any]:
         found = await self.ask(FACTS)
-        if not isinstance(found, dict) or not {*LIMITS, *AGREED, *COUNTED} <= found.keys():
+        try:
+            numbers = [found[name] for name in ("vocab_size", *LIMITS, *COUNTED)]
+            numbers += [number for name in TOTALS for number in found[name].values()]
+            is_whole = all(map(math.isfinite, numbers)) and {*AGREED} <= found.keys()
+        except (AttributeError, LookupError, TypeError):
+            is_whole = False
+        if not is_whole:
             raise self.failed("it is no `asyncrl serve` of this version")
-        return found
+        facts: dict[str, Any] = found
+        return facts
 
     async def ask(
         self, path: str, body: Mapping[str, object] | None = None, limit_s: float = ANSWER_S
