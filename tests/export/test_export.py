@@ -220,7 +220,7 @@ def test_a_copy_of_a_run_goes_by_its_own_name_and_no_progress_is_called_0(make_r
     said = capsys.readouterr()
     assert said.out == f"{made.runs_dir}/badger/exports/step-000003\n"
     assert "of run 'badger'" in said.err
-    assert "writing step-000003  in MB\n" in said.err
+    assert "writing step-000003 (2 MB)\n" in said.err
     assert " 0/" not in said.err
 
 

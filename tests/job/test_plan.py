@@ -117,7 +117,10 @@ def test_colocated_sides_have_a_rank_and_a_worker_on_every_core_that_they_would_
 def test_a_local_session_may_ask_for_more_cpus_than_cores_and_is_warned():
     plan = job(workers=2)
     assert plan.cpus == 3
-    assert plan.warnings == ("the job's workers compute with 3 threads on 2 cores and slow each other down",)
+    assert plan.warnings == (
+        "the job asks for 3 CPUs on 2 cores and starts all the same, but its 3 threads slow each other down: "
+        "ask for fewer workers",
+    )
 
 
 def test_gpus_are_shared_by_ratio_in_whole_rollout_workers():
@@ -296,7 +299,8 @@ def test_logical_gpus_are_counted_and_claimed_as_gpus_and_the_job_computes_on_cp
     assert rehearsal.groups == real.groups
     assert (real.device, rehearsal.device) == ("cuda", "cpu")
     assert rehearsal.warnings == (
-        "the job's workers compute with 5 threads on 2 cores and slow each other down",
+        "the job asks for 5 CPUs on 2 cores and starts all the same, but its 5 threads slow each other down: "
+        "ask for fewer workers",
     )
     with pytest.raises(PreflightError) as refused:
         job(nodes((16, 4)), device="cpu", gpu_bundles=True, **asked)

@@ -15,7 +15,7 @@ from asyncrl_cli.base.errors import ConfigError, RefusedError
 from asyncrl_cli.base.safe_files import read_bytes
 from asyncrl_cli.checkpoint.run_directory import RunDirectory
 from asyncrl_cli.observe import run_status
-from asyncrl_cli.observe.format import evals_text
+from asyncrl_cli.observe.format import evals_text, summary_rows
 from asyncrl_cli.observe.observers import Observers
 from asyncrl_cli.observe.render import render
 from asyncrl_cli.observe.run_status import RunStatus, StillStarting, read_status
@@ -212,3 +212,14 @@ def test_the_last_sixty_evals_are_kept_each_version_once(facts):
     assert [point["version"] for point in live.picture().eval.history] == [*range(10, 70)]
     live.recall([*evals[:30], {"event": "eval", "time_s": 1.0, "reward_mean": 0.5}])
     assert [point["version"] for point in live.picture().eval.history] == [*range(30)]
+
+
+def test_a_resumed_run_knows_the_warnings_of_earlier_attempts(facts):
+    observers = Observers(facts, [], clock=lambda: 5.0)
+    observers.live.recall([{"event": "warning", "time_s": float(i), "message": f"no {i}"} for i in range(25)])
+    observers.warning("a new one")
+    status = observers.live.picture()
+    assert (status.num_warnings, status.warnings[0].text) == (26, "no 6")
+    assert dict(summary_rows(status))["warnings"] == (
+        "26: 0:00:23 no 23; 0:00:24 no 24; 0:00:00 a new one; 23 more, in events.jsonl"
+    )

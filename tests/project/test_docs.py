@@ -8,6 +8,7 @@ import pytest
 import yaml
 from docs.make.references import DOCS, PAGES, renewed
 
+from asyncrl_cli.measure.states import State
 from asyncrl_cli.observe.run_lines import meaning_of
 from asyncrl_cli.profile.keys import sections
 from asyncrl_cli.profile.loaded import load
@@ -50,6 +51,13 @@ def test_the_readme_names_every_section_and_its_profile_is_one(tmp_path):
     assert loaded.warnings == ()
     named = re.search(r"The sections are ([^.]*)\.", readme)[1]
     assert re.findall(r"`(\w+)`", named) == list(sections())
+
+
+def test_the_table_of_states_has_every_state_of_an_executor():
+    concepts = (DOCS / "concepts.md").read_text(encoding="utf-8")
+    table = concepts.partition("| state | meaning |\n")[2].partition("\n\n")[0]
+    named = {name for row in table.splitlines() for name in re.findall(r"`([^`]+)`", row.split("|")[1])}
+    assert named - {"restarting"} == set(State)  # shown for `failed` while a process is started anew
 
 
 def test_every_page_has_a_place_in_the_site():

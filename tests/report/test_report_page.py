@@ -138,6 +138,11 @@ def test_a_crowded_timeline_is_merged_to_what_a_page_holds_and_keeps_where_time_
             "a worker may be computing with other weights than it was sent",
         ),
         (
+            {"sync/logprob_abs_diff": 3e-7, "sync/logprob_abs_diff_median": 0.0},
+            "differed by 3e-07 on average, and by 0 in the median of the probes of a load, at most; the "
+            "limit of the median is 0.001.",
+        ),
+        (
             {"timing/eval_s": 5.0},
             "Hardly anyone: the trainer idled 10% of the time, and 50% more during evals; the rollout",
         ),

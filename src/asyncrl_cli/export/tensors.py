@@ -201,7 +201,7 @@ def write_model(
     with _appearing(target) as working:
         copy_model_files(model_files, working, str(dtype).removeprefix("torch."))
         for name, names in split.filename_to_tensors.items():
-            progress(f"writing {target.name}", num_bytes // MB, total_mb, "in MB")
+            progress(f"writing {target.name} ({total_mb:,} MB)", num_bytes // MB, total_mb)
             cast = {
                 name: (t.to(dtype) if t.is_floating_point() else t).contiguous()
                 for name, t in read(names).items()

@@ -88,9 +88,9 @@ def make_pipeline(
     pipeline = Pipeline(LoopSettings.of(profile, all_loads_s(profile.weights, len(crew.workers))), world)
     if checkpoint is not None:
         try:
-            observers.live.recall(list(Recorded(directory.path).events("eval")))
+            observers.live.recall(list(Recorded(directory.path).events("eval", "warning")))
         except ConfigError as error:
-            observers.warning(f"the screen shows no evals from after the checkpoint: {error}")
+            observers.warning(f"the screen shows no evals and warnings of before the resume: {error}")
     return pipeline
 
 

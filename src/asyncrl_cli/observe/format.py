@@ -65,8 +65,8 @@ def share(value: object) -> str:
 
 count = partial(_written, form=",.0f")
 """`12,345`."""
-small = partial(_written, form=".1e")
-"""`2.1e-07`."""
+small = partial(_written, form=".2g")
+"""`2.1e-07`, `0`."""
 
 
 def size(num_bytes: object) -> str:
@@ -208,10 +208,10 @@ def by_set(history: Iterable[EvalPoint]) -> dict[str, list[EvalPoint]]:
 
 
 def _warnings(status: Status) -> str:
-    """How many there were, and the newest of them. A resumed run knows the texts of its own attempt."""
+    """How many there were, and the newest of them."""
     newest = [f"{clock(warning.time_s)} {warning.text}" for warning in status.warnings[-SHOWN_WARNINGS:]]
     if (more := status.num_warnings - len(newest)) > 0:
-        newest.append(f"{more} more, in events.jsonl" if newest else "in events.jsonl")
+        newest.append(f"{more} more, in events.jsonl")
     return f"{status.num_warnings}: {'; '.join(newest)}" if status.num_warnings else ""
 
 

@@ -15,7 +15,6 @@ from typing import NotRequired, TypeVar, cast
 
 from typing_extensions import TypedDict  # pydantic reads typing's own from Python 3.12 on
 
-from asyncrl_cli.base.safe_files import Count
 from asyncrl_cli.contracts.events import ENDED, Overview
 from asyncrl_cli.contracts.status import (
     AdmissionStatus,
@@ -68,7 +67,6 @@ class LiveState(TypedDict):
     rewards: list[float]
     slots: list[float]
     evals: list[EvalPoint]
-    num_warnings: Count
     eval_s: NotRequired[float | None]
 
 
@@ -83,9 +81,10 @@ class LiveStatus:
         self._overview: Overview | None = None
         self._began_s = 0.0
         self._pace: deque[tuple[float, int]] = deque(maxlen=RATE_STEPS)
-        self._state: LiveState = {"rewards": [], "slots": [], "evals": [], "num_warnings": 0, "eval_s": None}
+        self._state: LiveState = {"rewards": [], "slots": [], "evals": [], "eval_s": None}
         self._notes: deque[Note] = deque(maxlen=NOTES)
         self._warnings: deque[Note] = deque(maxlen=WARNINGS)
+        self._num_warnings = 0
 
     def line(self, line: Line) -> None:
         """A train step has ended. `StepMetrics` must have been updated with it before."""
@@ -105,8 +104,11 @@ class LiveStatus:
         if text is not None:
             self._notes.append(Note(time_s=time_s, event=name, text=text))
         if name == "warning":
-            self._state["num_warnings"] += 1
-            self._warnings.append(Note(time_s=time_s, text=str(text)))
+            self._add_warning(event)
+
+    def _add_warning(self, event: Line) -> None:
+        self._num_warnings += 1
+        self._warnings.append(Note(time_s=event.get("time_s", 0.0), text=str(event_text(event))))
 
     def _add_eval(self, event: Line) -> None:
         """Append it to the curve of its set. It replaces an earlier eval of the same version, else the oldest
@@ -122,12 +124,15 @@ class LiveStatus:
             evals.remove(one)
         evals.append(point)
 
-    def recall(self, evals: Iterable[Line]) -> None:
-        """After a resume: all evals of the run that still hold. The checkpoint lacks those that ended after
-        it."""
+    def recall(self, events: Iterable[Line]) -> None:
+        """After a resume: all warnings, and all evals of the run that still hold. The checkpoint lacks those
+        that ended after it."""
         self._state["evals"] = []
-        for event in evals:
-            self._add_eval(event)
+        for event in events:
+            if event["event"] == "eval":
+                self._add_eval(event)
+            else:
+                self._add_warning(event)
 
     def overview(self, overview: Overview) -> None:
         if self._overview is None:
@@ -187,7 +192,7 @@ class LiveStatus:
             checkpoint=overview.checkpoint if overview else "",
             notes=list(self._notes),
             warnings=list(self._warnings),
-            num_warnings=state["num_warnings"],
+            num_warnings=self._num_warnings,
             totals=self._metrics.totals(),
         )
 

@@ -296,6 +296,8 @@ def _warnings(profile: Profile, plan: JobPlan, cluster: ClusterResources) -> Ite
     # On CPUs each of the processes that share a model computes with all of its worker's threads.
     others = tensor_parallel_size(profile, plan.device) - 1 if on_cpus else 0
     threads = plan.cpus - len(plan.servers) + rollout.workers * rollout.threads * others
-    if cluster.elastic_cpus and threads > cluster.cpus:
-        cores = counted(cluster.cpus, "core")
-        yield f"the job's workers compute with {threads} threads on {cores} and slow each other down"
+    if cluster.elastic_cpus and max(threads, plan.cpus) > cluster.cpus:
+        asks = f"the job asks for {counted(plan.cpus, 'CPU')} on {counted(cluster.cpus, 'core')} and starts"
+        slow = f"but its {threads} threads slow each other down: ask for fewer workers"
+        light = "because workers whose servers generate hardly compute"
+        yield f"{asks} all the same, {slow if threads > cluster.cpus else light}"

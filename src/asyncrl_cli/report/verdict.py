@@ -237,8 +237,11 @@ def _data(totals: Totals, settings: LoopSettings) -> Iterator[Remark]:
         yield Remark("clipping", "bad", text, change)
     if (apart := totals.most("sync/logprob_abs_diff_median")) is not None:
         most_apart = settings.max_logprob_diff
-        text = f"Trainer and workers had a median absolute logprob difference of at most {small(apart)}; "
-        text += f"the limit is {small(most_apart)}."
+        average = small(totals.most("sync/logprob_abs_diff"))
+        text = (
+            f"Logprobs of workers and trainer differed by {average} on average, and by {small(apart)} in the "
+        )
+        text += f"median of the probes of a load, at most; the limit of the median is {small(most_apart)}."
         doubt = "See docs/weights.md: a worker may be computing with other weights than it was sent."
         is_close = apart <= most_apart
         yield Remark("weight syncs", "good" if is_close else "bad", text, "" if is_close else doubt)
