@@ -9,10 +9,10 @@ from fractions import Fraction
 
 import pytest
 
-from asyncrl_cli.base.errors import AsyncrlError, ExecutorFailed, Interrupted
+from asyncrl_cli.base.errors import AsyncrlError, ExecutorFailed, Interrupted, StallError
 from asyncrl_cli.contracts.weight_version import Published
 from asyncrl_cli.loop.admission import Admission
-from asyncrl_cli.loop.executors import ReportBook
+from asyncrl_cli.loop.executors import Executors, ReportBook
 from asyncrl_cli.loop.fleet import Fleet, WorkerSlots
 from asyncrl_cli.loop.groups import Groups
 from asyncrl_cli.loop.weight_sync import WeightSync
@@ -206,6 +206,18 @@ def test_colocated_a_worker_that_dies_while_the_trainer_computes_is_restarted_wh
     (restart_s,) = restarted
     window_ends_s = next(record for record in ran.recorder.steps if record.step == 2).ended_s
     assert first_s + 2 * 0.7 < restart_s <= window_ends_s
+
+
+def test_colocated_a_restart_and_a_trainer_that_wait_for_each_other_are_named(monkeypatch):
+    """Planted: the trainer goes on without having given the resources back."""
+    paused = []
+    monkeypatch.setattr(SimulatedWorker, "pause", noting(SimulatedWorker.pause, paused))
+    run_with([], "colocate")
+    monkeypatch.setattr(Executors, "lend", lambda self, is_lent: setattr(self, "is_lent", True))
+    ran = run_with([death(paused[0] + 0.2)], "colocate", stall_timeout_s=100.0)
+    assert isinstance(ran.error, StallError)
+    assert "rollout-1 (restart) waits for the trainer to give the resources back" in str(ran.error)
+    assert "; trainer waits for 4 takeable groups" in str(ran.error)
 
 
 @pytest.mark.parametrize(("hangs_after_s", "trained_steps"), [(-0.01, 0), (0.3, 2)])

@@ -213,10 +213,9 @@ class Pipeline:
             for observer in run.progress.observers:
                 observer.tick(overview(run))
             # Only the waits of "trainer" have no time limit of their own: for groups, and for loads before a
-            # checkpoint of a deterministic run.
-            is_busy = (
-                "trainer" not in changes.waits or not run.admission.fleet.is_whole() or executors.restarting
-            )
+            # checkpoint of a deterministic run. A restart has one, unless it waits for a trainer's resources.
+            is_restarting = not run.admission.fleet.is_whole() or bool(executors.restarting)
+            is_busy = "trainer" not in changes.waits or (is_restarting and not executors.is_lent)
             if changes.num_moves != moved or is_busy:
                 moved, moved_s = changes.num_moves, run.now_s()
             if run.now_s() - moved_s > stall_s:
