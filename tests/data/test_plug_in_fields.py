@@ -127,7 +127,8 @@ def test_a_scorer_that_is_no_class_with_score_is_refused_before_anything_starts(
     profile.write_text(f'{profile.read_text()}scorers = {{place = "{scorer}"}}\n')
     given = load(str(profile), environ={}).profile
     if not why:
-        check_fields(given)
+        scorers, _ = check_fields(given)
+        assert scorers["place"].file == str(profile.parent / "my_fields.py")
         return
     with pytest.raises(ConfigError) as refused:
         check_fields(given)

@@ -7,6 +7,7 @@ import json
 import os
 import time
 import zipfile
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,7 @@ from asyncrl_cli.contracts.environment import RewardSpec
 from asyncrl_cli.profile.loaded import load
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.tasks import code_choice
-from asyncrl_cli.tasks.code_choice import keep_record, origin, resolve_reward
+from asyncrl_cli.tasks.code_choice import check_fields, keep_record, origin, resolve_reward
 from asyncrl_cli.tasks.task import Task, load_task
 
 GOOD = "def score(item, response):\n    return 1.0\n"
@@ -275,6 +276,28 @@ def test_each_of_several_rewards_is_resumed_from_where_the_run_began(began, monk
     (began / "reward-2.json").unlink()
     with pytest.raises(RefusedError, match=r"reward-2.json is missing"):
         task_of(began, rewards, resumed=True)
+
+
+def test_a_scorers_class_is_resumed_from_where_the_run_began(began, monkeypatch):
+    home, elsewhere = began.parent / "home", began.parent / "elsewhere"
+    declared = "from asyncrl_cli.data.sample_fields import Field\n"
+    declared += "FIELDS = (Field(name='place', per='sampled', by='scorer'),)\n"
+    scorer = "class Place:\n    def score(self, groups, items): ...\n"
+    (began.parent / "declared.py").write_text(declared)
+    for directory in (home, elsewhere):
+        (directory / "scoring.py").write_text((directory / "mine.py").read_text() + scorer)
+    task = {"fields": "declared:FIELDS", "scorers": {"place": "scoring:Place"}}
+    profile = Profile.model_validate({"task": task | {"import_path": str(began.parent)}})
+    scorers, _ = check_fields(profile)
+    monkeypatch.chdir(elsewhere)
+    with pytest.raises(RefusedError, match=r"scorers-place.json is missing"):
+        check_fields(profile, began)
+    began_task = replace(task_of(began, "exact-match", resumed=False), scorers=scorers)
+    assert list(began_task.user_code) == ["scorers-place"]
+    keep_record(began, "scorers-place", began_task.user_code["scorers-place"])
+    resumed, notes = check_fields(profile, began)
+    assert (resumed["place"].file, notes) == (str(home / "scoring.py"), ())
+    assert not (began.parent / "executed").exists()
 
 
 def test_a_module_that_is_gone_is_refused_and_no_other_is_imported(began, monkeypatch):

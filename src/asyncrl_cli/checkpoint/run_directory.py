@@ -211,7 +211,8 @@ def never_began(run_dir: Path) -> bool:
         return False
     if any((run_dir / "checkpoints").glob("*")):
         return False
-    return all(entry.name in START_FILES or entry.name.endswith(".tmp") for entry in run_dir.iterdir())
+    passing = ("*.tmp", "scorers-*.json")
+    return all(entry.name in START_FILES or any(map(entry.match, passing)) for entry in run_dir.iterdir())
 
 
 def clear_lost(run_dir: Path) -> Path | None:

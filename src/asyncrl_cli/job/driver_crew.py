@@ -17,6 +17,7 @@ import ray
 from ray.actor import ActorHandle
 
 from asyncrl_cli.base.errors import AsyncrlError
+from asyncrl_cli.base.named_code import UserCode
 from asyncrl_cli.checkpoint.payloads import read_payloads
 from asyncrl_cli.checkpoint.reader import Checkpoint
 from asyncrl_cli.contracts.environment import RewardSpec
@@ -62,6 +63,7 @@ class CrewOrder:
     log_dir: Path
     reward: RewardSpec
     tool_class: ToolClass | None = None
+    scorers: Mapping[str, UserCode] = field(default_factory=dict)
     probe_items: Sequence[Item] = ()
     checkpoint: Checkpoint | None = None
     store: Store = field(default_factory=RayStore)
@@ -178,7 +180,7 @@ def _make_ranks(
 ) -> list[ActorHandle]:
     is_direct = order.profile.weights.transport in DIRECT_TRANSPORTS
     threads = THREADS | {"direct": order.plan.rollout_workers if is_direct else 1}
-    place = replace(place_of(order.plan, role, order.model_dir), **order.further)
+    place = replace(place_of(order.plan, role, order.model_dir), **order.further, scorers=order.scorers)
     makers = makers_of(order, role, RankHost, options, concurrency_groups=threads)
     run_dir = order.run_dir.absolute()
     given = role, order.profile, place, run_dir, probe_items, order.store.address

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from asyncrl_cli.base.errors import ConfigError, Interrupted
+from asyncrl_cli.base.named_code import UserCode
 from asyncrl_cli.builtin.tiny import UNTAUGHT, demonstrations_of
 from asyncrl_cli.contracts.item import Item, messages_of
 from asyncrl_cli.engines.port import check_engine
@@ -70,10 +71,11 @@ async def prepare(
 
     def load(check_cancelled: Callable[[], None]) -> Task:
         say("looking for the engine")
-        check_surroundings(profile, address)
+        scorers, notes = check_surroundings(profile, address, resumed)
         check_cancelled()
         say("loading the task")
         task = load_task(profile, resumed)
+        task = replace(task, scorers=scorers, notes=(*task.notes, *notes))
         check_cancelled()
         if task.ceiling is not None:
             say(expectation(task))
@@ -110,13 +112,15 @@ def expectation(task: Task) -> str:
     return f"the best play of {task.name} earns {task.ceiling:.3f} per episode on average"
 
 
-def check_surroundings(profile: Profile, address: str | None) -> None:
+def check_surroundings(
+    profile: Profile, address: str | None, resumed: Path | None = None
+) -> tuple[dict[str, UserCode], tuple[str, ...]]:
     """Check that loss, fields, scorers and environment exist and fit, the job fits here (or the cluster
     answers), the engine is installed, the sinks could start, weights.url can be written, and models in
     directories are complete. Call it before transformers is imported: broken engine packages may break that
-    import, too."""
+    import, too. Returns what `check_fields` does."""
     check_loss(profile.algorithm.loss_mode)
-    check_fields(profile)
+    scorers = check_fields(profile, resumed)
     if not profile.task.agent:
         check_environment(environment_of(profile.task))
     if environment_of(profile.task) != "one-turn" or profile.task.has_agent:
@@ -142,6 +146,7 @@ def check_surroundings(profile: Profile, address: str | None) -> None:
     check_url(profile.weights)
     model_here(profile)
     check_further_here(profile)
+    return scorers
 
 
 def check_prompts(profile: Profile, task: Task, model_dir: Path | None) -> Task:

@@ -230,6 +230,7 @@ class Run:
             log_dir=log_dir,
             reward=task.reward,
             tool_class=task.tool_class,
+            scorers=task.scorers,
             probe_items=task.train[:PROBE_ITEMS],
             checkpoint=self.checkpoint,
             expected=lambda uid: task.expected(items[uid]),

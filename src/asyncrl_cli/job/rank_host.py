@@ -36,7 +36,7 @@ import ray
 from ray import ObjectRef
 
 from asyncrl_cli.base.errors import AsyncrlError, ExecutorFailed
-from asyncrl_cli.base.named_code import UserCode, describe
+from asyncrl_cli.base.named_code import describe
 from asyncrl_cli.base.safe_files import MIB
 from asyncrl_cli.base.storage import as_storage_errors
 from asyncrl_cli.contracts.item import Item
@@ -230,8 +230,8 @@ class RankHost:
     def _make_scorer(self, init_method: str) -> None:
         role, profile, place = self._role, self._profile, self._place
         if role in profile.task.scorers:  # its processes do not work together, nor do a reward model's
-            code = UserCode(name=profile.task.scorers[role], import_path=profile.task.import_path or "")
-            self._scorer: PolicyModel | CriticApart | RewardModel | Teachers = code.load()(profile, place)
+            scorer = place.scorers[role].load()
+            self._scorer: PolicyModel | CriticApart | RewardModel | Teachers = scorer(profile, place)
             return
         self._whole = merging(profile, place) if role == PROX else iter
         if role == REWARD:

@@ -14,6 +14,7 @@ from typing import Annotated, Literal, NamedTuple, NotRequired
 from pydantic import BeforeValidator, Field, with_config
 from typing_extensions import TypedDict  # pydantic reads typing's own from Python 3.12 on
 
+from asyncrl_cli.base.named_code import UserCode
 from asyncrl_cli.profile.algorithm_section import (
     AlgorithmSection,
     CriticSection,
@@ -499,13 +500,15 @@ class ProcessPlace:
     processes, each with `device` and `threads`; this one is `index`. `model_dir` holds the model, with the
     weights of `version`.
     `ref_dir` and `critic_dir` hold the initial weights of these models if they differ from `model_dir`;
-    `teacher_dirs` the teachers by name, `reward_model_dir` the reward model, if there are any."""
+    `teacher_dirs` the teachers by name, `reward_model_dir` the reward model, if there are any. `scorers`: the
+    classes of `task.scorers` by field."""
 
     model_dir: str
     ref_dir: str = ""
     teacher_dirs: Mapping[str, str] = field(default_factory=dict)
     critic_dir: str = ""
     reward_model_dir: str = ""
+    scorers: Mapping[str, UserCode] = field(default_factory=dict)
     device: str = "cpu"
     threads: int = 1
     workers: int = 1

@@ -162,12 +162,13 @@ def resolve_tool_class(profile: Profile, run_dir: Path | None) -> tuple[ToolClas
     return ToolClass(code=code, tools=tuple(tools), rewards=tuple(rewards)), notes
 
 
-def check_fields(profile: Profile) -> None:
+def check_fields(profile: Profile, run_dir: Path | None = None) -> tuple[dict[str, UserCode], Notes]:
     """Check the fields that the profile and installed packages declare, and the classes of scorers, in child
-    processes: the modules are the user's. Raises ConfigError."""
-    name = profile.task.fields
+    processes: the modules are the user's. Returns the classes by field, and notes for the user. Raises
+    ConfigError."""
+    name, scorers, notes = profile.task.fields, dict[str, UserCode](), Notes()
     if name is None and not profile.task.scorers and not entry_points(group="asyncrl.fields"):
-        return
+        return scorers, notes
     limit_s = max(START_LIMIT_S, profile.env.tool_timeout_s)
     try:
         call_once(_declare, profile, timeout_s=limit_s)
@@ -178,8 +179,11 @@ def check_fields(profile: Profile) -> None:
         raise ConfigError(f'task.fields = "{name}" cannot be used: {why}', hint=hint) from None
     expects = "it must be a class with a method `score(self, groups, items)`"
     for field, scorer in profile.task.scorers.items():
-        key, least_s = f"scorers.{field}", SCORER_IMPORT_LIMIT_S
-        try_out(profile, None, key, scorer, _check_scorer, expects, least_s=least_s)
+        key, record, least_s = f"scorers.{field}", f"scorers-{field}", SCORER_IMPORT_LIMIT_S
+        tried = try_out(profile, run_dir, key, scorer, _check_scorer, expects, least_s=least_s, record=record)
+        scorers[field] = tried.code
+        notes = (*notes, *tried.notes)
+    return scorers, notes
 
 
 def _declare(profile: Profile) -> None:

@@ -80,19 +80,21 @@ class Task:
     tool_class: ToolClass | None = None
     eval_sets: Mapping[str, Sequence[Item]] = field(default_factory=dict)
     num_overlong: int | None = None
+    scorers: Mapping[str, UserCode] = field(default_factory=dict)
 
     @property
     def user_code(self) -> Mapping[str, UserCode]:
-        """The user's own code by the names of its records: `reward`, `reward-2`, ..., `environment`,
-        `agent`."""
+        """The user's own code by the names of its records: `reward`, `reward-2`, ..., `environment`, `agent`,
+        `scorers-<field>`."""
+        scorers = {f"scorers-{name}": code for name, code in self.scorers.items()}
         if self.reward.kind == "agent" and self.reward.function:
-            return {"agent": self.reward.function}
+            return {"agent": self.reward.function, **scorers}
         tools = self.tool_class
         parts = tools.rewards if tools else ()
         functions = [*self.reward.functions, *(code for part in parts for code in part.spec.functions)]
         names = ("reward", *(f"reward-{number}" for number in range(2, len(functions) + 1)))
         rewards = dict(zip(names, functions, strict=False))
-        return {**rewards, **({"environment": tools.code} if tools else {})}
+        return {**rewards, **({"environment": tools.code} if tools else {}), **scorers}
 
     def expected(self, item: Item) -> str | None:
         """The text to compare a response with: the reference answer, in the worked form a correct response;
