@@ -39,11 +39,6 @@ def test_a_contest_on_a_cluster_has_the_sizes_of_its_runs(monkeypatch: pytest.Mo
         assert [entry.step_groups for entry in made.entries] == [groups, groups]
 
 
-def test_windows_are_the_baselines() -> None:
-    assert contest("partial-rollout", windows=12).groups == 192
-    assert contest("colocate", baseline="stream-off-policy", windows=10).groups == 640
-
-
 def test_a_profile_named_twice_takes_part_once_and_not_against_itself() -> None:
     assert len(contest("partial-rollout", "partial-rollout").entries) == 2
     with pytest.raises(ConfigError, match="compared with itself"):
@@ -90,11 +85,6 @@ def test_other_work_or_resources_are_refused_and_the_sets_of_the_hint_make_them_
     words = shlex.split(refused.value.hint.removesuffix(" sets it for all of them"))
     assert set(words[::2]) == {"--set"}
     assert len(contest(other, baseline=baseline, sets=words[1::2]).entries) == 2
-
-
-def test_groups_and_windows_exclude_each_other() -> None:
-    with pytest.raises(ConfigError, match="both set"):
-        contest("partial-rollout", groups=64, windows=4)
 
 
 def test_what_the_bench_sets_itself_is_no_set() -> None:

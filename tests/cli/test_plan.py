@@ -369,11 +369,6 @@ def test_a_plan_rehearses_on_a_files_training_prompts_and_refuses_a_task_as_a_ru
         assert said in shown.err.partition("error: ")[2]
 
 
-def test_a_search_is_a_command_of_its_own(capsys):
-    assert run(["plan", "--tune", "laptop-tiny", "--max-staleness", "1", "--out", "my.toml"]) == 2
-    assert "hint: asyncrl tune WORKLOAD|RUN" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("machine", [[], ["--gpus", "8", "--gpu-memory", "80"]], ids=["cpu", "gpus"])
 def test_80_columns_show_the_memory_with_at_most_four_lines_each(machine, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")

@@ -123,12 +123,10 @@ def contest_of(
     sets: Sequence[str] = (),
     seeds: Sequence[int] = (0,),
     groups: int | None = None,
-    windows: int | None = None,
     workload: Workload | None = None,
     address: str | None = None,
 ) -> Contest:
-    """Check the profiles and determine the runs' length: `groups`, or about `windows` of the baseline, or
-    about a default.
+    """Check the profiles and determine the runs' length: `groups`, or about a default.
 
     Without a `baseline` that of the first profile that is a file is derived and written to `directory`
     (`keep_k`: `baseline_toml`); if all are shipped profiles it is `colocate`. Raises ConfigError if the
@@ -141,9 +139,6 @@ def contest_of(
     if keep_k and file is None:
         why = "--keep-k is for the baseline that is derived from a profile's file"
         raise ConfigError(why, hint="--profile my.toml, without --compare")
-    if groups is not None and windows is not None:
-        why = "--groups and --windows both set the length of the runs"
-        raise ConfigError(why, hint="give one of the two")
 
     def loaded(reference: str, sets: Sequence[str]) -> Loaded:
         if workload is not None:
@@ -175,7 +170,7 @@ def contest_of(
         if groups is None:
             window_groups = entries[0].window_groups
             default = workload.windows * window_groups if workload else REAL_GROUPS
-            groups = groups_for_all(entries, windows * window_groups if windows else default)
+            groups = groups_for_all(entries, default)
         _check_groups(entries, groups)
         undo.pop_all()
     return Contest(entries=entries, seeds=seeds, groups=groups, workload=workload, address=address)

@@ -145,7 +145,7 @@ def stretch_of(lines: Sequence[Line], edges: Edges | None = None) -> Stretch:
 def _too_short(windows: int) -> AsyncrlError:
     return AsyncrlError(
         f"a run of {counted(windows, 'window')} cannot be measured: the first one is warm-up",
-        hint="more --groups, or --windows 3",
+        hint="more --groups",
     )
 
 

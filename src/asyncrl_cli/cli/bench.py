@@ -73,9 +73,6 @@ def bench(
         int | None,
         number_option("--groups", "Groups that each run trains. Default: 384, or the workload's windows."),
     ] = None,
-    windows: Annotated[
-        int | None, number_option("--windows", "Length of each run in windows of the baseline.")
-    ] = None,
     sets: Annotated[
         list[str] | None,
         set_option(
@@ -110,7 +107,6 @@ def bench(
             sets=sets or (),
             seeds=range(seed, seed + repeat),
             groups=groups,
-            windows=windows,
             workload=workload,
             address=address,
         )

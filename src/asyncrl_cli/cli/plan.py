@@ -77,17 +77,11 @@ def plan(
         bool, typer.Option("--ask-hub", help="Download a hub model's config.json, to estimate its memory.")
     ] = False,
     as_json: JsonOption = False,
-    search: Annotated[
-        str | None, typer.Option("--tune", "--max-staleness", "--out", metavar="X", hidden=True)
-    ] = None,
 ) -> None:
     """Show a profile's mode, groups, windows, admission budget, staleness bound, placement and memory.
 
     Exits as `train` would: with 2 for a wrong setting, task or reward; with 3 for a missing model, too few
     GPUs, or if the job does not fit their memory by the estimate."""
-    if search is not None:
-        moved = "the search for faster settings is a command of its own"
-        raise ConfigError(f"--tune, --max-staleness and --out: {moved}", hint="asyncrl tune WORKLOAD|RUN")
     if address is not None and (gpus is not None or nodes > 1):
         other = "--gpus" if gpus is not None else "--nodes"
         what = f"{other} plans for hypothetical machines, --address for a real cluster"

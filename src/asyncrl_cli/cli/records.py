@@ -81,19 +81,12 @@ def report(
         list[str], run_argument("RUN...", "Names or directories of runs, or the directory of a bench.")
     ],
     out: ReportOption = None,
-    search: Annotated[
-        bool,
-        typer.Option(
-            "--tune",
-            help="Also search for the settings that would have been fastest. Takes minutes; simulated.",
-        ),
-    ] = False,
     open_it: OpenOption = False,
     runs_dir: RunsDirOption = RUNS_DIR,
 ) -> None:
     """Write a report of one or more runs as one HTML file: a verdict in words, and charts of everything
     measured."""
-    _write(runs, out, runs_dir, open_it, search=search)
+    _write(runs, out, runs_dir, open_it)
 
 
 def compare(
@@ -128,7 +121,7 @@ def compare(
         names = [Column(name, justify="right") for name in comparison.names]
         shown = [figure for figure in comparison.figures if figure.label.startswith(MAIN_FIGURES)]
         print_table(["", *names], [(figure.label, *figure.texts) for figure in shown])
-        return _write(runs, out, runs_dir, open_it, target=reward)
+        return _write(runs, out, runs_dir, open_it, reward)
     warn(*(note for run in recorded for note in run.damage.notes), *comparison.doubts)
     print_json(comparison.to_json())
 
@@ -138,15 +131,13 @@ def _write(
     out: Path | None,
     runs_dir: Path,
     open_it: bool,
-    *,
-    search: bool = False,
     target: float | None = None,
 ) -> None:
     from asyncrl_cli.observe.screen import ProgressLine
     from asyncrl_cli.report.write import write_report
 
     with ProgressLine("auto") as progress:
-        path, notes = write_report(runs, out, runs_dir, progress, search=search, target=target)
+        path, notes = write_report(runs, out, runs_dir, progress, target)
     warn(*notes)
     say(f"{path.stat().st_size / 10**6:.1f} MB; the file needs no network")
     print_text(str(path))

@@ -55,12 +55,10 @@ def write_report(
     out: Path | None,
     runs_dir: Path,
     progress: Callable[..., None],
-    *,
-    search: bool = False,
     target: float | None = None,
 ) -> tuple[Path, list[str]]:
     """Write the page of these runs, or of one bench's directory, and return its file, and what was left out
-    because it is damaged. `search`: with the setting that a simulated search recommends for each run.
+    because it is damaged.
 
     Raises ConfigError if a run or bench does not exist, RefusedError for a run without train steps, and as
     `check_out`.
@@ -86,7 +84,6 @@ def write_report(
         doubts = comparison.doubts
         heading = "Side by side: whole runs, with warm-up and evals" if bench else "Side by side"
         words += side_by_side_html(comparison, heading)
-    words += "".join(searched(recorded, runs_dir, progress) for recorded in found if search)
     progress(f"writing {path}")
     title = f"bench {bench.resolve().name}" if bench else " · ".join(run.name for run in runs)
     library = plotly() if runs else ""
@@ -94,23 +91,6 @@ def write_report(
     if is_renewed:  # of other runs, perhaps
         doubts = [*doubts, f"the report that was in {path} is replaced; --out FILE would keep it"]
     return path, [note for recorded in found for note in recorded.damage.notes] + doubts
-
-
-def searched(recorded: Recorded, runs_dir: Path, progress: Callable[..., None]) -> str:
-    """What `tune` recommends for the run. Raises as `tune`."""
-    from asyncrl_cli.bench.recommendation import TuneRequest, tune
-
-    tuned = tune(TuneRequest(reference=str(recorded.files.path), runs_dir=runs_dir), progress)
-    best, speedup = tuned.found.best, tuned.found.speedup
-    heading = f"SIMULATED: what would be faster than {recorded.name}"
-    if best == tuned.found.current:
-        text = f"Nothing that was tried: its own setting is the fastest; {tuned.bound}."
-        return card(heading, f"<p>{escape(text)}</p>")
-    against = f", {speedup:.2f} times as fast as the simulated run with its own setting" if speedup else ""
-    window = f"{best.window_time_s:.4g} s per {tuned.window_groups} groups"
-    text = f"{best.setting.split} {best.setting.split_names}, {window}{against}; {tuned.bound}."
-    keys = "".join(f"<li><code>--set {escape(entry)}</code></li>" for entry in tuned.recommended_sets)
-    return card(heading, f"<p>{escape(text)}</p><ul>{keys}</ul>")
 
 
 def runs_in(directory: Path) -> list[Recorded]:
