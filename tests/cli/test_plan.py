@@ -185,15 +185,20 @@ def test_a_store_that_this_machine_cannot_hold_is_warned_of(qwen_7b, capsys, mon
 def test_a_plan_asks_servers_of_others_only_for_a_run_here(capsys, monkeypatch, tmp_path):
     monkeypatch.setenv("COLUMNS", "200")
     (tmp_path / "key").write_text("a-token-that-others-may-read")
-    (tmp_path / "key").chmod(0o644)
-    sets = ["rollout.engine=remote", 'rollout.urls=["http://127.0.0.1:9"]', "weights.transport=disk"]
-    sets.append(f"rollout.token_file={tmp_path}/key")
+    sets = ["rollout.engine=remote", 'rollout.urls=["http://127.0.0.1:9/", "http://localhost:9"]']
+    sets += ["weights.transport=disk", f"rollout.token_file={tmp_path}/key"]
     plan = ["plan", "-p", "base", *(word for text in sets for word in ("--set", text))]
-    refusal = "would be refused: "
-    for words, is_refused in (([], True), (["--gpus", "8"], False)):
-        assert run([*plan, *words]) == 0
-        said = capsys.readouterr().err
-        assert (refusal in said, "mode 0644" in said) == (is_refused, is_refused), said
+    for mode, code, named in (
+        (0o644, 4, ["mode 0644"]),
+        (0o600, 3, ["server http://127.0.0.1:9: ", "server http://localhost:9: "]),
+    ):
+        (tmp_path / "key").chmod(mode)
+        assert run(plan) == code
+        said = capsys.readouterr()
+        assert ("staleness bound" in said.out, "error:" in said.err) == (True, True)
+        assert [text in said.err for text in named] == [True] * len(named), said.err
+        assert run([*plan, "--gpus", "8"]) == 0
+        assert not [text for text in named if text in capsys.readouterr().err]
 
 
 def test_the_doctor_says_which_model_the_shared_memory_has_room_for(monkeypatch):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import signal
 import time
@@ -67,6 +68,22 @@ def test_a_signal_during_the_start_ends_it_afterwards_and_a_second_of_either_kin
     asyncio.run(asyncio.wait_for(main(), 20))
     assert said == ["ending; a second signal ends at once"]
     assert engine.num_closed == 1
+
+
+def test_garbage_is_collected_while_it_serves_but_not_while_it_starts(tmp_path, monkeypatch):
+    engine, said = Starting(says=str), list[str]()
+
+    async def main() -> None:
+        served = asyncio.create_task(serve(tmp_path, monkeypatch, engine, tmp_path / "token", said))
+        await until(lambda: engine.started)
+        assert not gc.isenabled()
+        engine.held.set()
+        await until(lambda: bool(said))
+        assert (said[0].startswith("serving"), gc.isenabled()) == (True, True)
+        os.kill(os.getpid(), signal.SIGTERM)
+        await served
+
+    asyncio.run(asyncio.wait_for(main(), 20))
 
 
 def test_a_token_file_that_cannot_be_written_is_refused_before_the_model_is_loaded(tmp_path, monkeypatch):

@@ -15,6 +15,7 @@ from rich.text import Text
 from asyncrl_cli.base.errors import AsyncrlError, PreflightError
 from asyncrl_cli.base.paths import expand
 from asyncrl_cli.cli.console import print_json, print_prose, print_table, print_text, warn
+from asyncrl_cli.engines.port import kind_of
 from asyncrl_cli.job.ray.session import check_shared_memory
 from asyncrl_cli.models.model_directory import model_here, tokenizer_here
 from asyncrl_cli.models.shape import parameters_of
@@ -59,7 +60,7 @@ def print_plan(
     Raises PreflightError if the job cannot run there: before printing if no plan can be made, otherwise after
     printing the plan; also if `weights.url` cannot be written. Raises ConfigError for an unknown loss, and
     for fields and scorers that cannot be used.
-    A plan for this machine ends with the error of the model or the task that `train` would be refused with;
+    A plan for this machine ends with the error of model, servers or task that `train` would be refused with;
     what only the machine lacks is a warning.
     """
     check_loss(loaded.profile.algorithm.loss_mode)
@@ -122,6 +123,7 @@ def print_plan(
             from asyncrl_cli.job.driver_prompt_checks import check_further_here
 
             check_further_here(profile)
+            kind_of(profile).check_servers(profile, model_dir)
     except AsyncrlError as error:
         verdict = verdict or error
     rehearsal = _rehearsed(profile, model_dir)

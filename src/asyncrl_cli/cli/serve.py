@@ -17,7 +17,9 @@ EXAMPLES = """
 
 
 def serve(
-    model: Annotated[str, text_option("--model", "DIR", "A model directory, a hub name or a .gguf file.")],
+    model: Annotated[
+        str, text_option("--model", "DIR", "A model directory, a hub name, a .gguf file or builtin:tiny.")
+    ],
     engine: Annotated[Literal["transformers", "vllm"], typer.Option("--engine", help="Inference engine.")] = (
         "transformers"
     ),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from asyncrl_cli.base.errors import ConfigError
@@ -309,9 +310,9 @@ class EngineKind:
     """Raises PreflightError if the engine cannot run on this machine, on that device."""
     check_driver: Callable[[], None] = lambda: None
     """Raises PreflightError for what would break the driver of a job whose workers are on other machines."""
-    check_servers: Callable[[Profile], None] = lambda profile: None
-    """Raises PreflightError or RefusedError if servers that others have started cannot be used. Called where
-    the driver is."""
+    check_servers: Callable[[Profile, Path | None], None] = lambda profile, model_dir: None
+    """Raises PreflightError or RefusedError if servers that others have started cannot be used, for the model
+    in this directory if it is known. Called where the driver is."""
 
 
 def kind_of(profile: Profile) -> EngineKind:
@@ -343,4 +344,4 @@ def check_engine(profile: Profile, device: str, *, is_elsewhere: bool = False) -
     else:
         kind.check_here(device)
         kind.check_arguments(profile, device)
-    kind.check_servers(profile)
+    kind.check_servers(profile, None)

@@ -18,7 +18,7 @@ from asyncrl_cli.base.errors import ConfigError, Interrupted
 from asyncrl_cli.base.named_code import UserCode
 from asyncrl_cli.builtin.tiny import UNTAUGHT, demonstrations_of
 from asyncrl_cli.contracts.item import Item, messages_of
-from asyncrl_cli.engines.port import check_engine
+from asyncrl_cli.engines.port import check_engine, kind_of
 from asyncrl_cli.envs import check_environment
 from asyncrl_cli.job.driver_prompt_checks import (
     check_curriculum,
@@ -90,6 +90,7 @@ async def prepare(
 
         progress("preparing the model")
         model_dir = resolve_model(profile, task, progress=progress)
+        kind_of(profile).check_servers(profile, model_dir)  # their vocabularies, too
         further = further_models(profile, model_dir)
         check_cancelled()
         fitting = check_prompts(profile, task, model_dir)

@@ -10,6 +10,7 @@ engine's processes end; if the model is still being loaded, once it is. A second
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import signal
 import socket
@@ -91,27 +92,29 @@ async def serve_until_stopped(
         trusted, max_tokens = profile.model.trust_remote_code, limits.max_context_tokens
         chat = load_chat(place.model_dir, trust_remote_code=trusted, max_tokens=max_tokens)
         loader = Loader(engine, profile.weights, meter, place.version, Slots(slots, hold=True))
-        key = key_in(token_file)
-        gateway = Gateway(engine, chat, sampling, limits, key=key, follows_requests=True)
-        facts = facts_of(profile, Path(place.model_dir)) | {"engine": profile.rollout.engine}
-        files = Path(place.model_dir).glob("*.safetensors")
-        updates = Updates(loader, WIDEST * sum(path.stat().st_size for path in files), timeout_s)
-        if not key:  # before the model is loaded, which may take minutes
-            write_key(token_file, gateway.admin_key)
-        try:
+    key = key_in(token_file)
+    gateway = Gateway(engine, chat, sampling, limits, key=key, follows_requests=True)
+    facts = facts_of(profile, Path(place.model_dir)) | {"engine": profile.rollout.engine}
+    files = Path(place.model_dir).glob("*.safetensors")
+    updates = Updates(loader, WIDEST * sum(path.stat().st_size for path in files), timeout_s)
+    if not key:  # before the model is loaded, which may take minutes
+        write_key(token_file, gateway.admin_key)
+    try:
+        with no_collection_while_starting():
             await engine.start()
-            if stop.is_set():
-                return
-            admin = admin_routes(gateway, loader, updates.one_at_a_time)
-            routes = [*admin, *async_rl_routes(gateway, loader, updates), *metrics_route(gateway, engine)]
-            routes += worker_routes(gateway, loader, facts)
-            await gateway.start(routes, listening)
-            say(f"serving {place.model_dir} at {gateway.url}; the token is in {token_file}")
-            await stop.wait()
-        finally:
-            await gateway.close()
-            await engine.close()
-            updates.close()
+        if stop.is_set():
+            return
+        admin = admin_routes(gateway, loader, updates.one_at_a_time)
+        routes = [*admin, *async_rl_routes(gateway, loader, updates), *metrics_route(gateway, engine)]
+        routes += worker_routes(gateway, loader, facts)
+        await gateway.start(routes, listening)
+        say(f"serving {place.model_dir} at {gateway.url}; the token is in {token_file}")
+        await stop.wait()
+    finally:
+        await gateway.close()
+        await engine.close()
+        updates.close()
+        gc.unfreeze()  # what is never collected, triton would report as leaked at the exit
 
 
 def metrics_route(gateway: Gateway, engine: Engine) -> web.RouteTableDef:

@@ -14,7 +14,7 @@ from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 
-from asyncrl_cli.base.errors import AsyncrlError, PreflightError, RefusedError
+from asyncrl_cli.base.errors import AsyncrlError, PreflightError
 from asyncrl_cli.data import transferqueue_package as tq
 from asyncrl_cli.engines.port import kind_of
 from asyncrl_cli.engines.vllm import vllm_kind
@@ -49,16 +49,15 @@ Say = Callable[..., None]
 
 
 def engine_refusal(profile: Profile, device: str, *, is_here: bool) -> AsyncrlError | None:
-    """The error of a run on this machine if its engine is missing or does not work, or a server of others
-    cannot be used; None if all is well, or the run is not here. It is returned, not raised, because a plan
-    does not need them. Raises ConfigError for arguments that the engine refuses everywhere."""
+    """The error of a run on this machine if its engine is missing or does not work; None if all is well, or
+    the run is not here. It is returned, not raised, because a plan does not need it. Raises ConfigError for
+    arguments that the engine refuses everywhere."""
     kind = kind_of(profile)
     try:
         kind.check_arguments(profile, device)
         if is_here:
             kind.check_here(device)
-            kind.check_servers(profile)
-    except (PreflightError, RefusedError) as refusal:
+    except PreflightError as refusal:
         return refusal if is_here else None
     return None
 

@@ -15,7 +15,7 @@ from transformers import Qwen3ForCausalLM
 
 from asyncrl_cli.base.errors import ExecutorFailed, PreflightError
 from asyncrl_cli.engines.port import Completion, check_engine
-from asyncrl_cli.engines.remote import remote_engine, server
+from asyncrl_cli.engines.remote import KIND, remote_engine, server
 from asyncrl_cli.engines.remote.remote_engine import RemoteEngine
 from asyncrl_cli.weights.receivers import manifest_of
 from asyncrl_cli.weights.senders import DiskSender
@@ -244,6 +244,11 @@ def test_another_tokenizer_a_wrong_token_and_no_token_are_refused(
             runner.run(engine.start())
         runner.run(engine.close())
     assert f"--model {other}" in refused.value.hint
+    profile, _ = remote_profile(served, other)
+    check_engine(profile, "cpu")
+    with pytest.raises(PreflightError, match=r"vocabulary is \w+ there"):  # the driver's, once it has a model
+        KIND.check_servers(profile, other)
+    KIND.check_servers(profile, model_dir)
 
     (tmp_path / "wrong").write_text("a token of somebody else")
     (tmp_path / "wrong").chmod(0o600)

@@ -5,14 +5,16 @@ from __future__ import annotations
 
 import asyncio
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from pkgutil import resolve_name
 
 from asyncrl_cli.base.errors import ConfigError, PreflightError
 from asyncrl_cli.engines.port import Engine, EngineKind
 from asyncrl_cli.profile.schema import ProcessPlace, Profile
 
-URL = re.compile(r"https?://([\w.-]+|\[[\da-fA-F:]+\])(:\d{1,5})?")
+URL = re.compile(r"https?://([\w.-]+|\[[\da-fA-F:]+\])(:\d{1,5})?/?")
 
 
 def conflicts(profile: Profile) -> Iterator[ConfigError]:
@@ -22,9 +24,12 @@ def conflicts(profile: Profile) -> Iterator[ConfigError]:
         if not URL.fullmatch(url):
             why = f'rollout.urls: "{url.rpartition("@")[2]}" is not of the form http://HOST:PORT'
             yield ConfigError(why, hint="no path, no user, nothing after the port: http://host:8000")
-    if not urls or len({*urls}) < len(urls):
+    if not urls:
         hint = "--set 'rollout.urls=[\"http://host:8000\"]'; `asyncrl serve` starts a server"
-        yield ConfigError('rollout.engine = "remote" needs rollout.urls, each server once', hint=hint)
+        yield ConfigError('rollout.engine = "remote" needs rollout.urls', hint=hint)
+    for url, times in Counter(url.rstrip("/") for url in urls).items():
+        if times > 1:
+            yield ConfigError(f"rollout.urls: {url} is there {times} times", hint="name each server once")
     wrong = {
         "rollout.workers": workers not in (None, len(urls)),
         "rollout.n_gpus_per_node": profile.rollout.n_gpus_per_node is not None,
@@ -39,25 +44,28 @@ def conflicts(profile: Profile) -> Iterator[ConfigError]:
         yield ConfigError(f'weights.transport = "{transport}": servers read versions from files', hint=hint)
 
 
-def check_servers(profile: Profile) -> None:
-    """Raises PreflightError for a server that cannot be reached, or lacks what the run needs; RefusedError
-    for a token that others may read."""
+def check_servers(profile: Profile, model_dir: Path | None = None) -> None:
+    """Ask all servers. Raises PreflightError that names each one that cannot be reached, or lacks what the
+    run needs, such as the model's vocabulary if its directory is known; RefusedError for a token that others
+    may read."""
     from asyncrl_cli.engines.remote.server import Server, ServerFailed, check_facts
 
-    async def check(url: str) -> None:
-        server = Server(url, profile)
+    async def refusal(server: Server) -> PreflightError | ServerFailed | None:
         try:
-            check_facts(url, await server.facts(), profile)
+            await asyncio.to_thread(check_facts, server.url, await server.facts(), profile, model_dir)
+        except (PreflightError, ServerFailed) as error:
+            return error
         finally:
             await server.close()
+        return None
 
-    async def check_all() -> None:
-        await asyncio.gather(*map(check, profile.rollout.urls or ()))
+    async def refusals() -> list[PreflightError | ServerFailed]:
+        servers = [Server(url, profile) for url in profile.rollout.urls or ()]
+        return [error for error in await asyncio.gather(*map(refusal, servers)) if error is not None]
 
-    try:
-        asyncio.run(check_all())
-    except ServerFailed as failed:
-        raise PreflightError(failed.message, hint=failed.hint) from None
+    if found := asyncio.run(refusals()):
+        hint = "; ".join(dict.fromkeys(error.hint for error in found))
+        raise PreflightError("; ".join(error.message for error in found), hint=hint)
 
 
 def _make(profile: Profile, place: ProcessPlace, on_running: Callable[[int], None]) -> Engine:

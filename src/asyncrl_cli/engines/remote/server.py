@@ -87,7 +87,7 @@ def token_of(profile: Profile) -> str:
 
 class Server:
     def __init__(self, url: str, profile: Profile) -> None:
-        self.url = url
+        self.url = url.rstrip("/")
         self._headers = {"Authorization": f"Bearer {token_of(profile)}"}
         self._session: aiohttp.ClientSession | None = None
 
