@@ -5,12 +5,15 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Collection
 
+import numpy as np
 import pytest
+import ray
 import torch
 
-from asyncrl_cli.job.rank_sending import Sending
+from asyncrl_cli.job.rank_sending import ObjectStoreSender, Sending
 from asyncrl_cli.weights.buckets import Bucket, Packing, Unpacked, fingerprint, plan_layout
 from asyncrl_cli.weights.receivers import verified
+from asyncrl_cli.weights.senders import BufferPool
 from asyncrl_cli.weights.versions import Manifest
 from tests.job.crew import make_model
 from tests.packed import specs_of
@@ -132,6 +135,28 @@ def test_what_was_sent_of_a_version_that_is_never_published_is_let_go_of():
     on_full(gathered, index)
     sending.of(2)
     assert list(sending.begun) == [2]
+
+
+@pytest.mark.parametrize(("deltas", "overlap"), [(True, False), (True, True), (False, True)])
+def test_versions_that_workers_have_loaded_lend_their_memory_to_the_next(deltas, overlap, monkeypatch):
+    monkeypatch.setattr(ray, "put", lambda value: "ref")
+    pool, taken = BufferPool(pins=False), set[int]()
+
+    def take(num_bytes: int) -> np.ndarray:
+        data = pool.take(num_bytes)
+        taken.add(data.ctypes.data)
+        return data
+
+    sending = Sending(ObjectStoreSender(deltas=deltas), overlap=overlap, in_memory=True)
+    current: Packing  # as a trainer holds its newest version
+    for version in range(6):
+        on_full = sending.of(version, [version - 1])
+        gathered = Packing(plan_layout(specs_of(TENSORS), 64), take)
+        gather(gathered, on_full)
+        current = gathered
+        del gathered, on_full
+        sending.sent(*published(version, current))
+    assert len(taken) == 2 * len(TENSORS)
 
 
 @pytest.mark.parametrize("gather_mb", [0.1, 16], ids=["many buckets", "one bucket"])

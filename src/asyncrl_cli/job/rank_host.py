@@ -225,7 +225,10 @@ class RankHost:
             make_end = kind_of(self._profile).rank_zero_end
             assert make_end is not None, "the profile's checks let only engines with these transports pass"
             self._direct_end = make_end(weights, held, self.trainer.ranks.device)
-        self._sending = Sending(sender, overlap=weights.overlap)
+        # comparing with the version before would slow the gather down, for which only `sync` makes up
+        overlap = weights.overlap and not (sends_deltas(self._profile) and weights.mode == "async")
+        in_memory = weights.transport not in ("disk", "directory")
+        self._sending = Sending(sender, overlap=overlap, in_memory=in_memory)
 
     def _make_scorer(self, init_method: str) -> None:
         role, profile, place = self._role, self._profile, self._place

@@ -71,12 +71,14 @@ class Sending:
     """Gives each gathered bucket its fingerprint and hands it to the transport's `sender`.
 
     The sender is called in the order begin, put ..., finish, all in one thread. If a send fails, the publish
-    of its version raises the error.
+    of its version raises the error. `in_memory`: what the sender drops are buckets, which the next gather
+    fills again.
     """
 
-    def __init__(self, sender: Sender, *, overlap: bool) -> None:
+    def __init__(self, sender: Sender, *, overlap: bool, in_memory: bool = False) -> None:
         self._sender = sender
         self._overlap = overlap
+        self._in_memory = in_memory
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="send")
         self.begun: dict[int, list[Future[Any]]] = {}
 
@@ -87,6 +89,8 @@ class Sending:
         `wanted`.
         """
         sends = [self._thread.submit(self._sender.keep, wanted)]
+        if self._in_memory:
+            sends[0].result()  # or the gather would take new memory, which takes longer than filling it
         self.begun = {version: sends}
 
         def seal_and_put(packing: Packing, index: int) -> Any:
