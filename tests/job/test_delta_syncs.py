@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,9 @@ from asyncrl_cli.job.rollout_weights import Loader
 from asyncrl_cli.measure.meters import RolloutMeter
 from asyncrl_cli.profile.schema import Interrupt, WeightsSection
 from asyncrl_cli.weights.buckets import Bucket, DamagedWeights, copied
+from asyncrl_cli.weights.directory import Directory
+from asyncrl_cli.weights.directory_buckets import DirectorySender
+from asyncrl_cli.weights.senders import DeltaSender, DeltasToo
 from asyncrl_cli.weights.versions import Manifest, send
 from tests.packed import pack
 
@@ -83,8 +87,8 @@ class Worker(Loader):
 class Trainer:
     """Trains a little in each version."""
 
-    def __init__(self) -> None:
-        self.sender, self.version = ObjectStoreSender(deltas=True), -1
+    def __init__(self, sender: DeltasToo | None = None) -> None:
+        self.sender, self.version = DeltaSender(sender or ObjectStoreSender()), -1
         generator = torch.Generator().manual_seed(0)
         self.weights = {
             name: (torch.randn(300, 40, generator=generator) * 0.1).bfloat16() for name in ("a", "b", "c")
@@ -132,7 +136,7 @@ def test_after_a_restart_of_either_end_everything_is_sent_and_a_worker_without_d
         manifest, refs = trainer.publishes()
         worker.gets(manifest, refs)
         assert plain.gets(manifest, refs) == manifest.num_bytes
-    trainer.sender = ObjectStoreSender(deltas=True)  # a resumed run publishes its version to new workers
+    trainer.sender = DeltaSender(ObjectStoreSender())  # a resumed run publishes its version to new workers
     manifest, refs = trainer.publishes()
     assert worker.gets(manifest, refs) == manifest.num_bytes
     again = Worker(version=1)
@@ -152,6 +156,34 @@ def test_a_version_that_was_withdrawn_before_anybody_began_it_is_no_base():
     manifest, refs = trainer.publishes(wanted=[0])
     assert 0 < worker.gets(manifest, refs) < 0.3 * manifest.num_bytes
     assert holds(worker, trainer.weights)
+
+
+def test_by_a_directory_a_worker_reads_only_differences_and_a_damaged_one_is_refused(tmp_path: Path) -> None:
+    """Each delta's file is damaged in turn. After a refusal all bytes come, as after a missed version."""
+    here = Directory(f"file://{tmp_path}/run")
+    trainer, worker = Trainer(DirectorySender(here)), Worker()
+    assert worker.gets(*trainer.publishes()) == sum(2 * one.numel() for one in trainer.weights.values())
+    for damage in (
+        None,
+        lambda data: data[:-1],
+        lambda data: data[:20] + b"\0" + data[21:],
+        lambda data: b"",
+    ):
+        manifest, refs = trainer.publishes()
+        deltas = sorted((tmp_path / "run" / f"version-{trainer.version:06d}").glob("*.delta"))
+        assert [path.name for path in deltas] == [f"model-0000{i}-of-00003.delta" for i in (1, 2, 3)]
+        if damage is None:
+            assert worker.gets(manifest, refs) == sum(path.stat().st_size for path in deltas)
+            assert holds(worker, trainer.weights)
+        else:
+            deltas[1].write_bytes(damage(deltas[1].read_bytes()))
+            before = {name: one.clone() for name, one in worker.engine.held.items()}  # type: ignore[attr-defined]
+            with pytest.raises(DamagedWeights):
+                worker.gets(manifest, refs)
+            assert holds(worker, before)
+            manifest, refs = trainer.publishes()
+            assert worker.gets(manifest, refs) == manifest.num_bytes
+            assert holds(worker, trainer.weights)
 
 
 def test_what_a_wrong_base_makes_is_refused_and_the_old_weights_stay():

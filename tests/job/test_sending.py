@@ -13,8 +13,8 @@ import torch
 from asyncrl_cli.job.rank_sending import ObjectStoreSender, Sending
 from asyncrl_cli.weights.buckets import Bucket, Packing, Unpacked, fingerprint, plan_layout
 from asyncrl_cli.weights.receivers import verified
-from asyncrl_cli.weights.senders import BufferPool
-from asyncrl_cli.weights.versions import Manifest
+from asyncrl_cli.weights.senders import BufferPool, DeltaSender
+from asyncrl_cli.weights.versions import Manifest, Sender
 from tests.job.crew import make_model
 from tests.packed import specs_of
 
@@ -147,7 +147,8 @@ def test_versions_that_workers_have_loaded_lend_their_memory_to_the_next(deltas,
         taken.add(data.ctypes.data)
         return data
 
-    sending = Sending(ObjectStoreSender(deltas=deltas), overlap=overlap, in_memory=True)
+    sender: Sender = DeltaSender(ObjectStoreSender()) if deltas else ObjectStoreSender()
+    sending = Sending(sender, overlap=overlap, in_memory=True)
     current: Packing  # as a trainer holds its newest version
     for version in range(6):
         on_full = sending.of(version, [version - 1])

@@ -125,16 +125,19 @@ def _in_order(
 
     from asyncrl_cli.weights.deltas import DeltaRef, applied
 
+    def fetched(ref: Any) -> Any:
+        return ray.get(ref) if isinstance(ref, ray.ObjectRef) else ref.read()
+
     def get(place: int, ref: Any) -> Bucket:
         if isinstance(ref, DeltaRef):
             if base is not None and base[0] == ref.base:
-                delta = ray.get(ref.delta)
+                delta = fetched(ref.delta)
                 count(delta.sent_bytes)
                 before, base[1][place] = base[1][place], None
                 assert before is not None, "each bucket is fetched once"
                 return applied(delta, before)
             ref = ref.full
-        bucket: Bucket = ray.get(ref) if isinstance(ref, ray.ObjectRef) else ref.read()
+        bucket: Bucket = fetched(ref)
         count(len(bucket.data))
         return bucket
 

@@ -201,7 +201,10 @@ class RankHost:
         from asyncrl_cli.train.policy_trainer import PolicyTrainer
         from asyncrl_cli.weights.directory import versions_at
         from asyncrl_cli.weights.directory_buckets import DirectorySender
-        from asyncrl_cli.weights.senders import DiskSender, HeldVersions
+        from asyncrl_cli.weights.senders import DeltaSender, DeltasToo, DiskSender, HeldVersions
+
+        def with_deltas(sender: DeltasToo) -> Sender:
+            return DeltaSender(sender) if sends_deltas(self._profile) else sender
 
         self.trainer = PolicyTrainer(
             self._profile,
@@ -215,11 +218,11 @@ class RankHost:
         self._end_ranks = self.trainer.close
         weights = self._profile.weights
         if self._rank > 0 or weights.transport == "object-store":
-            sender: Sender = ObjectStoreSender(deltas=sends_deltas(self._profile))
+            sender: Sender = with_deltas(ObjectStoreSender())
         elif weights.transport == "disk":
             sender = DiskSender(self._run_dir / WEIGHTS_DIR, Path(self._place.model_dir))
         elif weights.transport == "directory":
-            sender = DirectorySender(versions_at(weights, self._run_dir))
+            sender = with_deltas(DirectorySender(versions_at(weights, self._run_dir)))
         else:  # with `nccl` and `ipc` the buckets stay here until a worker asks for them (`direct`)
             sender = held = HeldVersions()
             make_end = kind_of(self._profile).rank_zero_end

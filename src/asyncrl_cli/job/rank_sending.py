@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -24,47 +23,26 @@ from asyncrl_cli.weights.versions import Manifest, Sender, send
 
 if TYPE_CHECKING:
     from asyncrl_cli.weights.buckets import Bucket, Packing
-    from asyncrl_cli.weights.deltas import DeltaRef
+    from asyncrl_cli.weights.deltas import Delta
 
     OnFull = Callable[[Packing, int], None]
 
 
-class ObjectStoreSender(Sender):
-    """Sends buckets as Ray objects. The driver keeps them alive by their refs, until no worker can want the
-    version any more.
+class ObjectStoreSender:
+    """A `Sender` of Ray objects, which stay on this node until a worker asks for them. The driver keeps them
+    alive by their refs, until no worker can want the version any more: nothing else is to be done."""
 
-    With `deltas` it keeps the buckets of finished versions that workers may want, and puts beside each bucket
-    of the next one what has changed since the newest of them, if that is smaller. Both stay on this node
-    until a worker asks for one of them.
-    """
+    def begin(self, version: int, num_buckets: int) -> None: ...
 
-    def __init__(self, *, deltas: bool = False) -> None:
-        self._deltas = deltas
-        self._held: dict[int, list[Bucket]] = {}
-        self._begun: list[Bucket] = []
+    def finish(self, manifest: Manifest) -> None: ...
 
-    def begin(self, version: int, num_buckets: int) -> None:
-        self._begun = []
+    def keep(self, wanted: Collection[int]) -> None: ...
 
-    def put(self, bucket: Bucket) -> ObjectRef | DeltaRef:
-        from asyncrl_cli.weights.deltas import DeltaRef, difference
+    def put(self, bucket: Bucket) -> ObjectRef:
+        return ray.put(bucket)
 
-        full, place = ray.put(bucket), len(self._begun)
-        if not self._deltas:
-            return full
-        self._begun.append(bucket)
-        if not self._held:
-            return full
-        base, buckets = max(self._held.items(), key=itemgetter(0))
-        delta = difference(bucket, buckets[place], base)
-        return full if delta is None else DeltaRef(full=full, delta=ray.put(delta), base=base)
-
-    def finish(self, manifest: Manifest) -> None:
-        if self._deltas:
-            self._held[manifest.version] = self._begun
-
-    def keep(self, wanted: Collection[int]) -> None:
-        self._held = {version: held for version, held in self._held.items() if version in wanted}
+    def put_delta(self, delta: Delta, whole: ObjectRef) -> ObjectRef:
+        return ray.put(delta)
 
 
 class Sending:

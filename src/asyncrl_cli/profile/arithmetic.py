@@ -271,8 +271,9 @@ def sends_rows(profile: Profile) -> bool:
 def sends_deltas(profile: Profile) -> bool:
     """Whether weights travel as differences (`weights.encoding`)."""
     weights = profile.weights
-    can = weights.transport == "object-store" and profile.model.dtype == "bfloat16"
-    return weights.encoding == "delta" or (weights.encoding == "auto" and can)
+    can = weights.transport in ("object-store", "directory") and profile.rollout.urls is None
+    pays = can and profile.model.dtype == "bfloat16"
+    return weights.encoding == "delta" or (weights.encoding == "auto" and pays)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

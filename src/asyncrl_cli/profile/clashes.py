@@ -143,10 +143,13 @@ CLASHES = (
         "leave one of the two out"),
     *(
         Clash({"weights.encoding": "delta", TRANSPORT: other},
-            "only object-store sends deltas",
+            "only object-store and directory send deltas",
             "--set weights.transport=object-store, or weights.encoding=auto")
-        for other in ("disk", "directory", "nccl", "ipc")
+        for other in ("disk", "nccl", "ipc")
     ),
+    Clash({"weights.encoding": "delta", "rollout.engine": "remote"},
+        "servers read whole versions",
+        "--set weights.encoding=full"),
     Clash({"async_training.max_staleness": _positive, ETA: 0},
         "nothing is generated ahead, so nothing can be stale",
         "--set async_training.max_staleness=0, or async_training.staleness_threshold above 0"),

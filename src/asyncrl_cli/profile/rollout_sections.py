@@ -197,11 +197,11 @@ class WeightsSection(Section):
     or `file:///path`. A run has a directory of its own below it, which goes when the run ends. Credentials do
     not belong in it: they come from the environment of every node."""
     encoding: Literal["full", "delta", "auto"] = "full"
-    """What a sync sends with `object-store`. `full`: all bytes. `delta`: what has changed, bit for bit, since
-    the version before, to workers that have that one; all bytes to others (at the start, after a restart or
-    a version that they missed), and where the difference would not be smaller. Each worker keeps a copy of
-    the newest version in host memory for it. `auto`: `delta` for bfloat16 with `object-store`, else `full`
-    (docs/weights.md)."""
+    """What a sync sends with `object-store` and `directory`. `full`: all bytes. `delta`: what has changed,
+    bit for bit, since the version before, to workers that have that one; all bytes to others (at the start,
+    after a restart or a version that they missed), and where the difference would not be smaller. Each worker
+    keeps a copy of the newest version in host memory for it. `auto`: `delta` for bfloat16 with these
+    transports, else `full` (docs/weights.md)."""
     gather_bucket_size_mb: PositiveInt = 2048
     """Size in MiB of a trainer rank's buckets."""
     load_bucket_size_mb: PositiveInt = 128

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import asdict, dataclass
-from itertools import accumulate, pairwise
+from dataclasses import asdict, dataclass, replace
+from itertools import accumulate, chain, pairwise
 
 import xxhash
 
 from asyncrl_cli.models.model_files import WEIGHTS
 from asyncrl_cli.weights.buckets import Bucket, DamagedWeights, Layout, zeros
+from asyncrl_cli.weights.deltas import Delta, RangeChanges
 from asyncrl_cli.weights.directory import Directory
 from asyncrl_cli.weights.versions import MANIFEST, SCHEMA_VERSION, Manifest, Probes, Sender, version_name
 
@@ -66,6 +67,30 @@ class BucketObject:
         return DamagedWeights(f"weights in {self.directory.url}/{self.path} are refused: {why}", hint=hint)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeltaObject:
+    """A delta's ref at a URL: its file there, which has the parts of its ranges end to end, and the delta
+    without them. `lengths`: of the three parts of each range, in bytes."""
+
+    directory: Directory
+    path: str
+    frame: Delta
+    lengths: tuple[tuple[int, int, int], ...]
+
+    def read(self) -> Delta:
+        """Raises AsyncrlError if the file cannot be read. One of another length does not fit, or is not what
+        was published: the bucket that it makes is verified."""
+        content, ranges, end = self.directory.read(self.path), list[RangeChanges](), 0
+        for one, lengths in zip(self.frame.ranges, self.lengths, strict=True):
+            parts = [
+                content[end + begin : end + until]
+                for begin, until in pairwise(accumulate(lengths, initial=0))
+            ]
+            ranges.append(RangeChanges(count=one.count, distances=parts[0], changes=parts[1], large=parts[2]))
+            end += sum(lengths)
+        return replace(self.frame, ranges=tuple(ranges))
+
+
 class DirectorySender(Sender):
     """Rank 0's end. The directory belongs to one run."""
 
@@ -91,6 +116,15 @@ class DirectorySender(Sender):
         ref = BucketObject(directory=self._directory, path=f"{self._name}/{file}", entries=bucket.entries)
         self._directory.write(ref.path, pieces)
         return ref
+
+    def put_delta(self, delta: Delta, whole: BucketObject) -> DeltaObject:
+        path = whole.path.replace(".safetensors", ".delta")
+        parts = [(one.distances, one.changes, one.large) for one in delta.ranges]
+        self._directory.write(path, lambda: chain.from_iterable(parts))
+        empty = tuple(replace(one, distances=b"", changes=b"", large=b"") for one in delta.ranges)
+        lengths = tuple((len(a), len(b), len(c)) for a, b, c in parts)
+        frame = replace(delta, ranges=empty)
+        return DeltaObject(directory=self._directory, path=path, frame=frame, lengths=lengths)
 
     def finish(self, manifest: Manifest) -> None:
         content = {

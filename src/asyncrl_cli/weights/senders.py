@@ -29,8 +29,9 @@ from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from operator import itemgetter
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -41,10 +42,12 @@ from asyncrl_cli.base.errors import AsyncrlError
 from asyncrl_cli.base.storage import remove_tree, sync_files
 from asyncrl_cli.models.model_files import WEIGHTS, copy_model_files, write_index, write_weights
 from asyncrl_cli.weights.buckets import Bucket, BucketFile, Layout, Packing, torch_dtype, view_of
+from asyncrl_cli.weights.deltas import Delta, DeltaRef, difference
 from asyncrl_cli.weights.versions import (
     MANIFEST,
     SCHEMA_VERSION,
     Manifest,
+    Ref,
     Sender,
     file_fingerprint,
     kept_versions,
@@ -192,6 +195,45 @@ def keep_version(
         upto = [version for version in kept_versions(root) if version <= manifest.version]
         for old in upto[:-keep_versions]:
             remove_tree(version_directory(root, old))
+
+
+class DeltasToo(Sender, Protocol):
+    """A sender that can send a delta beside its bucket, whose ref is `whole`."""
+
+    def put_delta(self, delta: Delta, whole: Any) -> Ref: ...
+
+
+class DeltaSender(Sender):
+    """Sends by `sender` and, beside each bucket, what has changed since the version before, if that is
+    smaller. For this it keeps the buckets of the finished versions that workers may want, and compares with
+    the newest of them."""
+
+    def __init__(self, sender: DeltasToo) -> None:
+        self._sender = sender
+        self._held: dict[int, list[Bucket]] = {}
+        self._begun: list[Bucket] = []
+
+    def begin(self, version: int, num_buckets: int) -> None:
+        self._sender.begin(version, num_buckets)
+        self._begun = []
+
+    def put(self, bucket: Bucket) -> Ref | DeltaRef:
+        full, place = self._sender.put(bucket), len(self._begun)
+        self._begun.append(bucket)
+        if not self._held:
+            return full
+        base, buckets = max(self._held.items(), key=itemgetter(0))
+        if (delta := difference(bucket, buckets[place], base)) is None:
+            return full
+        return DeltaRef(full=full, delta=self._sender.put_delta(delta, full), base=base)
+
+    def finish(self, manifest: Manifest) -> None:
+        self._sender.finish(manifest)
+        self._held[manifest.version] = self._begun
+
+    def keep(self, wanted: Collection[int]) -> None:
+        self._held = {version: held for version, held in self._held.items() if version in wanted}
+        self._sender.keep(wanted)
 
 
 class HeldVersions(Sender):
