@@ -13,17 +13,15 @@ import os
 import random
 import time
 from argparse import ArgumentParser
-from collections.abc import AsyncIterator, Coroutine, Iterable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from string import ascii_lowercase
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from asyncrl_cli.engines.port import Completion, Sampling
-from asyncrl_cli.profile.schema import ProcessPlace, Profile, RolloutSection
 from asyncrl_cli.weights.buckets import Bucket, Packing, Spec, dtype_name, plan_layout
 
 if TYPE_CHECKING:
@@ -132,37 +130,6 @@ def save_tokenizer(directory: Path, end_of_sequence: int) -> None:
     )
 
 
-def made_of(
-    model: RandomModel, slots: int, response_tokens: int, **engine_args: Any
-) -> tuple[Profile, ProcessPlace]:
-    lengths = {"max_prompt_tokens": PROMPT_TOKENS, "max_response_tokens": response_tokens}
-    profile = Profile(rollout=RolloutSection(slots=slots, engine_args=engine_args, **lengths))
-    return profile, ProcessPlace(model_dir=str(model.directory), threads=THREADS)
-
-
-@asynccontextmanager
-async def running_engine(
-    name: str, model: RandomModel, slots: int, response_tokens: int, **engine_args: Any
-) -> AsyncIterator[AnyEngine]:
-    """`vllm` or `transformers`, started and warm; closed at the end."""
-    torch.set_num_threads(THREADS)
-    engine: AnyEngine
-    if name == "vllm":
-        from asyncrl_cli.engines.vllm.vllm_engine import VllmEngine
-
-        engine = VllmEngine(*made_of(model, slots, response_tokens, **engine_args))
-    else:
-        from asyncrl_cli.engines.transformers.transformers_engine import TransformersEngine
-
-        engine = TransformersEngine(*made_of(model, slots, response_tokens))
-    try:
-        await engine.start()
-        await generate_all(engine, prompts_of(model, min(slots, 4)), 4, name="warm-up")
-        yield engine
-    finally:
-        await engine.close()
-
-
 def prompts_of(model: RandomModel, count: int, seed: int | str = 0) -> list[list[int]]:
     draw = random.Random(seed)
     return [[draw.randrange(model.vocab_size) for _ in range(PROMPT_TOKENS)] for _ in range(count)]
@@ -183,19 +150,6 @@ async def generate_all(
     completions = [task.result() for task in running]
     assert all(len(completion.tokens) == response_tokens for completion in completions)
     return taken_s, completions
-
-
-@asynccontextmanager
-async def beside(endless: Iterable[Coroutine[Any, Any, None]]) -> AsyncIterator[None]:
-    """They run while the block runs, and are cancelled at its end. If one fails, the block is cancelled and
-    its error raised."""
-    async with asyncio.TaskGroup() as group:
-        tasks = [group.create_task(one) for one in endless]
-        try:
-            yield
-        finally:
-            for task in tasks:
-                task.cancel()
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

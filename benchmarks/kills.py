@@ -5,6 +5,7 @@ it can be resumed.
                                [--profile agent-guess+partial-rollout]
     python -m benchmarks.kills --kinds 'any;any, restarts' --times 10        random processes at random times
     python -m benchmarks.kills --chain --kinds any --times 3 --directory DIR   the same run again and again
+    python -m benchmarks.kills --servers 2 [--engine vllm] --kinds 'server;at servers' --times 5
 
 Each kill has its own short run, with a model that is made once. With `--chain` all kills of a kind hit one
 long run in DIR, also over several calls, so a run that survives a kill need not be started again for the next
@@ -12,9 +13,14 @@ one. A row is right if
 - a run that cannot go on ends within 15 s with one `error:` line and a hint, any other ends normally (in a
   chain: trains on);
 - none of its processes is left, and nothing in its temporary directory or in /dev/shm;
-- after the resume every group of the history that counts was trained once, and none is missing.
+- after the resume every group of the history that counts was trained once, and none is missing, and
+  `asyncrl audit` finds nothing wrong with groups, ledger, windows, staleness, loads and advantages (idle
+  times differ where everything waits for cores).
 
-It kills only descendants of the runs that it started.
+With `--servers` runs generate at so many of `asyncrl serve` (`rollout.engine = "remote"`). A killed server
+comes back after some seconds, at the same port and with the model's own weights.
+
+It kills only descendants of the runs that it started, and these servers.
 """
 
 from __future__ import annotations
@@ -34,7 +40,9 @@ from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from tests.engines.remote.server_world import Served, serving
 from tests.run.commands import SMALL, arguments, command_line, descendants, lines, wait_until_gone
+from tests.run.test_remote import CLAIMS, FLOAT, MODEL, remote_sets
 
 STEPS = 40
 """Enough for a run to be still under way when its process is killed."""
@@ -132,6 +140,18 @@ RANDOM_KINDS = tuple(
     Kind(name=name, is_victim=lambda pid, driver: True, sets=sets, goes_on=None, codes=(1, -signal.SIGKILL))
     for name, sets in (("any", ()), ("any, restarts", ("rollout.max_restarts=1000",)))
 )
+SERVERS = "rollout.max_restarts=1000"
+SERVERS_KINDS = (
+    Kind(name="server", is_victim=named(b"asyncrl_cli\0serve"), sets=(SERVERS,), goes_on=True),
+    Kind(
+        name="at servers",
+        is_victim=lambda pid, driver: pid == driver or named(b"ray::R")(pid, driver),
+        sets=(SERVERS,),
+        goes_on=None,
+        codes=(1, -signal.SIGKILL),
+    ),
+)
+"""Only with `--servers`: one of them, or a process of a run that generates there."""
 AGENTS_KINDS = (Kind(name="tools", is_victim=named(b"child_host environment"), goes_on=True),)
 """Only with a profile whose episodes have tools."""
 
@@ -147,6 +167,8 @@ class Laboratory:
         self.number = 0
         self.started: list[subprocess.Popen[str]] = []
         self.long: dict[str, subprocess.Popen[str] | None] = {}
+        self.servers: list[Served] = []
+        self.sets = SETS
 
     def start(self, *words: str, sets: tuple[str, ...] = ()) -> subprocess.Popen[str]:
         own = {
@@ -184,7 +206,7 @@ class Laboratory:
         name = f"run-{self.number}-{os.getpid()}"
         run = self.directory / "runs" / name
         process = self.start(
-            "train", "--profile", self.profile, "--name", name, "--ui", "plain", sets=(*SETS, *kind.sets)
+            "train", "--profile", self.profile, "--name", name, "--ui", "plain", sets=(*self.sets, *kind.sets)
         )
         row = self._killed(kind, process, run, self.rng.randint(2, 5), is_long=False)
         return replace(row, resumed=self._resumed(run, process.returncode))
@@ -272,11 +294,18 @@ class Laboratory:
             family = descendants(process.pid)
             if kind.needs_worker and not any(b"ray::" in command_line(pid) for pid in family):
                 family = set()  # Ray has not started yet
-            victims = [pid for pid in (process.pid, *family) if kind.is_victim(pid, process.pid)]
+            servers = {server.process.pid: server for server in self.servers}
+            victims = [pid for pid in (process.pid, *family, *servers) if kind.is_victim(pid, process.pid)]
             if victims:
                 victim = self.rng.choice(victims)
                 name = shown(victim)
+                orphans = descendants(victim) if victim in servers else set()
                 os.kill(victim, signal.SIGKILL)
+                if victim in servers:
+                    servers[victim].end()
+                    assert not wait_until_gone(orphans, CLEAN_WITHIN_S), "the server's engine outlives it"
+                    time.sleep(self.rng.uniform(1, 10))
+                    servers[victim].start()
                 print(f"{kind.name}: {name}", file=sys.stderr, flush=True)
                 return family, name
             assert process.poll() is None, self.said(process)
@@ -290,7 +319,16 @@ class Laboratory:
             resumed = self.start("resume", run.name, "--ui", "plain")
             if resumed.wait(RUN_LIMIT_S) != 0:
                 return f"exit code {resumed.returncode}: {self.said(resumed)[-300:]}"
-        return trained_once(run)
+        once = trained_once(run)
+        audit = subprocess.run(
+            arguments("audit", run.name, "--json"), cwd=self.directory, stdout=subprocess.PIPE, text=True
+        )
+        wrong = [
+            claim["name"]
+            for claim in json.loads(audit.stdout)["claims"]
+            if claim["name"] in CLAIMS and claim["verdict"] != "holds"
+        ]
+        return f"the audit of {', '.join(wrong)} fails; {once}" if wrong else once
 
 
 def shown(pid: int) -> str:
@@ -338,6 +376,8 @@ def main() -> None:
         action="store_true",
         help="kill one run in DIRECTORY again and again, also over several calls",
     )
+    parser.add_argument("--servers", type=int, default=0)
+    parser.add_argument("--engine", choices=["transformers", "vllm"], default="transformers")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     wanted = options.kinds.split(";")
@@ -350,11 +390,17 @@ def main() -> None:
         directory = (options.directory or Path(scratch)).absolute()
         directory.mkdir(parents=True, exist_ok=True)
         laboratory = Laboratory(directory, Path(temporary), options.profile, random.Random(options.seed))
+        for _ in range(options.servers):
+            token_file = laboratory.temporary.with_name(f"{laboratory.temporary.name}.token")
+            served = serving(token_file, MODEL, *SMALL, FLOAT, engine=options.engine)
+            laboratory.servers.append(ending.enter_context(served))
+        if laboratory.servers:
+            laboratory.sets = (*SETS, *remote_sets(directory, *laboratory.servers))
         ending.callback(laboratory.close)
         wrong = 0
         for kind in [
             kind
-            for kind in (*KINDS, *AGENTS_KINDS, *RANDOM_KINDS)
+            for kind in (*KINDS, *AGENTS_KINDS, *RANDOM_KINDS, *SERVERS_KINDS)
             if kind.name in wanted
             for _ in range(options.times)
         ]:

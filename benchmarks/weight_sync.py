@@ -1,37 +1,29 @@
-"""The cost of a weight sync in its three phases, compared with a memcpy of the same bytes and with a naive
-sync.
+"""What a weight sync costs, by the number of trainer ranks and of rollout workers.
 
-    python benchmarks/weight_sync.py [--mb 1 8 64 256 512] [--engine vllm transformers] [--repeat 5]
-    [--running 0] [--json]
+    python benchmarks/weight_sync.py [--mb 100] [--ranks 1 2 4] [--workers 1 2 4] [--encoding full delta]
+        [--gather rows rank-0] [--syncs 5] [--changed 0.008] [--probes 0] [--engine transformers] [--json]
 
-For each size, a Qwen3 with that many MB of random float32 weights is trained, published and loaded by the
-same parts as in a run:
+Ranks (gloo) and workers are the actors of a run, each a process of its own, and Ray's object store is between
+them. Only the training is left out: before each sync a random share of all elements changes by a last bit or
+two. A worker receives a version into its second buffer and loads it into its engine (keep-kv; nothing runs
+there meanwhile). The fingerprint that it has loaded is compared with the published one and, with `--probes`,
+its logprobs with the trainer's.
 
-    gather       PolicyTrainer.gather: full parameters into fresh buckets, and the probes' logprobs. The
-                 trainer stands still
-    send         fingerprints and ray.put (during training), ray.get, fingerprints again and the copy to where
-                 the engine loads from (during generation)
-    load         the engine's own load: weights into the running model
-    stall        a worker's stall: from the beginning to the end of the pause (PauseReport.pause_s; interrupt
-                 keep-kv)
-    zero         the engine's pause and resume, with nothing in between
-    memcpy       the same bytes from memory to memory, both warm
-    packing      the part of load in which vLLM's CPU layers make their own layout of the weights (none on a
-                 GPU)
-    fingerprint  the part of send in which the worker compares the fingerprints of all bytes. The trainer
-                 computes the same ones
-    probe        the engine's logprobs of the trainer's probes, after the load. vLLM scores them during
-                 generation; the embedded engine stands still for them, which is included in a run's
-                 sync/pause_s but not in `stall`
-    trainer      stall of the trainer: gather, and how much later its next work ends because a sync is sent at
-                 the same time
-    naive        state_dict() through one Ray object and then into the engine, with both sides waiting: the
-                 stall of both
+    stall       the gather, of the slowest rank: the trainer stands still
+    rank CPU    CPU time of the rank that took most, of all its threads: gather, fingerprints, differences,
+                and the copy to the object store
+    send        from the end of the gather until the slowest worker has a version in its second buffer
+    fetched     bytes that a worker fetched
+    worker CPU  CPU time of the worker that took most, from the end of the gather to the end of the load
+    pause       of the slowest worker, as it reports it
+    memcpy      the same bytes from memory to memory in one worker, both warm, for comparison with `pause`
+    rank 0      the most memory that rank 0 took beyond what it had before the first sync, and `worker` the
+                same of a worker; without what either sees of the object store, which is the node's
 
-Goal: (stall - zero) / memcpy <= 1.5: `x memcpy`. Seconds mean little on a machine that others use, so `x
-memcpy CPU` is the same in CPU seconds of the thread that loads (its pause costs none). After each load the
-engine scores the trainer's probes; the benchmark fails if the logprobs differ. Figures are medians over the
-repeats, in which all sides take turns.
+`--gather rank-0` has all ranks gather the whole model, which rank 0 sends, as with `disk` or `directory`.
+
+Medians over the syncs after the first three, which touch fresh memory and send everything once. With fewer
+cores than processes, these wait for each other: seconds say little then; CPU time, bytes and memory hold.
 """
 
 from __future__ import annotations
@@ -39,310 +31,227 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import logging
 import statistics
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import psutil
-import torch
-from engine_kit import (
-    MB,
-    THREADS,
-    RandomModel,
-    beside,
-    conditions,
-    make_random_model,
-    need_vllm,
-    pack,
-    prompts_of,
-    running_engine,
-    table,
-)
+import ray
+from engine_kit import MB, conditions, make_random_model, need_vllm, table
 
-from asyncrl_cli.engines.port import Sampling
-from asyncrl_cli.profile.schema import ProcessPlace, Profile
-from asyncrl_cli.train.policy_trainer import PolicyTrainer
-from asyncrl_cli.weights.receivers import verified
-from asyncrl_cli.weights.versions import mean_abs_diff
+from asyncrl_cli.contracts.environment import RewardSpec
+from asyncrl_cli.contracts.weight_version import Published
+from asyncrl_cli.job import driver_crew
+from asyncrl_cli.job.rank_host import RankHost
+from asyncrl_cli.job.ray.session import ray_session
+from asyncrl_cli.job.rollout_host import RolloutHost
+from asyncrl_cli.plan.cluster import ClusterResources, NodeResources
+from asyncrl_cli.profile.loaded import load
+from asyncrl_cli.profile.schema import Profile
 
-COPIES_HELD = 8
-"""Of the weights at once: trainer, buckets, two in the object store, received, in the engine, naive
-copies."""
-GOAL = 1.5
-LARGEST_DIFFERENCE = 1e-3
-RESPONSE_TOKENS = 512
+FIRST = 3
+"""Syncs that are not counted."""
+LARGEST_DIFFERENCE = 0.1
+"""Median of the probes' logprobs between a worker and the trainer, in bfloat16."""
+SECONDS = ("stall", "rank CPU", "send", "worker CPU", "pause", "memcpy")
+SIZES = ("fetched", "rank 0", "worker")
 Figures = dict[str, float]
-"""Seconds of one repeat, by name."""
 
 
-class Rest:
-    """A trainer that goes on: small matrix products, and how much longer they took than without company."""
+def cpu_s() -> float:
+    used = psutil.Process().cpu_times()
+    return float(used.user + used.system)
+
+
+class Memory:
+    """Of this process, without mapped files and the object store."""
 
     def __init__(self) -> None:
-        self._matrix = torch.rand(192, 192)
-        self._usual_s = statistics.median(self._one_s() for _ in range(100))
+        self._before = 0
+        self._before = self.most_bytes()
+        Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
 
-    def lost_s(self, beside: threading.Thread) -> float:
-        """While `beside` runs: the time that the products made in it should not have taken."""
-        beside.start()
-        began_s, made = time.perf_counter(), 0
-        while beside.is_alive():
-            self._one_s()
-            made += 1
-        return max(0.0, time.perf_counter() - began_s - made * self._usual_s)
+    def most_bytes(self) -> int:
+        """The peak, minus what it was in the beginning."""
+        lines = Path("/proc/self/status").read_text().splitlines()
+        fields = {line.split(":")[0]: int(line.split()[1]) for line in lines if line.endswith("kB")}
+        store = sum(one.rss for one in psutil.Process().memory_maps() if "plasma" in one.path)
+        return 1024 * (fields["VmHWM"] - fields["RssFile"]) - store - self._before
 
-    def _one_s(self) -> float:
+
+class Rank(RankHost):
+    @ray.method(concurrency_group="main")
+    def change(self, version: int, share: float) -> None:
+        import torch
+
+        if version == 0:
+            self.memory = Memory()
+            return
+        draw = torch.Generator().manual_seed(1000 * version + self._rank)
+        for shard in self.trainer.model.locals().values():
+            flat = shard.view(-1)
+            flat[torch.randint(len(flat), (int(share * len(flat)),), generator=draw)] *= 1 + 2**-7
+
+    @ray.method(concurrency_group="main")
+    def used(self) -> Figures:
+        return {"cpu": cpu_s(), "memory": self.memory.most_bytes()}
+
+
+class WholeRank(Rank):
+    """All ranks gather the model, and rank 0 sends it."""
+
+    def _make_trainer(self, init_method: str) -> None:
+        from asyncrl_cli.train import policy_model
+
+        policy_model.sends_rows = lambda profile: False
+        super()._make_trainer(init_method)
+
+
+class Worker(RolloutHost):
+    async def began(self) -> None:
+        self.memory = Memory()
+
+    async def used(self) -> Figures:
+        return {"cpu": cpu_s(), "memory": self.memory.most_bytes()}
+
+    async def memcpy_s(self, num_bytes: int) -> float:
+        source, target = np.ones(num_bytes, np.uint8), np.ones(num_bytes, np.uint8)
         began_s = time.perf_counter()
-        self._matrix @ self._matrix
+        np.copyto(target, source)
         return time.perf_counter() - began_s
 
 
-def memcpy(source: np.ndarray[Any, Any], target: np.ndarray[Any, Any]) -> Figures:
-    taken: list[tuple[float, float]] = []
-    for _ in range(3):
-        began_s, began_cpu_s = time.perf_counter(), time.thread_time()
-        np.copyto(target, source)
-        taken.append((time.perf_counter() - began_s, time.thread_time() - began_cpu_s))
+async def all_of(calls: Any) -> list[Any]:
+    return list(await asyncio.gather(*calls))
+
+
+async def sync(crew: driver_crew.Crew, version: int, changed: float, newest: list[Published]) -> Figures:
+    """`newest`: the version that workers hold, which must live until the next one is gathered."""
+    ranks, workers = crew.trainer.actors, [worker.actor for worker in crew.workers]
+    await all_of(rank.change.remote(version, changed) for rank in ranks)
+    ranks_before = await all_of(rank.used.remote() for rank in ranks)
+    stall_s, _ = await crew.trainer.gather(version)
+    workers_before = await all_of(worker.used.remote() for worker in workers)
+    began_s = time.monotonic()
+    newest[:] = [published := await crew.trainer.publish(version)]
+    await all_of(worker.prefetch(published) for worker in crew.workers)
+    send_s = time.monotonic() - began_s
+    loads = await all_of(worker.load(version, "keep-kv") for worker in crew.workers)
+    for one in loads:
+        difference = one.logprob_abs_diff_median
+        if one.fingerprint != published.fingerprint or not (difference or 0.0) <= LARGEST_DIFFERENCE:
+            raise SystemExit(f"version {version}: a worker has other weights than were sent: {one}")
+    ranks_after = await all_of(rank.used.remote() for rank in ranks)
+    workers_after = await all_of(worker.used.remote() for worker in workers)
+
+    def most_cpu_s(before: list[Figures], after: list[Figures]) -> float:
+        return max(one["cpu"] - old["cpu"] for old, one in zip(before, after, strict=True))
+
     return {
-        "memcpy": statistics.median(wall for wall, _ in taken),
-        "memcpy_cpu": statistics.median(cpu for _, cpu in taken),
+        "stall": stall_s,
+        "rank CPU": most_cpu_s(ranks_before, ranks_after),
+        "send": send_s,
+        "worker CPU": most_cpu_s(workers_before, workers_after),
+        "pause": max(one.pause_s for one in loads),
+        "fetched": max(one.fetched_bytes for one in loads),
+        "rank 0": ranks_after[0]["memory"],
+        "worker": max(one["memory"] for one in workers_after),
     }
 
 
-async def zero_byte_pause_s(engine: Any) -> float:
-    """What the engine needs to stop and go on, with nothing between."""
-    began_s = time.perf_counter()
-    if hasattr(engine, "llm"):
-        from asyncrl_cli.engines.vllm.worker_transports import paused
-
-        async with paused(engine.llm, "keep-kv"):
-            pass
-    else:
-        await asyncio.to_thread(_pause, engine)
-    return time.perf_counter() - began_s
+async def measured(order: driver_crew.CrewOrder, num_bytes: int, options: argparse.Namespace) -> Figures:
+    async with driver_crew.started_crew(order) as crew:
+        workers = [worker.actor for worker in crew.workers]
+        await all_of(worker.began.remote() for worker in workers)
+        newest, versions = list[Published](), range(FIRST + options.syncs)
+        found = [await sync(crew, version, options.changed, newest) for version in versions]
+        median = {key: statistics.median(one[key] for one in found[FIRST:]) for key in found[0]}
+        copies_s = [await workers[0].memcpy_s.remote(num_bytes) for _ in range(3)]
+    return median | {"memcpy": statistics.median(copies_s)}
 
 
-def _pause(engine: Any) -> None:
-    with engine.manager.pause():
-        pass
-
-
-def other_weights(trainer: PolicyTrainer) -> None:
-    """Far enough from those before for the probes to tell them apart."""
-    for shard in trainer.model.locals().values():
-        shard.add_(torch.randn_like(shard), alpha=0.01)
-
-
-async def sync(engine: Any, trainer: PolicyTrainer, version: int) -> Figures:
-    """One sync as a run makes it; trainer and worker are one process here, and Ray's object store is between
-    them."""
-    import ray
-
-    gather_s = await asyncio.to_thread(trainer.gather, version)
-    published: list[Any] = []
-
-    def publish() -> None:
-        manifest, buckets = trainer.published(version)
-        published.extend((manifest, [ray.put(bucket) for bucket in buckets]))
-
-    rest = Rest()
-    began_s = time.perf_counter()
-    lost_s = await asyncio.to_thread(rest.lost_s, threading.Thread(target=publish))
-    publish_s = time.perf_counter() - began_s
-    manifest, refs = published
-    verify_s = 0.0
-
-    def receive() -> Any:
-        nonlocal verify_s
-        buckets = ray.get(refs)
-        began_s = time.perf_counter()
-        list(verified(buckets, manifest))
-        verify_s = time.perf_counter() - began_s
-        return engine.receive(buckets)
-
-    began_s = time.perf_counter()
-    weights = await asyncio.to_thread(receive)
-    receive_s = time.perf_counter() - began_s
-    await load_seconds(engine)
-    began_cpu_s = time.process_time()
-    report = await engine.load(weights, version, "keep-kv")
-    here = {"packing": 0.0, "worker_load_cpu": time.process_time() - began_cpu_s}
-    there = await load_seconds(engine)
-    began_s = time.perf_counter()
-    scores = await engine.score([list(tokens) for tokens in manifest.probe_tokens], manifest.temperature)
-    score_s = time.perf_counter() - began_s
-    difference = mean_abs_diff(scores.logprobs, manifest.probe_logprobs)
-    if not difference <= LARGEST_DIFFERENCE:
-        raise SystemExit(
-            f"version {version}: the engine's logprobs differ from the trainer's by {difference}"
-        )
-    return {
-        "gather": gather_s,
-        "send": publish_s + receive_s,
-        "load": report.load_s,
-        "stall": report.pause_s,
-        "fingerprint": verify_s,
-        "probe": score_s,
-        "trainer": gather_s + lost_s,
-    } | (there or here)
-
-
-async def naive(engine: Any, trainer: PolicyTrainer, version: int) -> Figures:
-    """All weights as one object, in the way of a first attempt: nobody goes on before the engine has them."""
-    import ray
-
-    began_s = time.perf_counter()
-    state = dict(trainer.model.sent())
-    arrived = await asyncio.to_thread(ray.get, ray.put(state))
-    weights = await asyncio.to_thread(engine.receive, pack(arrived, 2048 * MB))
-    await engine.load(weights, version, "keep-kv")
-    return {"naive": time.perf_counter() - began_s}
-
-
-async def load_seconds(engine: Any) -> Figures:
-    """Of vLLM's worker, since it was asked last; nothing of an engine that loads in this process."""
-    return dict((await engine.llm.collective_rpc("load_seconds"))[0]) if hasattr(engine, "llm") else {}
-
-
-async def measure(
-    name: str, model: RandomModel, trainer: PolicyTrainer, options: argparse.Namespace
-) -> list[Figures]:
-    """The first sync is not among the results: it touches memory that nobody had yet."""
-    extension = {"worker_extension_cls": "reload_times.ReloadTimes"} if name == "vllm" else {}
-    source, target = np.ones(model.num_bytes, np.uint8), np.ones(model.num_bytes, np.uint8)
-    found: list[Figures] = []
-    async with (
-        running_engine(name, model, max(options.running, 4), RESPONSE_TOKENS, **extension) as engine,
-        beside(keep_running(engine, model, row) for row in range(options.running)),
-    ):
-        if name == "vllm":
-            await engine.llm.collective_rpc("watch_loads")
-        for repeat in range(options.repeat + 1):
-            version = 2 * repeat + 1
-            figures = memcpy(source, target)
-            figures["zero"] = await zero_byte_pause_s(engine)
-            other_weights(trainer)
-            figures |= await sync(engine, trainer, version)
-            figures |= await naive(engine, trainer, version + 1)
-            found.append(figures)
-    return found[1:]
-
-
-async def keep_running(engine: Any, model: RandomModel, row: int) -> None:
-    prompt = prompts_of(model, 1, seed=row)[0]
-    sampling = Sampling(temperature=1.0, max_response_tokens=RESPONSE_TOKENS)
-    while True:
-        await engine.generate(f"running-{row}", prompt, sampling, row)
-
-
-@contextmanager
-def object_store(num_bytes: int) -> Iterator[None]:
-    """A local Ray whose store holds two versions and the naive way's object, whatever cluster this machine
-    belongs to."""
-    import ray
-
-    ray.init(
-        address="local",
-        num_cpus=2,
-        include_dashboard=False,
-        log_to_driver=False,
-        logging_level="ERROR",
-        configure_logging=False,
-        object_store_memory=max(3 * num_bytes + 64 * MB, 128 * MB),
-    )
-    try:
-        yield
-    finally:
-        ray.shutdown()
-
-
-def over_memcpy(figures: Figures) -> float:
-    return (figures["stall"] - figures["zero"]) / figures["memcpy"]
-
-
-def over_memcpy_cpu(figures: Figures) -> float:
-    return figures["worker_load_cpu"] / figures["memcpy_cpu"]
-
-
-COLUMNS = (
-    "gather",
-    "send",
-    "load",
-    "stall",
-    "zero",
-    "memcpy",
-    "packing",
-    "fingerprint",
-    "probe",
-    "trainer",
-    "naive",
-)
-
-
-def row_of(model: RandomModel, name: str, found: list[Figures]) -> list[str]:
-    median = {key: statistics.median(figures[key] for figures in found) for key in COLUMNS}
-    ratios = [
-        statistics.median(ratio(figures) for figures in found) for ratio in (over_memcpy, over_memcpy_cpu)
-    ]
-    gain = statistics.median(figures["naive"] / figures["stall"] for figures in found)
-    cells = [f"{1e3 * median[key]:.1f}" for key in COLUMNS]
-    return [name, f"{model.num_bytes / MB:.1f}", *cells, *(f"{ratio:.1f}" for ratio in ratios), f"{gain:.1f}"]
+def profile_of(model_dir: Path, ranks: int, workers: int, encoding: str, options: Any) -> Profile:
+    sets = {
+        "model.path": str(model_dir),
+        "model.dtype": "bfloat16",
+        "placement.trainer_workers": ranks,
+        "placement.device": "cpu",
+        "rollout.engine": options.engine,
+        "rollout.workers": workers,
+        "rollout.slots": 8,
+        "rollout.max_response_tokens": 16,
+        "weights.encoding": encoding,
+        "weights.gather_bucket_size_mb": 32,
+        "weights.probe_sequences": options.probes,
+        "task.reward_workers": 1,
+    }
+    return load("base", [f"{key}={json.dumps(value)}" for key, value in sets.items()], environ={}).profile
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "--mb", type=float, nargs="+", default=[1, 8, 64, 256, 512], help="2048: over 24 GB with vLLM"
-    )
-    parser.add_argument(
-        "--engine", nargs="+", choices=["vllm", "transformers"], default=["vllm", "transformers"]
-    )
-    parser.add_argument("--repeat", type=int, default=5)
-    parser.add_argument(
-        "--running", type=int, default=0, metavar="SEQUENCES", help="sequences generated meanwhile"
-    )
-    parser.add_argument(
-        "--json", action="store_true", help="print all repeats in seconds as JSON instead of the table"
-    )
+    parser.add_argument("--mb", type=int, nargs="+", default=[100], help="of the model in bfloat16")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
+    parser.add_argument("--workers", type=int, nargs="+", default=[1, 2, 4])
+    parser.add_argument("--encoding", nargs="+", choices=["full", "delta"], default=["full", "delta"])
+    parser.add_argument("--gather", nargs="+", choices=["rows", "rank-0"], default=["rows"])
+    parser.add_argument("--syncs", type=int, default=5)
+    parser.add_argument("--changed", type=float, default=0.008, help="share of the elements")
+    parser.add_argument("--probes", type=int, default=0)
+    parser.add_argument("--engine", choices=["vllm", "transformers"], default="transformers")
+    parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
-    if "vllm" in options.engine:
+    if options.engine == "vllm":
         need_vllm(parser, "--engine transformers")
-    torch.set_num_threads(THREADS)
-    rows, results = [], []
-    for megabytes in options.mb:
-        needed, available = COPIES_HELD * megabytes * MB, psutil.virtual_memory().available
-        if needed > available:
-            parser.error(
-                f"{megabytes} MB take about {needed / 2**30:.1f} GiB of memory, "
-                f"{available / 2**30:.1f} GiB are free"
-            )
-        with tempfile.TemporaryDirectory() as directory, object_store(int(megabytes * MB)):
-            model = make_random_model(Path(directory), int(megabytes * MB / 4))
-            place, meeting = ProcessPlace(model_dir=directory, threads=THREADS), f"file://{directory}/meet"
-            trainer = PolicyTrainer(Profile(), place, rank=0, init_method=meeting, total_optimizer_steps=1)
-            for name in options.engine:
-                found = asyncio.run(measure(name, model, trainer, options))
-                results.append({"engine": name, "bytes": model.num_bytes, "seconds": found})
-                rows.append(row_of(model, name, found))
-                print("  ".join(rows[-1]), file=sys.stderr, flush=True)
-            trainer.close()
+    logging.getLogger("asyncrl_cli").setLevel(logging.ERROR)
+    driver_crew.RolloutHost = Worker  # type: ignore[misc]
+    cluster = ClusterResources(nodes=(NodeResources(name="one", cpus=64, gpus=0),), elastic_cpus=True)
+    results = []
+    for mb in options.mb:
+        with tempfile.TemporaryDirectory() as name:
+            directory = Path(name)
+            num_bytes = make_random_model(directory / "model", mb * MB // 2).num_bytes // 2
+            for encoding, gather, ranks, workers in product(
+                options.encoding, options.gather, options.ranks, options.workers
+            ):
+                driver_crew.RankHost = Rank if gather == "rows" else WholeRank  # type: ignore[misc]
+                profile = profile_of(directory / "model", ranks, workers, encoding, options)
+                with ray_session(profile, cluster=cluster, model_dir=directory / "model") as plan:
+                    order = driver_crew.CrewOrder(
+                        plan=plan,
+                        profile=profile,
+                        model_dir=directory / "model",
+                        further={},
+                        run_dir=directory / "run",
+                        log_dir=directory / "logs",
+                        reward=RewardSpec(kind="exact-match"),
+                    )
+                    figures = asyncio.run(measured(order, num_bytes, options))
+                sides = {"model MB": mb, "encoding": encoding, "gather": gather}
+                results.append(sides | {"ranks": ranks, "workers": workers} | figures)
+                print(json.dumps(results[-1]), file=sys.stderr, flush=True)
     if options.json:
         print(json.dumps({"conditions": conditions(), "results": results}))
         return
-    print(
-        "milliseconds; medians\n"
-        + table(["engine", "MB", *COLUMNS, "x memcpy", "x memcpy CPU", "naive/stall"], rows)
-    )
-    print(f"\nx memcpy: (stall - zero) / memcpy, goal <= {GOAL}. {options.repeat} repeats, {conditions()}")
+    head = ("model MB", "encoding", "gather", "ranks", "workers")
+    rows = [
+        [
+            *(str(one[key]) for key in head),
+            *(f"{one[key]:.2f}" for key in SECONDS),
+            *(f"{one[key] / MB:.0f}" for key in SIZES),
+        ]
+        for one in results
+    ]
+    print(table([*head, *(f"{key} s" for key in SECONDS), *(f"{key} MB" for key in SIZES)], rows))
+    print(f"\n{options.changed:.1%} of the elements changed; {options.syncs} syncs; {conditions()}")
 
 
 if __name__ == "__main__":

@@ -39,9 +39,9 @@ END_S = 60.0
 class Served:
     """`start` may be called again after `end`: the server comes back at the same port, with its token."""
 
-    def __init__(self, token_file: Path, model: Path | str, *sets: str) -> None:
+    def __init__(self, token_file: Path, model: Path | str, *sets: str, engine: str = "transformers") -> None:
         self.token_file, self.url, self._port = token_file, "", "0"
-        self._words = ["--model", str(model), "--token-file", str(token_file)]
+        self._words = ["--model", str(model), "--token-file", str(token_file), "--engine", engine]
         self._words += [word for setting in sets for word in ("--set", setting)]
         self.process: subprocess.Popen[str]
 
@@ -74,8 +74,10 @@ class Served:
 
 
 @contextmanager
-def serving(token_file: Path, model: Path | str, *sets: str) -> Iterator[Served]:
-    server = Served(token_file, model, *sets)
+def serving(
+    token_file: Path, model: Path | str, *sets: str, engine: str = "transformers"
+) -> Iterator[Served]:
+    server = Served(token_file, model, *sets, engine=engine)
     try:
         server.start()
         yield server
