@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from safetensors.numpy import load_file, save_file
 
 from asyncrl_cli.base.errors import ConfigError, RefusedError
 from asyncrl_cli.checkpoint.payloads import read_payloads
@@ -104,22 +103,6 @@ def test_a_checkpoint_is_refused_or_resumed_to_its_end(place: Place, data: st.Da
 
 def test_an_untouched_checkpoint_is_resumed_to_its_end(place: Place) -> None:
     resume_and_go_on(place)
-
-
-def test_a_checkpoint_of_an_older_version_is_resumed_to_its_end(place: Place) -> None:
-    """Version 1 of its arrays: four of them, and a few keys for each trajectory."""
-    structure = json.loads((place.newest / "payloads.json").read_text())
-    arrays = load_file(place.newest / "payloads.safetensors")
-    for one in (one for group in structure["groups"] for one in group["trajectories"]):
-        for key in set(one) - {"reward", "finish_reason", "segment_lengths", "turn_rewards"}:
-            del one[key]
-    assert len(arrays["tokens"]) > 0
-    with put_back(place.newest):
-        (place.newest / "payloads.json").write_text(json.dumps({**structure, "schema_version": 1}))
-        four = {name: arrays[name] for name in ("tokens", "logprobs", "versions", "mask")}
-        save_file(four, place.newest / "payloads.safetensors")
-        reseal(place.newest)
-        resume_and_go_on(place)
 
 
 def test_a_running_group_that_kept_older_tokens_without_its_deadline_is_refused(place: Place) -> None:

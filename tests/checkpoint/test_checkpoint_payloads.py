@@ -74,7 +74,7 @@ def test_files_that_do_not_fit_together_are_refused(tmp_path):
         read_payloads(tmp_path)
 
 
-def test_files_of_version_1_are_read(tmp_path):
+def test_files_with_no_more_than_the_engines_arrays_are_read(tmp_path):
     arrays = {
         "tokens": np.array([5, 6, 7, 8, 9], np.int32),
         "logprobs": np.array([0, -0.5, 0, -0.25, -1], np.float32),
@@ -85,7 +85,7 @@ def test_files_of_version_1_are_read(tmp_path):
     done = {"reward": 1.0, "finish_reason": "stop", "segment_lengths": [2, 3], "turn_rewards": [0.25, 0.75]}
     begun = {"reward": 0.0, "finish_reason": "abort", "segment_lengths": []}
     group = {"uid": "p", "epoch": 2, "attempt": 1, "trajectories": [done, begun]}
-    structure = {"schema_version": 1, "groups": [group]}
+    structure = {"schema_version": 2, "groups": [group]}
     (tmp_path / "payloads.json").write_text(json.dumps(structure))
     (read,) = read_payloads(tmp_path, Schema([*FIELDS, Field(name="more", per="token", by="engine")]))
     assert (read.uid, read.epoch, read.attempt) == ("p", 2, 1)

@@ -113,13 +113,6 @@ def test_other_items_of_evals_are_foreign(changed, named):
     assert "eval_path" in refused.value.hint
 
 
-def test_a_checkpoint_without_fingerprints_of_evals_is_taken():
-    items = items_named("a", "b")
-    state = PromptFeed(items, seed=0).state()
-    del state["evals"]
-    PromptFeed(items, seed=0, eval_sets={"": items_named("x")}).restore(state)
-
-
 @pytest.mark.parametrize(
     ("one", "other"),
     [

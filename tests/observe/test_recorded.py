@@ -108,6 +108,11 @@ def sample(step):
         "logprobs": [0, -0.5],
         "mask": [0, 1],
         "pieces": ["a", "b"],
+        "advantage": None,
+        "answer": None,
+        "finish_reason": "stop",
+        "turn_rewards": [],
+        "fields": {},
     }
 
 

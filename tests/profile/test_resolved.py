@@ -35,17 +35,6 @@ def test_the_resolved_document_round_trips_through_json(loaded: Loaded) -> None:
     assert again.origins == loaded.origins
 
 
-@pytest.mark.parametrize("engine", ["vllm", "transformers"])
-def test_a_run_from_before_sampling_masks_stays_without_them(engine: str) -> None:
-    sets = [f"rollout.engine={engine}", "rollout.top_p=0.9", "rollout.sampling_mask=false"]
-    loaded = load("base", sets, environ={})
-    document = to_document(loaded.profile, loaded.origins)
-    del document["profile"]["rollout"]["sampling_mask"], document["origins"]["rollout.sampling_mask"]
-    again = from_document(document)
-    assert again.profile == loaded.profile
-    assert "sampling_mask = false" in to_toml(again.profile, again.origins)
-
-
 def test_the_resolved_document_holds_every_key_and_eta_as_a_string(loaded: Loaded) -> None:
     document = to_document(loaded.profile, loaded.origins)
     assert document["schema_version"] == 1

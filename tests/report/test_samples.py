@@ -127,21 +127,6 @@ def test_json_has_the_dumped_lines_and_their_figures(run, capsys):
     assert first["pieces"] == ["say ", "it", "one ", "two ", "three", "<tool>", "<b>&\x1b[31m"]
 
 
-def test_dumps_of_older_versions_are_shown_with_the_text_of_whole_stretches(run):
-    path = run.files.samples / "step-000020.jsonl"
-    line = json.loads(path.read_text().splitlines()[0])
-    for key in ("pieces", "trainer_logprobs", "advantage", "answer"):
-        del line[key]
-    path.write_text(json.dumps(line) + "\n")
-    (one,) = trajectories_of(run, 20)
-    assert "".join(map(one.text, one.passages)) == line["text"]
-    assert one.both_probabilities == {}
-    line["versions"].pop()
-    path.write_text(json.dumps(line) + "\n")
-    assert list(trajectories_of(run, 20)) == []
-    assert "the arrays differ in length: [6, 7]" in run.damage.notes[0]
-
-
 @pytest.fixture
 def with_fields(run):
     """The same trajectories with fields of the user's."""
@@ -205,7 +190,7 @@ def test_an_unknown_field_is_refused_with_those_that_are_known(with_fields, name
     assert "hint: known: versions, logprobs, entropy, kind" in told
 
 
-def test_json_has_the_fields_and_a_dump_of_an_older_version_has_none(with_fields, capsys):
+def test_json_has_the_fields(with_fields, capsys):
     assert asyncrl(["samples", str(with_fields.files.path), "--step", "20", "--json"]) == 0
     first, _ = json.loads(capsys.readouterr().out)
     assert first["fields"]["kind"]["values"] == [*range(9)]
@@ -216,10 +201,6 @@ def test_json_has_the_fields_and_a_dump_of_an_older_version_has_none(with_fields
         "values": [2, "hard"],
     }
     assert first["fields"]["entropy"]["values"][:4] == [None, None, 0, 1]
-    path = with_fields.files.samples / "step-000020.jsonl"
-    path.write_text(json.dumps({key: value for key, value in first.items() if key != "fields"}) + "\n")
-    assert asyncrl(["samples", str(with_fields.files.path), "--step", "20", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)[0]["fields"] == {}
 
 
 @pytest.mark.parametrize("values", [[1.0], 3, None])

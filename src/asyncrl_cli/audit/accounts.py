@@ -141,18 +141,11 @@ def _staleness(files: RunFiles) -> Iterator[Claim]:
     began = dict[int, float]()  # a load is heard of once it is verified: the first to begin may come last
     for event in files.named("loaded"):
         version = event["version"]
-        began[version] = min(began.get(version, math.inf), event.get("began_s", -math.inf))
-    if -math.inf in began.values():
-        loads.unchecked = "an older asyncrl wrote the run: its events do not say when loads began"
+        began[version] = min(began.get(version, math.inf), event["began_s"])
     finished = {event["group"]: event["time_s"] for event in files.named("finished")}
     ages = defaultdict[int, list[tuple[int, int]]](list)
     for event in files.named("trained"):
         step, key = event["step"], event["group"]
-        if "versions" not in event:
-            claims = (limits, loads, metrics)
-            for claim in claims:
-                claim.unchecked = "an older asyncrl wrote the run: its events have no versions of the tokens"
-            continue
         for version, count in event["versions"]:
             if step not in windows:
                 continue
@@ -162,9 +155,7 @@ def _staleness(files: RunFiles) -> Iterator[Claim]:
             text = f"step {step}: {count} tokens of {key} are {age} versions old"
             limits.check(age >= 0 and (age <= most or training["on_stale"] == "accept"), text)
             at_s = finished.get(key, math.inf)
-            text = f"{key} has tokens of version {version}"
-            if not loads.unchecked:
-                loads.check(began.get(version, math.inf) <= at_s, text)
+            loads.check(began.get(version, math.inf) <= at_s, f"{key} has tokens of version {version}")
     if training["on_stale"] == "accept":
         limits.unchecked = 'async_training.on_stale = "accept" promises no bound'
     size, seen = training["trigger_parameter_sync_step"], Counter[int]()
@@ -194,7 +185,7 @@ def _idle(files: RunFiles, role: str, key: str) -> Claim:
     starts = {name: [start_s for _, start_s, _ in own] for name, own in spans.items()}
     # spans may overlap by milliseconds, whenever the driver has learned an executor's clock better
     ends = {name: list(accumulate((end_s for _, _, end_s in own), max)) for name, own in spans.items()}
-    covered = {line["step"]: line.get("covered", {}) for line in files.timeline}
+    covered = {line["step"]: line["covered"] for line in files.timeline}
     for line in files.metrics:
         step, shares, shortest_s = line.get("step"), list[float](), math.inf
         for name in (name for name in names if name in covered.get(step, {})):
@@ -212,5 +203,5 @@ def _idle(files: RunFiles, role: str, key: str) -> Claim:
             found, expected = line.get(f"{key}/idle_ratio"), sum(shares) / len(shares)
             claim.near(found, expected, f"step {step}: {key}/idle_ratio", CLOCKS_S / shortest_s)
     if not claim.cases:
-        claim.unchecked = "an older asyncrl wrote the run: its timeline does not say what each step covers"
+        claim.unchecked = "the timeline covers no whole step"
     return claim

@@ -44,7 +44,7 @@ class Audit(TypedDict):
 
 
 def audit_run(
-    path: Path, *, check_all: bool = False, progress: Callable[[str], None] = lambda text: None
+    path: Path, *, check_all: bool = False, progress: Callable[..., None] = lambda *_: None
 ) -> tuple[list[Claim], Path]:
     """The claims, and the file that was written. Raises RefusedError for a run without train steps, or one
     whose configuration cannot be read."""
@@ -62,7 +62,7 @@ def audit_run(
     return claims, path / AUDIT
 
 
-def _claims(files: RunFiles, check_all: bool, progress: Callable[[str], None]) -> Iterator[Claim]:
+def _claims(files: RunFiles, check_all: bool, progress: Callable[..., None]) -> Iterator[Claim]:
     yield from _guarded(account_claims, files)
     num_trajectories = 0
 

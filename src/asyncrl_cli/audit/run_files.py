@@ -129,8 +129,7 @@ class RunFiles:
 def _lasts(event: Line, resumed: Line) -> bool:
     if event.get("event") == "checkpointed":  # it is written a little after the time of its cut
         return bool(event.get("step", 0) <= resumed.get("from_step", 0))
-    cut = "from_time_s" if "from_time_s" in resumed else "time_s"  # older runs: a little later than the cut
-    return bool(event.get("began_s", event.get("time_s", 0.0)) <= resumed.get(cut, 0.0))
+    return bool(event.get("began_s", event.get("time_s", 0.0)) <= resumed.get("from_time_s", 0.0))
 
 
 def _from_text(path: Path) -> Iterator[SampledGroup]:

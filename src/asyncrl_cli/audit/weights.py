@@ -26,7 +26,7 @@ MOST_TRAJECTORIES, MOST_MODELS = 64, 8
 
 
 def logprob_claims(
-    files: RunFiles, total: int, *, check_all: bool, progress: Callable[[str], None]
+    files: RunFiles, total: int, *, check_all: bool, progress: Callable[..., None]
 ) -> Iterator[Claim]:
     """One claim. `total`: how many trajectories were kept."""
     dtype, rollout = files.section("model")["dtype"], files.section("rollout")
@@ -49,7 +49,7 @@ def logprob_claims(
     opened = lru_cache(MOST_MODELS)(partial(_opened, section=files.section("model"), replays=replays))
     temperature, left_out = float(rollout["temperature"]), 0
     for number, (group, index) in enumerate(picked):
-        progress(f"logprobs of trajectory {number + 1} of {len(chosen)}")
+        progress("computing logprobs again", number, len(chosen))
         sample = group.samples[index]
         missing = set(sample.versions[sample.mask.astype(bool)].tolist()) - set(kept)
         lacking = ["sampling masks"] * (has_masks and sample.kept is None)

@@ -4,8 +4,7 @@ safetensors file, all else in a JSON file.
 payloads.safetensors    an array per field: every segment of every trajectory, one after another
 payloads.json           groups -> trajectories: lengths of their segments, reward, finish reason, other fields
 
-Version 1 held the four arrays of the engine only; it can still be read. Fields that the profile no longer
-declares are left out; new ones have their `fill`.
+Fields that the profile no longer declares are left out; new ones have their `fill`.
 """
 
 from __future__ import annotations
@@ -61,7 +60,7 @@ class _Group(TypedDict):
 class _Structure(TypedDict):
     """`payloads.json`."""
 
-    schema_version: Literal[1, 2]
+    schema_version: Literal[2]
     groups: list[_Group]
 
 

@@ -176,7 +176,7 @@ def samples(
         warn(*recorded.damage.notes)
     scale = Scale(field, chosen) if field not in ("", "versions") else None
     if as_json:
-        print_json([{"fields": {}, **one.line, "figures": one.figures()} for one in chosen])
+        print_json([{**one.line, "figures": one.figures()} for one in chosen])
         return
     console = stdout()
     if scale is not None:

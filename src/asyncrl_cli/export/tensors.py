@@ -84,8 +84,6 @@ def saved_weights(source: Source) -> SavedWeights:
 
     else:
         saved, prefix = SavedState(source.path), PUBLISHED if source.is_published else WEIGHT_PREFIX
-        if source.is_published:
-            saved.published()
         for key, shape in saved.shapes.items():
             name = key.removeprefix(prefix)
             if name != key and not name.startswith(CRITIC):

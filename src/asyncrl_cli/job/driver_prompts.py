@@ -115,16 +115,13 @@ class PromptFeed:
                 f"{state['fingerprint'][:8]}, now {len(self._items)} with {self._fingerprint[:8]}",
                 hint=SAME_DATA,
             )
-        before = state.get("evals")
-        if before is not None:  # older checkpoints have no fingerprints of evals
-            if not isinstance(before, Mapping):
-                raise _damaged(f"evals is {before!r:.80}")
-            now = self._evals
-            changed = [name for name in {**before, **now} if before.get(name) != now.get(name)]
-            if changed:
-                names = ", ".join(f"eval.sets.{name:.80}" if name else "the eval prompts" for name in changed)
-                what = f"the checkpoint was made with other items for evals: {names} changed"
-                raise RefusedError(what, hint=SAME_EVALS)
+        if not isinstance(before := state.get("evals"), Mapping):
+            raise _damaged(f"evals is {before!r:.80}")
+        now = self._evals
+        if changed := [name for name in {**before, **now} if before.get(name) != now.get(name)]:
+            names = ", ".join(f"eval.sets.{name:.80}" if name else "the eval prompts" for name in changed)
+            what = f"the checkpoint was made with other items for evals: {names} changed"
+            raise RefusedError(what, hint=SAME_EVALS)
         if state["seed"] != self._seed:
             raise RefusedError(
                 f"the checkpoint's prompts were shuffled with seed {state['seed']}, now {self._seed}",

@@ -133,10 +133,6 @@ class TimelineLine(TypedDict):
     slots: NotRequired[dict[str, list[tuple[Count, str, Seconds, Seconds]]]]
 
 
-class SampledSpan(TypedDict):
-    text: str
-
-
 class SampledField(TypedDict):
     """A declared field of a dumped trajectory. `values`: one for every token, None where it was not sampled;
     or what the trajectory has."""
@@ -157,30 +153,29 @@ class SampleLine(TypedDict, extra_items=Any):  # type: ignore[call-arg]
     trajectory: Count
     reward: float
     reward_parts: NotRequired[dict[str, float]]
-    advantage: NotRequired[float | None]
-    answer: NotRequired[str | None]
-    finish_reason: NotRequired[str]
-    turn_rewards: NotRequired[list[float]]
+    advantage: float | None
+    answer: str | None
+    finish_reason: str
+    turn_rewards: list[float]
     segment_lengths: list[Count]
     versions: list[Annotated[int, Interval(ge=-1, le=2**53)]]
     logprobs: list[float]
-    trainer_logprobs: NotRequired[list[float] | None]
+    trainer_logprobs: NotRequired[list[float]]
     mask: list[Literal[0, 1]]
-    pieces: NotRequired[list[str]]
-    spans: NotRequired[list[SampledSpan]]
-    fields: NotRequired[dict[str, SampledField]]
+    pieces: list[str]
+    fields: dict[str, SampledField]
 
 
 def _with_equal_lengths(line: SampleLine) -> SampleLine:
-    """All arrays cover the tokens of all segments. Dumps of older versions lack `pieces` and `fields`."""
-    arrays: list[Sized | None] = [line["versions"], line["logprobs"], line["mask"]]
-    arrays += line.get("pieces"), line.get("trainer_logprobs")
-    for name, one in line.get("fields", {}).items():
+    """All arrays cover the tokens of all segments."""
+    arrays: list[Sized] = [line["versions"], line["logprobs"], line["mask"], line["pieces"]]
+    arrays += [line["trainer_logprobs"]] if "trainer_logprobs" in line else []
+    for name, one in line["fields"].items():
         if one["per"] in ("token", "sampled"):
             if not isinstance(one["values"], list):
                 raise ValueError(f"fields.{name}.values is no list")
             arrays.append(one["values"])
-    lengths = {sum(line["segment_lengths"]), *(len(array) for array in arrays if array is not None)}
+    lengths = {sum(line["segment_lengths"]), *map(len, arrays)}
     if len(lengths) > 1:
         raise ValueError(f"the arrays differ in length: {sorted(lengths)}")
     return line

@@ -95,10 +95,6 @@ def from_document(document: Values, *, where: str = "config.resolved.json") -> L
         tables, origins = document["profile"], document["origins"]
         training = tables["async_training"]
         exact = {**training, "staleness_threshold": Decimal(training["staleness_threshold"])}
-        rollout = tables.get("rollout", {})
-        if "sampling_mask" not in rollout:  # older runs trained without masks
-            tables = {**tables, "rollout": {**rollout, "sampling_mask": False}}
-            origins = {**origins, "rollout.sampling_mask": "older run"}
         profile = Profile.model_validate({**tables, "async_training": exact})
         for section, _, name in (key.partition(".") for key in origins if key in keys()):
             if name not in tables.get(section, {}):
@@ -122,10 +118,9 @@ def to_toml(
     tables: dict[str, list[str]] = {section: [] for section in sections()}
     for key, value in entries_of(profile).items():
         section, _, name = key.partition(".")
-        if key.startswith(f"{PARAMS}."):  # older runs did not record its origin
-            name, origin = f"params.{toml_key(key.removeprefix(f'{PARAMS}.'))}", origins.get(key, "unknown")
-        else:
-            origin = origins.get(key, DEFAULT)
+        if key.startswith(f"{PARAMS}."):
+            name = f"params.{toml_key(key.removeprefix(f'{PARAMS}.'))}"
+        origin = origins.get(key, DEFAULT)
         if value not in (None, {}) and not (only_given and is_default(origin)):
             text = f"{name} = {toml_value(value)}"
             tables[section].append(f"{text:<48}  # {origin}" if with_origins else text)

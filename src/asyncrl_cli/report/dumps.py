@@ -67,11 +67,10 @@ class DumpedTrajectory:
     def __init__(self, line: SampleLine) -> None:
         self.line = line
         self.step, self.window, self.group = line["step"], line["window"], line["group"]
-        self.number, self.reward, self.answer = line["trajectory"], line["reward"], line.get("answer")
+        self.number, self.reward, self.answer = line["trajectory"], line["reward"], line["answer"]
         self.versions, self.logprobs = line["versions"], line["logprobs"]
         self.trainer_logprobs = line.get("trainer_logprobs")
-        self.texts = _texts(line)
-        self.fields = line.get("fields", {})
+        self.texts, self.fields = line["pieces"], line["fields"]
 
     @cached_property
     def columns(self) -> dict[str, Sequence[float | None]]:
@@ -190,19 +189,6 @@ def _exp(logprob: float) -> float:
     return math.exp(min(logprob, 0.0))
 
 
-def _texts(line: SampleLine) -> list[str]:
-    """The text of each token. In older dumps only that of whole passages is known: it stands at their first
-    token."""
-    if "pieces" in line:
-        return line["pieces"]
-    texts, spans = [""] * len(line["versions"]), iter(line.get("spans", ()))
-    ends = accumulate(line["segment_lengths"])
-    for end, length in zip(ends, line["segment_lengths"], strict=True):
-        for _, indices in groupby(range(end - length, end), key=lambda index: line["mask"][index]):
-            texts[next(indices)] = next((span["text"] for span in spans), "")
-    return texts
-
-
 KEYS: dict[Sort, Callable[[DumpedTrajectory], float]] = {
     "staleness": lambda one: one.staleness,
     "reward": lambda one: one.reward,
@@ -295,7 +281,7 @@ def shown(one: DumpedTrajectory, scale: Scale | None = None) -> RenderableType:
     """One trajectory for a terminal: what it is, what its tokens were worth, and its text turn by turn. The
     scale colours the tokens, or else the version that sampled them."""
     title = Text(f"step {one.step}  {one.group}  trajectory {one.number}  reward {one.reward:.4g}", "bold")
-    if (advantage := one.line.get("advantage")) is not None:
+    if (advantage := one.line["advantage"]) is not None:
         title.append(f"  advantage {advantage:+.3g}")
     turns = Table.grid(padding=(0, 1))
     turns.add_column(style="dim", no_wrap=True)
@@ -323,9 +309,9 @@ def _facts(one: DumpedTrajectory) -> list[Text]:
     for version in one.sampling_versions:
         versions.append(f"v{version}", AGE_COLOURS[one.age(version)]).append(" ")
     age = f"oldest {one.staleness} behind window v{one.window}" if one.staleness else f"window v{one.window}"
-    ended = f"ended: {one.line.get('finish_reason', '?')}"
+    ended = f"ended: {one.line['finish_reason']}"
     lines = [Text.assemble(f"{len(one.sampled_indices)} tokens sampled by ", versions, f"({age}), {ended}")]
-    if rewards := one.line.get("turn_rewards"):
+    if rewards := one.line["turn_rewards"]:
         lines[0].append(f", rewards {' '.join(f'{reward:.3g}' for reward in rewards)}")
     if (sampler := one.probability(one.logprobs)) is not None:
         line = Text(f"mean probability: sampler {sampler:.3f}")

@@ -309,7 +309,7 @@ def samples_html(run: Recorded, title: str = "Samples", max_characters: int = MA
 
 
 def _folded(one: DumpedTrajectory) -> str:
-    advantage, sampler = one.line.get("advantage"), one.probability(one.logprobs)
+    advantage, sampler = one.line["advantage"], one.probability(one.logprobs)
     facts = [f"step {one.step}", f"{one.group}/{one.number}", f"reward {one.reward:.4g}"]
     facts += [f"advantage {advantage:+.3g}"] if advantage is not None else []
     facts += [f"{name} {value}" for name, value in one.numbers]

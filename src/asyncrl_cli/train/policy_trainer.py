@@ -380,7 +380,7 @@ class PolicyTrainer:
         if self.critic is not None:
             self.critic.optimizer.restore_steps(saved.critic_steps)
         self.publication = None
-        if (manifest := saved.published()) is not None:
+        if (manifest := saved.counters.get("published")) is not None:
             packing = Packing(self._layout)
             read_published(packing, saved)
             self.publication = Publication(replace(manifest, num_bytes=packing.num_bytes), packing)

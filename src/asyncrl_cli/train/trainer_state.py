@@ -218,14 +218,6 @@ class SavedState:
             except (SafetensorError, OSError, ValueError) as error:
                 raise RefusedError(f"{path} cannot be read: {reason(error)}", hint=ANOTHER) from error
 
-    def published(self) -> Manifest | None:
-        """Describes the published version that the checkpoint holds, if it holds one. Raises RefusedError if
-        it has that in a file of its own, as older versions of asyncrl wrote it."""
-        if (old := self.directory / "published.safetensors").exists():
-            why = "an older version of asyncrl wrote it, in the middle of a window"
-            raise RefusedError(f"{old} cannot be read: {why}", hint=ANOTHER)
-        return self.counters.get("published")
-
     def dtype(self, key: str) -> torch.dtype:
         """Of a tensor, in the files."""
         _, part = self._parts[key][0]
