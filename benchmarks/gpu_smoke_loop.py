@@ -25,6 +25,7 @@ from typing import Any
 from engine_kit import RandomModel
 from gpu_smoke_engine import need_batching, rollout_section
 from gpu_smoke_kit import GROUP_SIZE, Figures, Machine, Wrong, trainer_on
+from tests.local_store import LocalStore
 
 from asyncrl_cli.base.errors import Interrupted
 from asyncrl_cli.contracts.environment import Answer, End, Environment, Turn
@@ -40,7 +41,6 @@ from asyncrl_cli.contracts.prompt_group import (
     TrainReport,
 )
 from asyncrl_cli.contracts.weight_version import LoadReport, Published
-from asyncrl_cli.data.store import LocalStore
 from asyncrl_cli.data.trajectories import GroupPayload
 from asyncrl_cli.engines.port import Completion, Sampling
 from asyncrl_cli.engines.transformers.transformers_engine import TransformersEngine

@@ -29,11 +29,12 @@ from asyncrl_cli.data import ray_store, transferqueue_client, transferqueue_stor
 from asyncrl_cli.data.ragged import Ragged
 from asyncrl_cli.data.ray_store import SPLIT_BYTES, RayStore
 from asyncrl_cli.data.sample_fields import FIELDS, Field, Schema
-from asyncrl_cli.data.store import LocalStore, Store, Stored
+from asyncrl_cli.data.store import Store, Stored
 from asyncrl_cli.data.trajectories import Trajectory, segment_of, trajectory_of
 from asyncrl_cli.data.transferqueue_store import TransferQueueStore
 from asyncrl_cli.profile.rollout_sections import DataPlaneSection
 from tests.data.test_trajectories import PLUGGED, drawn
+from tests.local_store import LocalStore
 
 BETWEEN = ("ray", "transferqueue")
 """Stores that processes share."""

@@ -13,7 +13,6 @@ import pytest
 
 from asyncrl_cli.base.errors import ConfigError, ExecutorLost
 from asyncrl_cli.contracts.ports import LoopSnapshot
-from asyncrl_cli.data.store import LocalStore
 from asyncrl_cli.job import driver_run
 from asyncrl_cli.job.driver_ranks import RayScorer, RayTrainer
 from asyncrl_cli.job.driver_rollout import RayRolloutWorker
@@ -26,6 +25,7 @@ from asyncrl_cli.profile.keys import values_of
 from asyncrl_cli.profile.loaded import Loaded, load
 from asyncrl_cli.profile.resolved import changed, from_document, to_document, to_toml
 from asyncrl_cli.profile.schema import CheckpointSection
+from tests.local_store import LocalStore
 
 from .crew import nodes, small_profile
 

@@ -20,7 +20,6 @@ from ray.exceptions import ActorDiedError
 
 from asyncrl_cli.base.errors import ConfigError, ExecutorFailed, ExecutorLost
 from asyncrl_cli.base.named_code import engine_kind
-from asyncrl_cli.data.store import LocalStore
 from asyncrl_cli.engines.vllm.engine_processes import END_TIMEOUT_S
 from asyncrl_cli.engines.vllm.launch import set_environment, weight_backend
 from asyncrl_cli.engines.vllm.rank_zero import NcclLinks
@@ -44,6 +43,7 @@ from asyncrl_cli.weights.receivers import AnnouncedWeights
 from asyncrl_cli.weights.versions import WORKER_MARGIN_S, Manifest, Meeting, all_loads_s
 from tests.engines.vllm.in_process_ends import WAIT_S, Exchange, InProcessGroup
 from tests.job.crew import make_model, nodes, small_profile
+from tests.local_store import LocalStore
 from tests.packed import pack
 from tests.trainers import trainer_parts
 

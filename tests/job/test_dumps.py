@@ -13,13 +13,13 @@ from types import SimpleNamespace
 import pytest
 
 from asyncrl_cli.base.errors import ExecutorFailed, ExecutorLost
-from asyncrl_cli.data.store import LocalStore
 from asyncrl_cli.job import rank_host
 from asyncrl_cli.job.driver_ranks import RayTrainer
 from asyncrl_cli.job.rank_host import RankHost
 from asyncrl_cli.profile.algorithm_section import TeacherSection
 from asyncrl_cli.profile.schema import AlgorithmSection, ModelSection, ProcessPlace, Profile
 from asyncrl_cli.train.step_plan import PlannedTrajectory
+from tests.local_store import LocalStore
 
 from .crew import made_up_group, make_model, small_profile
 

@@ -17,7 +17,7 @@ from ray.exceptions import ActorDiedError, RaySystemError, RayTaskError
 from asyncrl_cli.base.errors import ExecutorFailed, ExecutorLost
 from asyncrl_cli.contracts.ports import WorkerUpdate
 from asyncrl_cli.contracts.prompt_group import AttemptKey, PartKey, PartRequest, PartResult, TrajectoryFailure
-from asyncrl_cli.data.store import LocalStore, Stored
+from asyncrl_cli.data.store import Stored
 from asyncrl_cli.data.trajectories import HEADS, Trajectory
 from asyncrl_cli.envs.group_runner import PartDesk
 from asyncrl_cli.job.driver_rollout import SETTLE_S, PartExchange, RayRolloutWorker
@@ -26,6 +26,7 @@ from asyncrl_cli.job.rollout_host import OBJECTS_PER_ANSWER, RolloutHost
 from asyncrl_cli.measure.meters import DEBOUNCE_S, POLL_S, LongPoll
 from asyncrl_cli.measure.states import ExecutorReport, State
 from asyncrl_cli.simulate.world import run_virtual
+from tests.local_store import LocalStore
 from tests.loop.proof.shuffled import loop_of
 
 from .crew import small_profile

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from asyncrl_cli.base.errors import ExecutorFailed
-from asyncrl_cli.data.store import LocalStore
 from asyncrl_cli.job import driver_crew, driver_run
 from asyncrl_cli.job.driver_ranks import RayTrainer
 from asyncrl_cli.job.driver_run import Run
+from tests.local_store import LocalStore
 
 from .crew import small_profile
 

@@ -12,7 +12,6 @@ import pytest
 from asyncrl_cli.contracts.ports import DataStore
 from asyncrl_cli.contracts.prompt_group import PartKey, PartResult, Prompt
 from asyncrl_cli.data.sample_fields import BUILT_IN
-from asyncrl_cli.data.store import LocalStore
 from asyncrl_cli.data.trajectories import segment_of, trajectory_of
 from asyncrl_cli.job.driver_loop import DriverData
 from asyncrl_cli.loop.data_keys import APART_S, DataKeys
@@ -22,6 +21,7 @@ from asyncrl_cli.loop.run_state import World
 from asyncrl_cli.simulate.simulated_trainer import SimulatedTrainer, TrainerTimes
 from asyncrl_cli.simulate.simulated_worker import SimulatedStore, SimulatedWorker
 from asyncrl_cli.simulate.world import NumberedFeed, run_virtual
+from tests.local_store import LocalStore
 from tests.loop.worlds import Recorder, settings, worker_times
 
 Events = list[tuple[str, dict[str, Any]]]

@@ -189,7 +189,12 @@ def _rehearsed(profile: Profile, model_dir: Path | None) -> Rehearsal | AsyncrlE
 
     is_file = profile.task.source.partition(":")[0] in KINDS
     is_whole = (is_file and profile.task.rehearsal_items) or profile.task.curriculum is not None
-    few = profile if is_whole else _with_few_items(profile)
+    few = profile
+    if not is_whole:
+        items = max(
+            1, profile.task.rehearsal_items
+        )  # without a rehearsal one tells whether the task can be loaded
+        few = with_values(profile, {"task.train_prompts": min(items, profile.task.train_prompts or items)})
     try:
         task = load_task(few)
         if few.task.overlong_prompts == "error":  # a few may all be too long to be trained
@@ -197,14 +202,6 @@ def _rehearsed(profile: Profile, model_dir: Path | None) -> Rehearsal | AsyncrlE
         return asyncio.run(rehearse(few, task))
     except AsyncrlError as error:
         return error
-
-
-def _with_few_items(profile: Profile) -> Profile:
-    """With as many training items as the rehearsal takes."""
-    # without a rehearsal one item tells whether the task can be loaded
-    items = max(1, profile.task.rehearsal_items)
-    train_prompts = min(items, profile.task.train_prompts or items)
-    return with_values(profile, {"task.train_prompts": train_prompts})
 
 
 @dataclass(frozen=True, slots=True)

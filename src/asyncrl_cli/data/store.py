@@ -13,8 +13,7 @@ The driver's store is the directory of all keys that it knows.
 Every call ends within `limit_s`, or raises ExecutorFailed that names the call, the number of keys and the
 store. What is gone (its node has died) raises ExecutorLost.
 
-Backends: `ray` (ray_store.py), `transferqueue` (transferqueue_store.py), and `LocalStore`, in process, for
-tests and the virtual clock. All pass one suite of tests.
+Backends: `ray` (ray_store.py) and `transferqueue` (transferqueue_store.py). Both pass one suite of tests.
 """
 
 from __future__ import annotations
@@ -198,22 +197,6 @@ class Store(ABC):
     def late(self, call: str, num_keys: int) -> ExecutorFailed:
         what = f"{call} of {num_keys} keys took longer than data_plane.timeout_s = {self.limit_s:g} s"
         return ExecutorFailed(what, executor=f"the {self.name} store")
-
-
-class LocalStore(Store):
-    """In process: for tests and the virtual clock."""
-
-    name = "local"
-
-    def _put(self, key: str, columns: Mapping[str, Any]) -> tuple[Piece, ...]:
-        return (Piece((*columns,), bytes_of(columns), dict(columns)),)
-
-    def _get(self, stored: Sequence[Stored], fields: frozenset[str] | None) -> list[dict[str, Any]]:
-        found = []
-        for one in stored:
-            everything = {name: value for piece in one.pieces for name, value in piece.content.items()}
-            found.append({name: value for name, value in everything.items() if is_wanted(name, fields)})
-        return found
 
 
 def is_wanted(name: str, fields: Collection[str] | None) -> bool:
