@@ -110,7 +110,9 @@ def test_runs_whose_workers_are_restarted_are_completed():
     )
 
 
-@pytest.mark.parametrize("seed", [511, 874, 4537, 4989, 8703, 8890, 1566, 51034, 71763, 700001, 5000107, 341])
+@pytest.mark.parametrize(
+    "seed", [511, 874, 4537, 4989, 8703, 8890, 1566, 51034, 71763, 700001, 5000107, 341, 3447]
+)
 def test_seeds_that_failed_once_hold(seed):
     """511: half of the responses had ended when weights arrived, and loop and checks rounded that
     differently. 874: a hung worker, colocated, kept a failed run from writing its last checkpoint. 4537: a
@@ -122,7 +124,8 @@ def test_seeds_that_failed_once_hold(seed):
     that was to begin the last eval was lost for good before its load, and the others waited for the eval.
     1566: a sweep cleared what a part had put for one checkpoint while it put the same key for the next.
     5000107: a colocated run that was resumed within a window trained while its workers had the resources.
-    341: rounding left a governor with a wait below 0, and the resume was refused."""
+    341: rounding left a governor with a wait below 0, and the resume was refused. 3447: what a worker puts
+    for an eval that has timed out is an orphan, and the end waited for the last sweep without a word."""
     assert run(draw(seed)).broken is None
 
 

@@ -2,8 +2,8 @@
 
 A key belongs to a live attempt of the ledger, or is lent to a checkpoint or an eval until that ends. Whoever
 ends this clears it. The sweep, at every window and at the end, compares the store with the owners: a key
-without one is an orphan. It was left by a call that this run forgot to make, or by a worker that died before
-it could report what it had put. Orphans are cleared and counted (`data/orphans`).
+without one is an orphan. It was left by a call that this run forgot to make, by a worker that died before it
+could report what it had put, or by an eval that timed out. Orphans are cleared and counted (`data/orphans`).
 
 A worker puts a part before it reports it, so a key may have no owner for a moment, if its group was given up
 meanwhile. It is an orphan only if two sweeps in a row see it that are not too close together.

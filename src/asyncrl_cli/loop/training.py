@@ -66,7 +66,8 @@ class Training:
         if self._run.failure.stopping:
             await self._checkpoint()
         await self._checkpointer.finish()
-        await self._run.groups.data.last_sweep()
+        with self._run.changes.waiting("trainer (end)", "the last sweep of the data store"):
+            await self._run.groups.data.last_sweep()
 
     async def _next_groups(self) -> tuple[GroupResult, ...] | None:
         """Wait for R takeable groups and take them; None on a stop."""

@@ -1,8 +1,8 @@
 """The store of a run's data, and what must hold of its keys.
 
 Every key of a live attempt is held. Nobody reads a key that is neither held nor pinned. A sweep clears only
-what the loop has never heard of, because the process that put it was gone before it could report that. After
-the last sweep every key that is held has an owner.
+what the loop has never heard of, because the process that put it was gone before it could report that, or the
+eval had timed out. After the last sweep every key that is held has an owner.
 """
 
 from __future__ import annotations
@@ -61,6 +61,8 @@ class DataWatch:
         self._invariants = invariants
         self._now = asyncio.get_running_loop().time
         self._groups: Groups | None = None
+        self.timed_out = set[int]()
+        """Versions whose evals timed out: nobody waits for their last reports."""
 
     def watch(self, groups: Groups) -> None:
         """From now on live attempts are compared, and what is left after the last sweep."""
@@ -144,7 +146,12 @@ class DataWatch:
         """A sweep has cleared orphans just now."""
         found, num_keys = self._last_cleared, event.fields["keys"]
         self._invariants.check_same("data", "orphans that were cleared", len(found), num_keys)
-        wrong = [key for key, entry in found if not entry.is_left]
+        timed_out = tuple(f"eval-{version}/" for version in self.timed_out)
+        wrong = [
+            key
+            for key, entry in found
+            if not entry.is_left and (entry.is_reported or not key.startswith(timed_out))
+        ]
         self._invariants.check(not wrong, "data", f"a sweep finds {wrong}, left by {event.fields['left_by']}")
         self._invariants.counts["keys that died with a worker"] += num_keys
 

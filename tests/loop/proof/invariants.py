@@ -28,6 +28,7 @@ that it also hears every call to an executor. From both it keeps books of its ow
 from __future__ import annotations
 
 import asyncio
+import re
 from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -308,6 +309,8 @@ class Invariants:
     def _on_warning(self, event: Event) -> None:
         if "of the data store" not in event.fields["message"]:
             self.steps.warned_in.add(self.books.version)
+        if timed_out := re.match(r"the eval of version (\d+) gave no result within", event.fields["message"]):
+            self.data.timed_out.add(int(timed_out[1]))
 
     def _on_orphans(self, event: Event) -> None:
         self.data.swept(event)
