@@ -137,7 +137,6 @@ class RunDirectory:
 
     @property
     def attempts(self) -> int:
-        """How many attempts there have been so far."""
         numbers = [path.name.removeprefix("attempt-") for path in self.logs.glob("attempt-*")]
         return max((int(number) for number in numbers if number.isdigit()), default=0)
 

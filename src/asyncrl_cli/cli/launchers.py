@@ -58,7 +58,6 @@ class Launch:
 
     @property
     def run(self) -> str:
-        """The run's name."""
         return self.loaded.profile.run.name or stem_of(self.loaded.profile.name)
 
     @property

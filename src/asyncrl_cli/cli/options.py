@@ -70,7 +70,6 @@ def text_argument(metavar: str, help: str, complete: Complete) -> object:
 
 
 def text_option(name: str, metavar: str, help: str, complete: Complete | None = None) -> object:
-    """An option with a text or a path."""
     return typer.Option(name, metavar=metavar, help=help, autocompletion=complete)
 
 

@@ -21,6 +21,7 @@ from asyncrl_cli.cli.options import (
     run_argument,
     text_option,
 )
+from asyncrl_cli.observe.format import size
 
 REPORT_EXAMPLES = """
   asyncrl report first                          the report of run "first"; stdout is the file's path
@@ -53,7 +54,6 @@ EXPORT_EXAMPLES = """
   asyncrl export first                                    the newest whole checkpoint of run "first"
   asyncrl export first --version 12 --out my-model        the weights of version 12, as used for rollouts
   vllm serve $(asyncrl export first)                      stdout is only the directory's path"""
-GB = 10**9
 MAIN_FIGURES = (
     "state",
     "train steps",
@@ -139,7 +139,7 @@ def _write(
     with ProgressLine("auto") as progress:
         path, notes = write_report(runs, out, runs_dir, progress, target)
     warn(*notes)
-    say(f"{path.stat().st_size / 10**6:.1f} MB; the file needs no network")
+    say(f"{size(path.stat().st_size)}; the file needs no network")
     print_text(str(path))
     if open_it:
         typer.launch(path.resolve().as_uri())
@@ -220,8 +220,8 @@ def trace(
     if as_json:
         print_json({"trace": str(path), "num_bytes": path.stat().st_size, "entries": dict(counted)})
     groups, trained = counted["group"], counted["step"]
-    size = f"{path.stat().st_size / 1e6:.1f} MB"
-    say(f"{groups:,} groups, {trained:,} train steps, {size}; open it at https://ui.perfetto.dev")
+    num_bytes = size(path.stat().st_size)
+    say(f"{groups:,} groups, {trained:,} train steps, {num_bytes}; open it at https://ui.perfetto.dev")
     if not as_json:
         print_text(str(path))
 
@@ -289,14 +289,12 @@ def export(
             dtype=dtype,
             model=model,
             adapter=adapter,
-            max_file_bytes=int(max_shard_size_gb * GB),
+            max_file_bytes=int(max_shard_size_gb * 10**9),
             progress=progress,
         )
     passed_over = exported.source.passed_over
     warn(*(f"{wrong}; using an older checkpoint instead" for wrong in passed_over), *exported.source.notes)
-    num_bytes = exported.num_bytes
-    size = f"{num_bytes / GB:.2f} GB" if num_bytes >= GB else f"{num_bytes / 10**6:.1f} MB"
-    files = f"{size} in {counted(len(exported.files), 'file')}"
+    files = f"{size(exported.num_bytes)} in {counted(len(exported.files), 'file')}"
     say(f"exported {exported.source}: {exported.parameters:,} parameters, {exported.dtype}, {files}")
     if as_json:
         print_json(exported.to_json())

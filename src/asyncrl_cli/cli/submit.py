@@ -112,7 +112,6 @@ def send(server: JobServer, job: Job, *, wait: bool = False, as_json: bool = Fal
 
 
 def say_next(run: str, where: str) -> None:
-    """Print the next commands for a run elsewhere."""
     say(f"  asyncrl watch {run}{where}    its live screen")
     say(f"  asyncrl logs {run}{where}    its processes' logs")
     say(f"  asyncrl stop {run}{where}    write a checkpoint and end")

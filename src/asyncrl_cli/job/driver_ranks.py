@@ -452,7 +452,6 @@ class RayTrainer(RayRanks):
         await all_of(one.checkpointed(f"the snapshot of step {step}", "snapshot", step) for one in learners)
 
     async def restore(self, directory: Path) -> None:
-        """Load a checkpoint."""
         learners = [self] if self._critic is None else [self, self._critic]
         call, path = f"the load of {directory}", str(directory.absolute())
         await all_of(one.checkpointed(call, "restore", path) for one in learners)

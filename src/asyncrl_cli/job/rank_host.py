@@ -367,7 +367,6 @@ class RankHost:
 
     @ray.method(concurrency_group="main")
     def restore(self, directory: str) -> None:
-        """Load a checkpoint's state."""
         with self._meter.doing(State.BUSY, "a checkpoint to be read"):
             if self._role == CRITIC:
                 self._critic.restore(Path(directory))

@@ -154,7 +154,6 @@ class JobPlan:
 
     @property
     def gpus(self) -> int:
-        """GPUs of the whole job."""
         return sum(bundle.gpus for bundle in self.bundles)
 
     @property
@@ -164,7 +163,6 @@ class JobPlan:
 
     @property
     def cpus(self) -> int:
-        """CPUs of the whole job."""
         return sum(bundle.cpus for bundle in self.bundles)
 
     @property
@@ -226,7 +224,6 @@ class JobPlan:
         )
 
     def bundle_of(self, role: RolePlan, index: int) -> int:
-        """The index of a worker's bundle."""
         return index * len(self.groups[role.placement_group]) // role.workers
 
     def __str__(self) -> str:

@@ -88,7 +88,6 @@ def toml_key(name: str) -> str:
 
 
 def toml_value(value: Value) -> str:
-    """A value as TOML."""
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, str):

@@ -15,7 +15,6 @@ COLOURS = "#4269d0", "#efb118", "#ff725c", "#6cc5b0", "#3ca951", "#9c6b4e"
 
 
 def scaling_page(name: str, scaled: Sequence[Scaling]) -> str:
-    """The page of a workload's scalings."""
     rows = []
     for one in scaled:
         for gpus, effect, linearity in zip(one.gpus, one.effects, one.linearity, strict=True):
