@@ -238,9 +238,10 @@ class Laboratory:
         if not kind.while_starting:
             self._wait_for(process, lambda: len(lines(run / "metrics.jsonl")) >= at_step)
             time.sleep(self.rng.random())
+        steps = len(lines(run / "metrics.jsonl"))
         family, victim = self._kill_one(process, kind)
         killed_s = time.monotonic()
-        row = Row(kind=kind.name, victim=victim, at_step=len(lines(run / "metrics.jsonl")))
+        row = Row(kind=kind.name, victim=victim, at_step=steps)
         if is_long and self._goes_on(process, run):
             return replace(row, resumed="ok: trains on")
         process.wait(RUN_LIMIT_S)

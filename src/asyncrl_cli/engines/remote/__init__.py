@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from pkgutil import resolve_name
+from typing import Any
 
 from asyncrl_cli.base.errors import ConfigError, PreflightError
 from asyncrl_cli.engines.port import Engine, EngineKind
@@ -50,22 +51,30 @@ def check_servers(profile: Profile, model_dir: Path | None = None) -> None:
     may read."""
     from asyncrl_cli.engines.remote.server import Server, ServerFailed, check_facts
 
-    async def refusal(server: Server) -> PreflightError | ServerFailed | None:
+    async def facts_at(server: Server) -> dict[str, Any] | ServerFailed:
         try:
-            await asyncio.to_thread(check_facts, server.url, await server.facts(), profile, model_dir)
-        except (PreflightError, ServerFailed) as error:
-            return error
+            return await server.facts()
+        except ServerFailed as failed:
+            return failed
         finally:
             await server.close()
-        return None
 
-    async def refusals() -> list[PreflightError | ServerFailed]:
+    async def ask() -> dict[str, dict[str, Any] | ServerFailed]:
         servers = [Server(url, profile) for url in profile.rollout.urls or ()]
-        return [error for error in await asyncio.gather(*map(refusal, servers)) if error is not None]
+        answers = await asyncio.gather(*map(facts_at, servers))
+        return {server.url: answer for server, answer in zip(servers, answers, strict=True)}
 
-    if found := asyncio.run(refusals()):
-        hint = "; ".join(dict.fromkeys(error.hint for error in found))
-        raise PreflightError("; ".join(error.message for error in found), hint=hint)
+    refusals = list[PreflightError | ServerFailed]()
+    for url, answer in asyncio.run(ask()).items():
+        try:
+            if isinstance(answer, ServerFailed):
+                raise answer
+            check_facts(url, answer, profile, model_dir)
+        except (PreflightError, ServerFailed) as refusal:
+            refusals.append(refusal)
+    if refusals:
+        hint = "; ".join(dict.fromkeys(refusal.hint for refusal in refusals))
+        raise PreflightError("; ".join(refusal.message for refusal in refusals), hint=hint)
 
 
 def _make(profile: Profile, place: ProcessPlace, on_running: Callable[[int], None]) -> Engine:
