@@ -15,6 +15,7 @@ from gpu_smoke_kit import PROMPT_TOKENS, Figures, Machine, Skipped, Step, Wrong,
 
 from asyncrl_cli.engines.port import Completion, Sampling
 from asyncrl_cli.profile.schema import Profile, RolloutSection
+from asyncrl_cli.weights.receivers import SharedWeights
 from asyncrl_cli.weights.versions import Manifest, mean_abs_diff
 
 if TYPE_CHECKING:
@@ -59,7 +60,7 @@ async def _check_engine(machine: Machine, figures: Figures) -> None:
                 engine,
                 model,
                 manifest,
-                lambda: engine.receive(buckets),
+                lambda: SharedWeights(buckets),
                 profile,
                 figures,
                 slots=profile.rollout.slots,

@@ -66,6 +66,7 @@ from asyncrl_cli.profile.schema import (
     TrainerSection,
 )
 from asyncrl_cli.train.step_plan import plan_train_step, training_order
+from asyncrl_cli.weights.receivers import SharedWeights
 from asyncrl_cli.weights.versions import mean_abs_diff
 
 TRAIN_STEPS, WINDOW_STEPS = 8, 2
@@ -330,7 +331,7 @@ class LocalWorker(RolloutWorker):
     async def prefetch(self, published: Published) -> float:
         began_s = time.monotonic()
         manifest, buckets = published.handle
-        self._received = manifest, await asyncio.to_thread(self._engine.receive, buckets)
+        self._received = manifest, await asyncio.to_thread(SharedWeights, buckets)
         return time.monotonic() - began_s
 
     async def load(self, version: int, interrupt: Interrupt) -> LoadReport:

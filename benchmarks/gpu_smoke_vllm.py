@@ -23,7 +23,7 @@ from gpu_smoke_kit import Figures, Machine, Skipped, Wrong, trainer_on
 
 from asyncrl_cli.engines.port import Sampling
 from asyncrl_cli.profile.schema import Profile, WeightsSection
-from asyncrl_cli.weights.receivers import AnnouncedWeights
+from asyncrl_cli.weights.receivers import AnnouncedWeights, SharedWeights
 from asyncrl_cli.weights.senders import HeldVersions
 from asyncrl_cli.weights.versions import RankZero, send
 
@@ -103,7 +103,7 @@ async def _load(machine: Machine, transport: str, figures: Figures) -> None:
         )
         async with vllm_on(machine, model, profile) as engine:
             if transport == "object-store":
-                await load(engine, receive=lambda: engine.receive(buckets))
+                await load(engine, receive=lambda: SharedWeights(buckets))
                 return
             held = HeldVersions()
             layouts = send(held, manifest, buckets)
@@ -188,7 +188,7 @@ async def _sleep_and_wake(machine: Machine, level: int, figures: Figures) -> Non
                 name: tensor.bfloat16()
                 for name, tensor in load_file(model.directory / "model.safetensors").items()
             }
-            await engine.load(engine.receive(pack(weights, 2**28)), 1, "keep-kv")
+            await engine.load(SharedWeights(pack(weights, 2**28)), 1, "keep-kv")
             await llm.wake_up(tags=["kv_cache"])
         seconds = {"asleep_in_s": asleep_s, "awake_in_s": time.perf_counter() - began_s}
         sizes = {"used_mib": used / MB, "asleep_mib": asleep / MB, "awake_mib": _used_bytes() / MB}

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 
-from asyncrl_cli.weights.buckets import Bucket, Packing, Spec, dtype_name, plan_layout
+from asyncrl_cli.weights.buckets import Bucket, Packing, Spec, Unpacked, dtype_name, plan_layout
 
 
 def pack(tensors: Mapping[str, torch.Tensor], bucket_size_bytes: int) -> list[Bucket]:
@@ -36,6 +36,11 @@ def pack_rows(tensors: Mapping[str, torch.Tensor], bucket_size_bytes: int, ranks
             packing.put(name, rows)
         sent.append(packing.seal())
     return sent
+
+
+def copied(buckets: Iterable[Bucket]) -> dict[str, torch.Tensor]:
+    """All tensors of these buckets by name, in new memory."""
+    return {name: tensor.clone() for name, tensor in Unpacked(buckets).items()}
 
 
 def specs_of(tensors: Mapping[str, torch.Tensor]) -> list[Spec]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,12 +19,13 @@ from asyncrl_cli.job.rank_sending import ObjectStoreSender
 from asyncrl_cli.job.rollout_weights import Loader
 from asyncrl_cli.measure.meters import RolloutMeter
 from asyncrl_cli.profile.schema import Interrupt, WeightsSection
-from asyncrl_cli.weights.buckets import Bucket, DamagedWeights, copied
+from asyncrl_cli.weights.buckets import Bucket, DamagedWeights
 from asyncrl_cli.weights.directory import Directory
 from asyncrl_cli.weights.directory_buckets import DirectorySender
+from asyncrl_cli.weights.receivers import SharedWeights
 from asyncrl_cli.weights.senders import DeltaSender, DeltasToo
 from asyncrl_cli.weights.versions import Manifest, send
-from tests.packed import pack
+from tests.packed import copied, pack
 
 
 @dataclass
@@ -51,15 +52,12 @@ def object_store(monkeypatch: pytest.MonkeyPatch) -> None:
 class Keeping(Engine):
     """Keeps what it is given."""
 
-    def receive(self, buckets: Iterator[Bucket]) -> dict[str, torch.Tensor]:
-        return copied(buckets)
-
     async def load(self, weights: Any, version: int, interrupt: Interrupt) -> PauseReport:
-        self.held = weights
+        self.held = dict(weights)
         return PauseReport(load_s=0.0, pause_s=0.0)
 
     async def load_in_place(self, fetch: Any, version: int, interrupt: Interrupt) -> PauseReport:
-        self.held = self.receive(fetch())
+        self.held = copied(fetch())
         return PauseReport(load_s=0.0, pause_s=0.0)
 
     async def score(self, sequences: list[list[int]], temperature: float) -> Scores:
@@ -67,10 +65,18 @@ class Keeping(Engine):
 
 
 class Worker(Loader):
-    def __init__(self, *, deltas: bool = True, dual_buffer: bool = True, version: int = -1) -> None:
+    def __init__(
+        self,
+        *,
+        deltas: bool = True,
+        dual_buffer: bool = True,
+        version: int = -1,
+        node_file: Path | None = None,
+    ) -> None:
         meter = RolloutMeter("rollout-0", 8, lambda: 0.0, lambda: None)
         section = WeightsSection(dual_buffer=dual_buffer)
-        super().__init__(Keeping(), section, meter, version, Slots(8, hold=True), deltas=deltas)  # type: ignore[abstract]
+        engine, slots = Keeping(), Slots(8, hold=True)  # type: ignore[abstract]
+        super().__init__(engine, section, meter, version, slots, deltas=deltas, node_file=node_file)
 
     def gets(self, manifest: Manifest, refs: Any) -> int:
         """Sync; the fetched bytes."""
@@ -79,9 +85,7 @@ class Worker(Loader):
             await self.prefetch(manifest, refs)
             return await self.load(manifest.version, "keep-kv")
 
-        fetched = asyncio.run(sync()).fetched_bytes
-        assert fetched is not None
-        return fetched
+        return asyncio.run(sync()).fetched_bytes or 0
 
 
 class Trainer:
@@ -187,17 +191,31 @@ def test_by_a_directory_a_worker_reads_only_differences_and_a_damaged_one_is_ref
 
 
 def test_what_a_wrong_base_makes_is_refused_and_the_old_weights_stay():
-    """A bit of the worker's copy flips between two versions; the next version is fetched whole."""
+    """A bit of the worker's copy is another between two versions; the next version is fetched whole."""
     trainer, worker = Trainer(), Worker()
     worker.gets(*trainer.publishes())
     before = {name: one.clone() for name, one in trainer.weights.items()}
-    assert worker._base is not None
-    bucket = worker._base[1][1]
-    assert bucket is not None
-    bucket.data[1234] ^= 4
+    other = {name: one.clone() for name, one in before.items()}
+    other["b"].view(torch.int16)[17, 34] ^= 4
+    worker._arrived._kept = SharedWeights(pack(other, 2**20))
     with pytest.raises(DamagedWeights, match="bucket 1 of 3"):
         worker.gets(*trainer.publishes())
     assert holds(worker, before)
     manifest, refs = trainer.publishes()
     assert worker.gets(manifest, refs) == manifest.num_bytes
     assert holds(worker, trainer.weights)
+
+
+@pytest.mark.parametrize("dual_buffer", [True, False])
+def test_a_nodes_workers_fetch_once_and_a_restarted_one_finds_the_nodes_base(dual_buffer, tmp_path):
+    trainer = Trainer()
+    workers = [Worker(dual_buffer=dual_buffer, node_file=tmp_path / "node.json") for _ in range(3)]
+    for version in range(4):
+        manifest, refs = trainer.publishes()
+        if version == 2:  # the last one was restarted, and is the first that is told of the version
+            again = Worker(dual_buffer=dual_buffer, version=1, node_file=tmp_path / "node.json")
+            workers = [again, *workers[:2]]
+        first, *others = [one.gets(manifest, refs) for one in workers]
+        assert first == manifest.num_bytes if version == 0 else 0 < first < 0.1 * manifest.num_bytes
+        assert others == [0, 0]
+        assert all(holds(one, trainer.weights) for one in workers)

@@ -16,8 +16,10 @@ from asyncrl_cli.contracts.weight_version import LoadReport
 from asyncrl_cli.job.driver_crew import CrewOrder, started_crew
 from asyncrl_cli.job.host_process import arriving
 from asyncrl_cli.profile.schema import ModelSection, Profile
-from asyncrl_cli.weights.buckets import Bucket, copied
+from asyncrl_cli.weights.buckets import Bucket
 from asyncrl_cli.weights.deltas import DeltaRef
+from asyncrl_cli.weights.receivers import SharedWeights
+from tests.packed import copied
 
 from .crew import REWARD, made_up_group, make_model, nodes, small_profile
 
@@ -52,7 +54,7 @@ async def _syncs(
     order = CrewOrder(plan=plan, profile=profile, further={}, reward=REWARD, **where)
     async with started_crew(order) as crew:
         trainer, (worker,) = crew.trainer, crew.workers
-        base: Any = None
+        base: SharedWeights | None = None
         for version in (0, 1):
             if version:
                 groups = tuple(made_up_group(number, 4, crew.store) for number in range(2))
@@ -66,7 +68,7 @@ async def _syncs(
             are_deltas = any(isinstance(ref, DeltaRef) for ref in refs)
             assert are_deltas == (version == 1 and profile.weights.encoding == "delta")
             buckets = list(arriving(manifest, refs, base))  # this process is another worker
-            base = version, list(buckets)
+            base = SharedWeights(buckets, version)
             await trainer.snapshot(version)
             snapshot = LoopSnapshot(
                 step=version, version=version, at_window_boundary=True, loop_state={}, payloads=()

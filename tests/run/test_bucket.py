@@ -56,9 +56,8 @@ def test_a_run_learns_by_a_bucket_and_leaves_nothing_there_and_no_secret_anywher
     assert max(event["logprob_abs_diff_median"] for event in loaded) <= (0.05 if sends_deltas else 1e-4)
     if sends_deltas:  # a worker that missed a version fetches the next one whole
         sizes = [event["fetched_bytes"] for event in sorted(loaded, key=lambda event: event["version"])]
-        assert (
-            sum(size < 0.2 * sizes[0] for size in sizes) == sum(path.endswith(".delta") for path in got) > 0
-        )
+        few = [size for size in sizes if 0 < size < 0.2 * max(sizes)]
+        assert len(few) == sum(path.endswith(".delta") for path in got) > 0
     texts = [out, err, *(path.read_text(errors="replace") for path in tmp_path.rglob("*") if path.is_file())]
     assert not [text for text in texts if SECRET in text or KEY in text]
     resolved = json.loads((tmp_path / "runs" / "far" / "config.resolved.json").read_text())

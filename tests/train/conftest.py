@@ -69,9 +69,9 @@ def rank_context() -> multiprocessing.context.BaseContext:
 
 def received(directory: Path) -> dict[str, Any]:
     """What a worker receives of what the ranks have put there (rank_program.py)."""
-    from asyncrl_cli.weights.buckets import copied
     from asyncrl_cli.weights.receivers import verified
     from asyncrl_cli.weights.versions import joined_version
+    from tests.packed import copied
 
     manifest, buckets = joined_version(
         [pickle.loads(path.read_bytes()) for path in sorted(directory.iterdir())]

@@ -7,8 +7,8 @@ import torch
 from safetensors.torch import load_file
 
 from asyncrl_cli.base.errors import RefusedError
-from asyncrl_cli.weights.buckets import copied
 from asyncrl_cli.weights.receivers import verified
+from tests.packed import copied
 from tests.train.train_samples import make_step
 from tests.trainers import rank_batch, save, trainer_parts, weights_of
 

@@ -25,6 +25,7 @@ from asyncrl_cli.engines.transformers.transformers_engine import TransformersEng
 from asyncrl_cli.envs.chat import Chat
 from asyncrl_cli.envs.conversation import Context, Conversation
 from asyncrl_cli.models.experts import Routing
+from asyncrl_cli.weights.receivers import SharedWeights
 from tests.engines import tiny
 from tests.engines.made import made_for, prompts, sampling
 from tests.packed import pack
@@ -75,7 +76,7 @@ async def generated(
             while engine.sampled_tokens < 4 * len(requests):  # noqa: ASYNC110  (it is counted in a thread)
                 await asyncio.sleep(0)
             files = engine._form.to_files(load)
-            await engine.load(engine.receive(pack(files, 300_000)), 1, "recompute-kv")
+            await engine.load(SharedWeights(pack(files, 300_000)), 1, "recompute-kv")
         return [await one for one in running]
     finally:
         await engine.close()
@@ -243,7 +244,7 @@ def test_a_response_that_newer_weights_continue_keeps_the_experts_of_its_first_t
                 if begun.finish_reason == "length":
                     break
             files = engine._form.to_files(other.state_dict())
-            await engine.load(engine.receive(pack(files, 300_000)), 1, "drain")
+            await engine.load(SharedWeights(pack(files, 300_000)), 1, "drain")
             begun = replace(begun, finish_reason="abort")
             return begun, await engine.generate("b", prompt, sampling(24), 3, so_far=begun)
         finally:

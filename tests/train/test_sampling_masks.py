@@ -20,6 +20,7 @@ from asyncrl_cli.data.trajectories import GroupPayload, segment_of, trajectory_o
 from asyncrl_cli.engines.port import Completion
 from asyncrl_cli.measure.values import shown
 from asyncrl_cli.train.sampling_masks import KeptTokens
+from asyncrl_cli.weights.receivers import SharedWeights
 from tests.engines import tiny
 from tests.engines.made import prompts, sampling, transformers_engine
 from tests.packed import pack
@@ -203,7 +204,7 @@ def test_a_response_that_another_version_continues_keeps_the_masks_of_both(model
                 begun = await engine.generate("a", prompts(1)[0], sampling(9, **how), seed)
                 if begun.finish_reason == "length":
                     break
-            await engine.load(engine.receive(pack(newer, 300_000)), 1, "drain")
+            await engine.load(SharedWeights(pack(newer, 300_000)), 1, "drain")
             begun = replace(begun, finish_reason="abort")
             return begun, await engine.generate("b", prompts(1)[0], sampling(24, **how), 3, so_far=begun)
 

@@ -13,7 +13,7 @@ import torch
 from asyncrl_cli.weights import deltas
 from asyncrl_cli.weights.buckets import Bucket, DamagedWeights, Spec, fingerprint, plan_layout
 from asyncrl_cli.weights.deltas import Delta, RangeChanges, applied, difference
-from asyncrl_cli.weights.receivers import verified
+from asyncrl_cli.weights.receivers import SharedWeights, verified
 from asyncrl_cli.weights.versions import Manifest
 
 
@@ -60,7 +60,7 @@ def test_the_next_version_is_rebuilt_bit_for_bit(dtype, lr):
         else:
             assert delta is not None
             assert delta.sent_bytes < len(after.data)
-            assert np.array_equal(applied(delta, before).data, after.data)
+            assert np.array_equal(applied(delta, SharedWeights([before])).data, after.data)
         assert np.array_equal(before.data, kept)
         before = after
 
@@ -78,7 +78,7 @@ def test_any_change_of_any_size_and_distance_survives(bits):
         values[places] = rng.integers(0, 2**bits, len(places), dtype=np.uint64).astype(values.dtype)
         delta = difference(new, old, base=0)
         if delta is not None:
-            assert np.array_equal(applied(delta, old).data, new.data)
+            assert np.array_equal(applied(delta, SharedWeights([old])).data, new.data)
 
 
 def test_another_layout_has_no_difference():
@@ -90,29 +90,29 @@ def mistakes(rng: random.Random, old: Bucket, new: Bucket, older: Bucket, delta:
     """The bucket that a worker has after one of five mistakes."""
     kind = rng.randrange(5)
     if kind == 0:  # the base is of another version
-        return applied(delta, older)
+        return applied(delta, SharedWeights([older]))
     if kind == 1:  # two ranges are swapped
         ranges = list(delta.ranges)
         i, j = rng.sample(range(len(ranges)), 2)
         ranges[i], ranges[j] = ranges[j], ranges[i]
-        return applied(replace(delta, ranges=tuple(ranges)), old)
+        return applied(replace(delta, ranges=tuple(ranges)), SharedWeights([old]))
     if kind == 2:  # a bit of the delta is flipped
         number, name = rng.randrange(len(delta.ranges)), rng.choice(("distances", "changes"))
         data = bytearray(getattr(delta.ranges[number], name))
         data[rng.randrange(8, len(data))] ^= 1 << rng.randrange(8)
         ranges = list(delta.ranges)
         ranges[number] = replace(ranges[number], **{name: bytes(data)})
-        return applied(replace(delta, ranges=tuple(ranges)), old)
+        return applied(replace(delta, ranges=tuple(ranges)), SharedWeights([old]))
     if kind == 3:  # a bit of the base is flipped
         data = old.data.copy()
         data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
-        return applied(delta, replace(old, data=data))
+        return applied(delta, SharedWeights([replace(old, data=data)]))
     ranges = list(delta.ranges)  # a range is lost
     number = rng.randrange(len(ranges))
     if ranges[number].count == 0:
         number = max(range(len(ranges)), key=lambda i: ranges[i].count)
     ranges[number] = RangeChanges(count=0, **{name: EMPTY for name in ("distances", "changes", "large")})
-    return applied(replace(delta, ranges=tuple(ranges)), old)
+    return applied(replace(delta, ranges=tuple(ranges)), SharedWeights([old]))
 
 
 EMPTY = deltas._compressed(np.zeros(0, dtype=np.uint8))
@@ -128,7 +128,7 @@ def test_1000_random_mistakes_are_all_noticed_before_the_version_counts_as_arriv
         manifest = Manifest(
             version=2, num_bytes=len(new.data), fingerprints=(fingerprint(new),), temperature=1.0
         )
-        assert len(list(verified([applied(delta, old)], manifest))) == 1
+        assert len(list(verified([applied(delta, SharedWeights([old]))], manifest))) == 1
         for _ in range(50):
             try:
                 wrong = mistakes(rng, old, new, older, delta)

@@ -11,10 +11,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl_cli.weights.buckets import Bucket, DamagedWeights, Unpacked, copied
+from asyncrl_cli.weights.buckets import Bucket, DamagedWeights, Unpacked
 from asyncrl_cli.weights.receivers import AnnouncedWeights, SharedWeights, manifest_of, verified
 from asyncrl_cli.weights.versions import Manifest, joined_version
-from tests.packed import pack_rows
+from tests.packed import copied, pack_rows
 
 DTYPES = [torch.float32, torch.bfloat16, torch.int64]
 shapes = st.one_of(st.just(()), st.tuples(st.integers(0, 9)), st.tuples(st.integers(1, 9), st.integers(0, 5)))

@@ -34,9 +34,10 @@ class Published:
 class LoadReport:
     """One worker's load. `pause_s`: how long no sequence ran; `send_s`: the part of it in which weights were
     fetched (0 with a second buffer, which is filled beforehand); `fetched_bytes`: of buckets and deltas,
-    where they are counted; `logprob_abs_diff` and its median: trainer against worker on the probe sequences,
-    if scored; `verdict` and `loaded_share`: where the worker's logprobs lie between the previous version's
-    and this one's, if both are known (weights/versions.py). A doubt is only a warning: the worker stays.
+    where they are counted, 0 if another worker of the node has fetched them; `logprob_abs_diff` and its
+    median: trainer against worker on the probe sequences, if scored; `verdict` and `loaded_share`: where the
+    worker's logprobs lie between the previous version's and this one's, if both are known
+    (weights/versions.py). A doubt is only a warning: the worker stays.
     `fingerprint`: of the version's bytes, which is the same in two runs if all weights are."""
 
     version: int

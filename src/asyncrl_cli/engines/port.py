@@ -138,8 +138,7 @@ class Engine(Protocol):
     stops_to_score: bool
     """Whether no sequence runs during `score`."""
     fetches_versions: bool = False
-    """Whether the engine fetches versions itself, from files: then `fetch` takes the place of
-    `receive`."""
+    """Whether the engine fetches versions itself, from files, by `fetch`."""
 
     def counters(self) -> EngineCounters:
         return EngineCounters()
@@ -190,13 +189,9 @@ class Engine(Protocol):
         """Set up a direct transport of weights with rank 0. Called after `start`, before the first load."""
         raise NotImplementedError
 
-    def receive(self, buckets: Iterable[Bucket]) -> Mapping[str, torch.Tensor]:
-        """Copy buckets, as they arrive, into memory that `load` reads. Runs in any thread during generation;
-        may take long."""
-
     def fetch(self, where: str) -> Mapping[str, torch.Tensor]:
-        """Have the version in the directory `where`, a path or a URL, fetched. Runs in a thread, as `receive`
-        does, and returns what `load` gets."""
+        """Have the version in the directory `where`, a path or a URL, fetched. Runs in a thread, and returns
+        what `load` gets."""
         raise NotImplementedError
 
     async def load(
@@ -204,7 +199,8 @@ class Engine(Protocol):
     ) -> PauseReport:
         """Swap the weights in place, then resume generation.
 
-        `weights` is what `receive` returned, or `AnnouncedWeights` with a direct transport.
+        `weights` is `receivers.SharedWeights`, in read-only memory that the node's workers share, or
+        `AnnouncedWeights` with a direct transport.
 
         Names, shapes and kinds of dtypes are checked before anything changes. On a mismatch, `load` raises
         ValueError and the engine keeps the old version. (Fingerprints catch damaged bytes earlier.) A later

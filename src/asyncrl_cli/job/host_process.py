@@ -24,7 +24,7 @@ from asyncrl_cli.weights.versions import Manifest
 
 if TYPE_CHECKING:
     from asyncrl_cli.weights.buckets import Bucket
-    from asyncrl_cli.weights.deltas import Base
+    from asyncrl_cli.weights.receivers import SharedWeights
 
     Whole = Callable[[Iterator[Bucket]], Iterator[Bucket]]
 
@@ -101,12 +101,12 @@ def no_collection_while_starting() -> Iterator[None]:
 def arriving(
     manifest: Manifest,
     refs: Refs,
-    base: Base | None = None,
+    base: SharedWeights | None = None,
     count: Callable[[int], None] = lambda num_bytes: None,
 ) -> Iterator[Bucket]:
     """The buckets in the order in which they were sent, each verified. Blocks, so call it in a thread.
     Buckets from the object store are memory-mapped, not copied. `base`: the version to which deltas are
-    applied, which uses it up. `count(num_bytes)` is called for each bucket or delta that is fetched.
+    applied. `count(num_bytes)` is called for each bucket or delta that is fetched.
 
     Raises DamagedWeights: at a damaged bucket, or at the end if some are missing.
     """
@@ -117,7 +117,7 @@ def arriving(
 
 
 def _in_order(
-    gets: ThreadPoolExecutor, refs: Refs, base: Base | None, count: Callable[[int], None]
+    gets: ThreadPoolExecutor, refs: Refs, base: SharedWeights | None, count: Callable[[int], None]
 ) -> Iterator[Bucket]:
     """The next fetch begins when a bucket is taken, so that a slow consumer has at most GETS_AHEAD buckets
     waiting."""
@@ -128,20 +128,18 @@ def _in_order(
     def fetched(ref: Any) -> Any:
         return ray.get(ref) if isinstance(ref, ray.ObjectRef) else ref.read()
 
-    def get(place: int, ref: Any) -> Bucket:
+    def get(ref: Any) -> Bucket:
         if isinstance(ref, DeltaRef):
-            if base is not None and base[0] == ref.base:
+            if base is not None and base.version == ref.base:
                 delta = fetched(ref.delta)
                 count(delta.sent_bytes)
-                before, base[1][place] = base[1][place], None
-                assert before is not None, "each bucket is fetched once"
-                return applied(delta, before)
+                return applied(delta, base)
             ref = ref.full
         bucket: Bucket = fetched(ref)
         count(len(bucket.data))
         return bucket
 
-    submits = (gets.submit(get, place, ref) for place, ref in enumerate(refs))
+    submits = (gets.submit(get, ref) for ref in refs)
     ahead = deque(islice(submits, GETS_AHEAD))
     while ahead:
         ahead[0].result()

@@ -148,6 +148,7 @@ class RolloutHost:
                 whole,
                 deltas=sends_deltas(profile),
                 gate=self._gate,
+                node_file=self._log_path.with_name(f"{ray.get_runtime_context().get_node_id()}.weights.json"),
             )
             self._runner = await self._make_runner()
         logger.info("%s started: %s", self._name, place)

@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ray.actor import ActorHandle
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
 
     from asyncrl_cli.job.host_process import Whole
     from asyncrl_cli.weights.buckets import Bucket
-    from asyncrl_cli.weights.deltas import Base
+    from asyncrl_cli.weights.receivers import SharedWeights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,8 +58,8 @@ class Loader:
     `held`: version of the engine's weights; one less if the first load may bring that same version, to verify
     it. `fingerprint`: of the last version that was loaded; "" before. `places`: a drain waits for the
     trajectories that have begun there, even if they are waiting for a tool. `whole`: converts the buckets
-    that arrive to the engine's. `deltas`: keeps the buckets of the newest version that has arrived, to which
-    the next one's deltas are applied.
+    that arrive to the engine's. `deltas`: keeps the newest version that has arrived, to which the next one's
+    deltas are applied. `node_file`: a file of this node's workers, who share what arrives (node_buffer.py).
     """
 
     def __init__(
@@ -72,11 +73,16 @@ class Loader:
         *,
         deltas: bool = False,
         gate: VersionGate | None = None,
+        node_file: Path | None = None,
     ) -> None:
+        from asyncrl_cli.weights.node_buffer import NodeBuffer  # torch: the driver imports this module
+
         self.engine = engine
         self._deltas = deltas
-        self._base: Base | None = None
-        self._fetched_bytes = 0
+        wait_s, merged = weights.timeout_s / 2, node_file and node_file.with_suffix(".merged.json")
+        self._arrived = NodeBuffer(node_file, keeps=deltas, wait_s=wait_s)
+        self._merged = NodeBuffer(merged, keeps=False, wait_s=wait_s)
+        self._fetched: list[int] | None = None
         self._whole = whole
         self._weights = weights
         self._meter = meter
@@ -134,7 +140,7 @@ class Loader:
                     load_s=pause.load_s,
                     pause_s=pause.pause_s,
                     logprob_abs_diff=None,
-                    fetched_bytes=self._fetched_bytes or None,
+                    fetched_bytes=None if self._fetched is None else sum(self._fetched),
                     fingerprint=manifest.fingerprint,
                 )
                 if not manifest.probe_tokens:
@@ -174,26 +180,27 @@ class Loader:
             return self.engine.fetch(refs[0].version_at)
         if not self._weights.dual_buffer:
             return None
-        buckets = self._whole(self._arriving(manifest, refs))
-        return self.engine.receive(buckets if self._weights.overlap else list(buckets))
+        arrived = self._shared(manifest, refs)
+        if self._whole is iter:
+            return arrived
+        return self._merged.weights(manifest, lambda base: self._whole(iter([arrived.whole()])))
 
     def _buckets(self, manifest: Manifest, refs: Refs) -> list[Bucket]:
-        return list(self._whole(self._arriving(manifest, refs)))
+        """Without a second buffer, unless deltas need one for their base."""
+        if self._deltas:
+            return list(self._whole(iter([self._shared(manifest, refs).whole()])))
+        fetched = self._fetched = list[int]()
+        return list(self._whole(arriving(manifest, refs, count=fetched.append)))
 
-    def _arriving(self, manifest: Manifest, refs: Refs) -> Iterator[Bucket]:
-        """The buckets, each verified. Once the last one is taken they are the base of the next deltas; an
-        older base goes bucket by bucket, so that there are never two."""
-        arrived: list[Bucket | None] = []
-        sizes: list[int] = []
-        base, self._base = self._base, None
-        for bucket in arriving(manifest, refs, base, sizes.append):
-            if self._deltas:
-                # a copy of what lies in the object store, which needs its room for the next versions
-                is_own = bucket.data.flags.owndata
-                arrived.append(bucket if is_own else replace(bucket, data=bucket.data.copy()))
-            yield bucket
-        self._fetched_bytes = sum(sizes)
-        self._base = (manifest.version, arrived) if self._deltas else None
+    def _shared(self, manifest: Manifest, refs: Refs) -> SharedWeights:
+        """In this node's memory, where the first of its workers fetches it."""
+        fetched = self._fetched = list[int]()
+
+        def fetch(base: SharedWeights | None) -> Iterable[Bucket]:
+            buckets = arriving(manifest, refs, base, fetched.append)
+            return buckets if self._weights.overlap else list(buckets)
+
+        return self._arrived.weights(manifest, fetch)
 
     def _check_newer(self, version: int) -> None:
         newest = self.held if self.received is None else max(self.held, self.received.manifest.version)

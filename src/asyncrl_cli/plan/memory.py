@@ -56,7 +56,8 @@ MemoryKind = Literal["device", "host"]
 
 @dataclass(frozen=True, slots=True)
 class MemoryItem:
-    """Something that each of a role's `processes` holds, and when. On CPUs the device is the host, too."""
+    """Something that each of a role's `processes` holds, and when; at rollout workers, if it is 1, one for
+    the workers of each node. On CPUs the device is the host, too."""
 
     role: str
     processes: int
@@ -449,6 +450,7 @@ def _rollout(job: MemoryEstimate, left_bytes: int | None) -> Iterator[MemoryItem
 
     workers = job.plan.rollout_workers
     device, host = (partial(MemoryItem, ROLLOUT, workers, kind) for kind in ("device", "host"))
+    of_node = partial(MemoryItem, ROLLOUT, 1, "host")
     yield device("always", "weights", weights, f"{dtype}{over}")
     if engine:
         yield host("always", engine.name, engine.process_bytes, engine.process_names)
@@ -459,7 +461,8 @@ def _rollout(job: MemoryEstimate, left_bytes: int | None) -> Iterator[MemoryItem
         yield from _wires(job, ROLLOUT, workers)
     elif profile.weights.dual_buffer:  # a version that waits to be loaded
         mapped = f", which {engine.name}'s processes map" if engine else ""
-        yield host("sync", "load buffer", whole, f"received weights{mapped}")
+        yield of_node("sync", "load buffer", whole, f"received weights of a node's workers{mapped}")
     if sends_deltas(profile):
         base = e * published_parameters(profile, shape)
-        yield host("always", "base of deltas", base, "the newest version; the next one's are applied to it")
+        how = "the newest version, of a node's workers; the next one's are applied to it"
+        yield of_node("always", "base of deltas", base, how)

@@ -105,7 +105,7 @@ def node_needs(estimate: MemoryEstimate, there: ClusterResources) -> list[Device
             items = [replace(store, num_bytes=share, how=f"{how}: the share of this node's ranks")]
         for item in estimate.items:
             is_of_rank_zero = item.role == TRAINER and item.processes == 1
-            num_here = int(node == first) if is_of_rank_zero else processes[item.role]
+            num_here = int(node == first) if is_of_rank_zero else min(item.processes, processes[item.role])
             if item.kind == "host" and num_here:
                 items.append(replace(item, processes=num_here))
         num_bytes, at_peak = peak(items, lambda item: item.total_bytes)

@@ -199,8 +199,8 @@ class WeightsSection(Section):
     encoding: Literal["full", "delta", "auto"] = "full"
     """What a sync sends with `object-store` and `directory`. `full`: all bytes. `delta`: what has changed,
     bit for bit, since the version before, to workers that have that one; all bytes to others (at the start,
-    after a restart or a version that they missed), and where the difference would not be smaller. Each worker
-    keeps a copy of the newest version in host memory for it. `auto`: `delta` for bfloat16 with these
+    after a restart or a version that they missed), and where the difference would not be smaller. The workers
+    of a node keep the newest version in its memory for it. `auto`: `delta` for bfloat16 with these
     transports, else `full` (docs/weights.md)."""
     gather_bucket_size_mb: PositiveInt = 2048
     """Size in MiB of a trainer rank's buckets."""

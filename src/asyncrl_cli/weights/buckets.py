@@ -2,7 +2,7 @@
 sides use them.
 
     trainer   plan_layout(specs) -> Packing.put(name, tensor)... -> Packing.seal_bucket(i) -> Bucket
-    worker    receivers.verified(buckets, manifest) -> copied(buckets), or Unpacked(buckets)
+    worker    receivers.verified(buckets, manifest) -> receivers.SharedWeights(buckets), or Unpacked(buckets)
 
 FSDP2 shards tensors by rows, so the bytes of a tensor are those of its ranks' rows, end to end. Each trainer
 rank has a layout and buckets of its own rows; a version is all ranks' buckets. With one rank, and for tensors
@@ -278,23 +278,6 @@ class Unpacked(Mapping[str, torch.Tensor]):
 
     def __len__(self) -> int:
         return len(self._rows)
-
-
-def copied(buckets: Iterable[Bucket]) -> dict[str, torch.Tensor]:
-    """All tensors of these buckets by name, in new memory, copied bucket by bucket; aliases map to the same
-    tensor object."""
-    tensors: dict[str, torch.Tensor] = {}
-    for bucket in buckets:
-        for entry in bucket.entries:
-            spec, whole = entry.spec, entry.spec.whole
-            if spec.name not in tensors:
-                empty = torch.empty(whole.shape, dtype=torch_dtype(whole.dtype))
-                tensors |= dict.fromkeys(spec.names, empty)
-            target = tensors[spec.name]
-            if spec != whole:
-                target = target[spec.first_row : spec.first_row + spec.shape[0]]
-            target.copy_(view_of(bucket.data, entry))
-    return tensors
 
 
 def mapped_tensors(

@@ -1,7 +1,7 @@
 """What changed in a bucket since the version before, bit for bit (`weights.encoding`).
 
     trainer   difference(bucket, previous bucket, version) -> Delta, or None where it would not be smaller
-    worker    applied(delta, its bucket of that version) -> the new bucket, which `receivers.verified` checks
+    worker    applied(delta, its node's weights of that version) -> the new bucket, which `verified` checks
 
 In bfloat16 at usual learning rates an optimizer step changes few elements, most of them by a last bit. An
 element is as many bytes as the bucket's smallest value. A delta has the places of the changed elements, each
@@ -19,13 +19,16 @@ applied to another version, with two ranges swapped or one bit flipped, the resu
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from asyncrl_cli.weights.buckets import Bucket, DamagedWeights, torch_dtype
+from asyncrl_cli.weights.buckets import Bucket, DamagedWeights, Layout, torch_dtype
+
+if TYPE_CHECKING:
+    from asyncrl_cli.weights.receivers import SharedWeights
 
 RANGE_ELEMENTS = 2**22
 """Bounds the memory that a comparison needs beside the buckets."""
@@ -34,8 +37,6 @@ MOST_CHANGED = 1 / 3
 ESCAPE = 255
 CODEC = "zstd"
 Bytes = NDArray[np.uint8]
-Base = tuple[int, list[Bucket | None]]
-"""A version, and its buckets as they were sent; None for one that is no longer needed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,11 +51,10 @@ class RangeChanges:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Delta:
-    """From the bucket at the same place in version `base`, whose length is `num_bytes`, in elements of
-    `element_bytes`."""
+    """From the bucket of the same layout in version `base`, in elements of `element_bytes`."""
 
     base: int
-    num_bytes: int
+    entries: Layout
     element_bytes: int
     ranges: tuple[RangeChanges, ...]
 
@@ -86,29 +86,26 @@ def difference(bucket: Bucket, before: Bucket, base: int) -> Delta | None:
         if num_changed > MOST_CHANGED * len(new):
             return None
         ranges.append(_encoded(places, ours[places] - theirs[places]))
-    delta = Delta(base=base, num_bytes=len(bucket.data), element_bytes=size, ranges=tuple(ranges))
+    delta = Delta(base=base, entries=bucket.entries, element_bytes=size, ranges=tuple(ranges))
     return delta if delta.sent_bytes < len(bucket.data) else None
 
 
-def applied(delta: Delta, before: Bucket) -> Bucket:
+def applied(delta: Delta, before: SharedWeights) -> Bucket:
     """A new bucket; `before` stays as it is. Raises DamagedWeights for a delta that does not fit it."""
-    size = delta.element_bytes
     try:
-        if delta.num_bytes != len(before.data):
-            raise ValueError(f"it is for {delta.num_bytes} bytes, not {len(before.data)}")
-        data = before.data.copy()
-        values = data.view(f"u{size}")
+        bucket = before.bucket(delta.entries)
+        values = bucket.data.view(f"u{delta.element_bytes}")
         if len(delta.ranges) != -(-len(values) // RANGE_ELEMENTS):
             raise ValueError(f"it has {len(delta.ranges)} ranges")
         for number, one in enumerate(delta.ranges):
             part = values[number * RANGE_ELEMENTS : (number + 1) * RANGE_ELEMENTS]
             places, changes = _decoded(one, part.dtype, len(part))
             part[places] += changes
-    except (ValueError, IndexError, pa.ArrowException, OSError) as error:
+    except (ValueError, LookupError, pa.ArrowException, OSError) as error:
         why = f"a delta from version {delta.base} cannot be applied: {error}"
         hint = "the transport changed or mixed bytes; the worker keeps its old weights"
         raise DamagedWeights(why, hint=hint) from error
-    return Bucket(data=data, entries=before.entries)
+    return bucket
 
 
 def _encoded(places: NDArray[Any], changes: NDArray[Any]) -> RangeChanges:

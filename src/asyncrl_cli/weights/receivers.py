@@ -1,14 +1,16 @@
 """The rollout worker's side: how it gets a version, and checks it, before its engine loads it. The other side
 is senders.py.
 
-    object-store, disk   refs -> buckets -> verified -> SharedWeights(buckets)  bytes, in this worker's memory
+    object-store, disk   refs -> buckets -> verified -> SharedWeights(buckets)  bytes, in this node's memory
     a path               read_version(directory) -> manifest, buckets -> the same
     nccl, ipc            refs are layouts: AnnouncedWeights(layouts)            no bytes until the load
     lora.sync = adapter  verified -> BaseFiles.whole(buckets): adapters in, whole weights out
 
-The engine's processes map the memory of SharedWeights: an anonymous file (memfd), one flat buffer. It has no
-name; processes of the same user open it through /proc. It does not count against the size of /dev/shm, and it
-disappears when the last process that maps it ends, even by SIGKILL.
+The engine's processes, and the other workers of the node (node_buffer.py), map the memory of SharedWeights:
+an anonymous file (memfd), one flat buffer. Processes of the same user open it through /proc. It does not
+count against the size of /dev/shm, and it disappears when the last process that maps it ends, even by
+SIGKILL. Once it is full it is sealed: the kernel then refuses every write to it, so that what one process has
+verified is what all of them read.
 
 With `lora.sync = "adapter"` a worker reads the base model's files again for each version, tensor by tensor,
 and keeps no copy. The result is what rank 0 would have sent, so engines and probes need not know of adapters.
@@ -16,6 +18,7 @@ and keeps no copy. The result is what rank 0 would have sent, so engines and pro
 
 from __future__ import annotations
 
+import fcntl
 import mmap
 import os
 import sys
@@ -45,13 +48,14 @@ from asyncrl_cli.weights.buckets import (
     Layout,
     Packing,
     Spec,
+    Unpacked,
     are_whole,
-    copied,
     dtype_name,
     fingerprint,
     plan_layout,
     torch_dtype,
     view_of,
+    zeros,
 )
 from asyncrl_cli.weights.directory import Directory
 from asyncrl_cli.weights.versions import (
@@ -62,6 +66,10 @@ from asyncrl_cli.weights.versions import (
     UpdateInfo,
     file_fingerprint,
 )
+
+FILE_NAME = "asyncrl-weights-"
+SEALS = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK
+"""memfd_create(2), fcntl(2)."""
 
 
 def verified(buckets: Iterable[Bucket], manifest: Manifest) -> Iterator[Bucket]:
@@ -97,16 +105,26 @@ def verified(buckets: Iterable[Bucket], manifest: Manifest) -> Iterator[Bucket]:
         raise DamagedWeights(f"weights of version {manifest.version}: {why}")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharedPlace:
+    """Where other processes of this machine find a sealed buffer, how they know it, and what lies in it."""
+
+    path: str
+    version: int
+    fingerprint: str
+    num_bytes: int
+    entries: Layout
+
+
 class SharedWeights(dict[str, torch.Tensor]):
     """All tensors of one version by name; aliases map to the same tensor. The tensors are views of the shared
-    buffer."""
+    buffer, which nobody can write to."""
 
-    def __init__(self, buckets: Iterable[Bucket]) -> None:
+    def __init__(self, buckets: Iterable[Bucket], version: int = 0, fingerprint: str = "") -> None:
         """Copy each bucket as it arrives, so that the whole version is never held twice."""
-        self.num_bytes = 0
+        self.version, self._fingerprint, self._num_bytes = version, fingerprint, 0
         self._entries: dict[str, BucketEntry] = {}
-        self._descriptor = os.memfd_create("asyncrl-weights")
-        close = weakref.finalize(self, os.close, self._descriptor)
+        self._hold(os.memfd_create(FILE_NAME + fingerprint, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
         try:
             for bucket in buckets:
                 self._make_room(entry.spec.whole for entry in bucket.entries)
@@ -117,12 +135,42 @@ class SharedWeights(dict[str, torch.Tensor]):
                         written = os.pwrite(self._descriptor, data, place)
                         data, place = data[written:], place + written
             self._grow(1)  # an empty file cannot be mapped
+            fcntl.fcntl(self._descriptor, fcntl.F_ADD_SEALS, SEALS)
         except BaseException:
-            close()
+            self._close()
             raise
-        mapped = np.frombuffer(mmap.mmap(self._descriptor, self.num_bytes), dtype=np.uint8)
-        for entry in self._entries.values():
-            self |= dict.fromkeys(entry.spec.names, view_of(mapped, entry))
+        self._map()
+
+    @classmethod
+    def opened(cls, place: SharedPlace) -> SharedWeights:
+        """The same buffer in another process. Raises OSError if nobody holds it any more, ValueError if what
+        is there is not this sealed buffer."""
+        weights = cls.__new__(cls)
+        weights._hold(os.open(place.path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC))
+        weights.version, weights._fingerprint = place.version, place.fingerprint
+        weights._num_bytes = os.fstat(weights._descriptor).st_size
+        weights._entries = {entry.spec.name: entry for entry in place.entries}
+        name = os.readlink(f"/proc/self/fd/{weights._descriptor}")
+        ends = (entry.end_bytes for entry in place.entries)
+        if (
+            not name.startswith(f"/memfd:{FILE_NAME}{place.fingerprint} ")
+            or fcntl.fcntl(weights._descriptor, fcntl.F_GET_SEALS) & SEALS != SEALS
+            or not max(ends, default=0) <= weights._num_bytes == place.num_bytes
+        ):
+            raise ValueError(f"{place.path} is {name} of {weights._num_bytes} bytes, not {place.fingerprint}")
+        weights._map()
+        return weights
+
+    @property
+    def place(self) -> SharedPlace:
+        """Valid as long as this object lives."""
+        return SharedPlace(
+            path=f"/proc/{os.getpid()}/fd/{self._descriptor}",
+            version=self.version,
+            fingerprint=self._fingerprint,
+            num_bytes=self._num_bytes,
+            entries=tuple(self._entries.values()),
+        )
 
     def describe(self, required: Collection[str]) -> UpdateInfo:
         """Plain values that tell another process on this machine where the buffer is, and where each tensor
@@ -137,11 +185,36 @@ class SharedWeights(dict[str, torch.Tensor]):
             if (name := entry.spec.name_among(required)) is not None
         ]
         path = f"/proc/{os.getpid()}/fd/{self._descriptor}"
-        return {"path": path, "num_bytes": self.num_bytes, "tensors": tensors}
+        return {"path": path, "num_bytes": self._num_bytes, "tensors": tensors}
+
+    def whole(self) -> Bucket:
+        """All of it as one bucket of whole tensors."""
+        return Bucket(data=self._mapped, entries=tuple(self._entries.values()))
+
+    def bucket(self, entries: Layout) -> Bucket:
+        """These tensors, or rows of them, in a new bucket of this layout. Raises KeyError or ValueError for
+        what is not here."""
+        data = zeros(entries[-1].end_bytes)
+        for entry in entries:
+            begin = self._entries[entry.spec.name].offset_bytes + entry.spec.begin_bytes
+            data[entry.offset_bytes : entry.end_bytes] = self._mapped[begin : begin + entry.spec.num_bytes]
+        return Bucket(data=data, entries=entries)
+
+    def _hold(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        self._close = weakref.finalize(self, os.close, descriptor)
+
+    def _map(self) -> None:
+        # with all pages at once, here and not in the pause in which they are loaded
+        flags = mmap.MAP_PRIVATE | mmap.MAP_POPULATE
+        mapped = mmap.mmap(self._descriptor, self._num_bytes, flags=flags, prot=mmap.PROT_READ)
+        self._mapped = np.frombuffer(mapped, dtype=np.uint8)
+        for entry in self._entries.values():
+            self |= dict.fromkeys(entry.spec.names, view_of(self._mapped, entry))
 
     def _make_room(self, wholes: Iterable[Spec]) -> None:
         """Places for the tensors that have none yet, from the first rows on that arrive."""
-        end_bytes = self.num_bytes
+        end_bytes = self._num_bytes
         for spec in wholes:
             if spec.name not in self._entries:
                 begin_bytes = -(-end_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
@@ -152,18 +225,19 @@ class SharedWeights(dict[str, torch.Tensor]):
     def _grow(self, num_bytes: int) -> None:
         """Grow the file to at least that size and allocate its pages. Raises AsyncrlError if memory is short:
         the kernel would kill processes rather than refuse."""
-        missing = num_bytes - self.num_bytes
+        missing = num_bytes - self._num_bytes
         if missing <= 0:
             return
         available = psutil.virtual_memory().available
         if missing > available:
-            held = f" beside the {self.num_bytes / 2**20:.0f} MiB that have arrived" if self.num_bytes else ""
-            taken, free = (f"{size / 2**20:.0f} MiB" for size in (missing, available))
+            sizes = (missing, available, self._num_bytes)
+            taken, free, arrived = (f"{size / 2**20:.0f} MiB" for size in sizes)
+            held = f" beside the {arrived} that have arrived" if self._num_bytes else ""
             why = f"received weights take {taken} of memory{held}, but only {free} are free"
-            hint = "a rollout worker holds the next version's weights in memory beside the engine"
+            hint = "a node holds the next version's weights in memory beside its engines"
             raise AsyncrlError(why, hint=f"{hint}: give the machine more")
-        os.posix_fallocate(self._descriptor, self.num_bytes, missing)
-        self.num_bytes = num_bytes
+        os.posix_fallocate(self._descriptor, self._num_bytes, missing)
+        self._num_bytes = num_bytes
 
 
 class AnnouncedWeights(dict[str, torch.Tensor]):
@@ -319,7 +393,7 @@ class BaseFiles:
             yield first
             yield from arriving
             return
-        adapters = copied(chain([first], arriving))
+        adapters = Unpacked(chain([first], arriving))
         known = {name for weight in self._files for name in adapter_names(weight)}
         if foreign := sorted(adapters.keys() - known):
             what = "adapters arrived for weights that the base model does not have"

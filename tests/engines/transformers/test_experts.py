@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from asyncrl_cli.base.errors import ExecutorFailed
 from asyncrl_cli.weights.buckets import Bucket
+from asyncrl_cli.weights.receivers import SharedWeights
 from asyncrl_cli.weights.senders import DiskSender, keep_version
 from asyncrl_cli.weights.versions import Manifest, send
 from tests.engines import tiny
@@ -92,7 +93,7 @@ def test_published_versions_on_disk_are_files_as_save_pretrained_writes_them(pub
 async def test_the_embedded_engine_loads_a_published_version(published, dual_buffer):
     async with transformers_engine(published.model_dir, slots=4, max_response_tokens=24) as engine:
         if dual_buffer:
-            await engine.load(engine.receive(published.buckets), 1, "drain")
+            await engine.load(SharedWeights(published.buckets), 1, "drain")
         else:
             await engine.load_in_place(lambda: published.buckets, 1, "drain")
         completion = await engine.generate("r", sequences()[0], sampling(24), 0)
@@ -112,7 +113,7 @@ def test_vllm_loads_a_published_version_and_closing_it_fails_what_still_runs_and
 
         async def loaded() -> tuple[list[list[float]], list[list[float]]]:
             before = await there.engine.score(sequences(), 1.0)
-            weights = there.engine.receive(published.buckets)
+            weights = SharedWeights(published.buckets)
             await there.engine.load(weights, 1, "keep-kv")
             return before.logprobs, (await there.engine.score(sequences(), 1.0)).logprobs
 

@@ -18,6 +18,7 @@ from asyncrl_cli.engines.port import Completion, PauseReport, Sampling
 from asyncrl_cli.engines.vllm.engine_processes import answer
 from asyncrl_cli.engines.vllm.vllm_engine import VllmEngine
 from asyncrl_cli.profile.schema import Interrupt
+from asyncrl_cli.weights.receivers import SharedWeights
 from tests.engines import tiny
 from tests.engines.made import made_for
 from tests.engines.vllm.vllm_pace import Paced, beating
@@ -69,7 +70,7 @@ class World:
 
     async def load_these(self, weights: dict[str, Any], version: int, interrupt: Interrupt) -> PauseReport:
         """As they arrive from rank 0."""
-        received = self.engine.receive(pack(weights, 300_000))
+        received = SharedWeights(pack(weights, 300_000))
         return await self.engine.load(received, version, interrupt)
 
     async def all_of(self, requests: list[list[int]], how: Sampling) -> list[Completion]:

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -37,7 +37,7 @@ from asyncrl_cli.engines.transformers.expert_recorder import ExpertRecorder
 from asyncrl_cli.engines.transformers.token_sampler import SampledTrack, TokenSampler
 from asyncrl_cli.models.saved_form import SavedForm, skeleton
 from asyncrl_cli.profile.schema import Interrupt, ProcessPlace, Profile
-from asyncrl_cli.weights.buckets import Bucket, Unpacked, copied
+from asyncrl_cli.weights.buckets import Bucket, Unpacked
 from asyncrl_cli.weights.receivers import AnnouncedWeights
 from asyncrl_cli.weights.versions import make_probes, mean_abs_diff
 
@@ -180,9 +180,6 @@ class TransformersEngine(SlottedEngine[SampledTrack]):
         if track is not None:
             track.finish("abort")
             self.gate.give_up(request_id)
-
-    def receive(self, buckets: Iterable[Bucket]) -> Weights:
-        return copied(buckets)
 
     async def load(self, weights: Weights, version: int, interrupt: Interrupt) -> PauseReport:
         async with self._weights_lock:

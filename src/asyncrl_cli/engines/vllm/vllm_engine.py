@@ -27,7 +27,7 @@ import asyncio
 import contextlib
 import importlib
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, cast, get_args
 
 import torch
@@ -42,8 +42,6 @@ from asyncrl_cli.engines.vllm.requests import SCORE_PREFIX, VllmCounters, VllmTr
 from asyncrl_cli.engines.vllm.worker_transports import DIRECT, SharedMemory, paused
 from asyncrl_cli.models.saved_form import SavedForm, skeleton
 from asyncrl_cli.profile.schema import Interrupt, ProcessPlace, Profile
-from asyncrl_cli.weights.buckets import Bucket
-from asyncrl_cli.weights.receivers import SharedWeights
 from asyncrl_cli.weights.versions import RankZero
 
 if TYPE_CHECKING:
@@ -150,10 +148,6 @@ class VllmEngine(SlottedEngine[VllmTrack]):
             track.aborted = True
             self.gate.give_up(request_id)
             await self._running_llm().abort(request_id)
-
-    def receive(self, buckets: Iterable[Bucket]) -> SharedWeights:
-        """Copy buckets once, as they arrive, into memory that the engine's processes map."""
-        return SharedWeights(buckets)
 
     async def load(
         self, weights: Mapping[str, torch.Tensor], version: int, interrupt: Interrupt
