@@ -32,7 +32,7 @@ from asyncrl_cli.plan.job_plan import ROLLOUT, TRAINER
 from asyncrl_cli.profile.arithmetic import staleness_bound, window_groups_of
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.simulate.responses import ResponseLengths
-from asyncrl_cli.simulate.workload import Workload
+from asyncrl_cli.simulate.workload import Links, Workload
 from asyncrl_cli.simulate.workload_files import miniature, profile_for
 from asyncrl_cli.simulate.world import simulate, virtual_cluster
 
@@ -83,6 +83,7 @@ RESOURCES = {
         "syncing.send_bytes_per_s": 2.0,
         "syncing.load_bytes_per_s": 2.0,
         "syncing.pause_s": 0.5,
+        **{f"links.{name}": 2.0 for name in Links.model_fields if name.endswith("_bytes_per_s")},
     },
     "rewards": {"rewarding.latency_s": 0.5},
 }

@@ -17,6 +17,7 @@ proximal logprobs of all mini-batches but the window's first are computed before
 
 from __future__ import annotations
 
+import asyncio
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -45,6 +46,7 @@ from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.simulate.responses import Episodes, ResponseLengths, WorkerTimes
 from asyncrl_cli.simulate.sequences import UNLIMITED, CacheSize, prefix_tokens
 from asyncrl_cli.simulate.simulated_trainer import ScorerTimes, TrainerTimes
+from asyncrl_cli.simulate.sync_costs import SyncTimes, sync_times
 from asyncrl_cli.simulate.workload import Decoding, Training, Workload
 from asyncrl_cli.train.step_plan import unique_tokens
 
@@ -98,31 +100,27 @@ class Costs:
     spent: list[Spent] = field(default_factory=lambda: [Spent()])
 
     def trainer_times(self) -> TrainerTimes:
-        syncing = self.workload.syncing
-        gather_s = syncing.parameter_bytes / syncing.gather_bytes_per_s
-        if syncing.gathers_rows:
-            senders = self.ranks if sends_rows(self.profile) else 1
-            gather_s *= self.workload.training.reference_gpus / senders
+        sync = self._sync_times()
         return TrainerTimes(
             train_s=self._train_s,
             old_logprob_tokens=lambda batch: _tokens(self._scored(batch))[0],
             column_s={name: partial(self._column_s, name) for name in trainer_columns(self.profile)},
             overhead_s=self.workload.training.step_overhead_s,
-            gather_s=syncing.colocated_s if self._is_colocated else gather_s,
+            gather_s=self.workload.syncing.colocated_s if self._is_colocated else sync.gather_s,
+            publish_s=0.0 if self._is_colocated else sync.publish_s,
             kl=self.workload.drift.kl if self.profile.async_training.target_kl is not None else None,
         )
 
     def scorer_times(self, task: str) -> ScorerTimes:
         """Times of a scorer in processes of its own."""
-        processes, syncing = self.scorers[task], self.workload.syncing
-        num_bytes = syncing.parameter_bytes
+        processes, sync = self.scorers[task], self._sync_times()
         return ScorerTimes(
             score_s=lambda groups: self._scoring_s(task, groups, processes),
             learn_s=lambda groups: (
                 LEARNING * self.profile.trainer.ppo_epochs * self._scoring_s(task, groups, processes)
             ),
             call_tokens=processes * self.profile.trainer.max_tokens_per_microbatch,
-            load_s=num_bytes / syncing.send_bytes_per_s + num_bytes / syncing.load_bytes_per_s,
+            load_s=sync.send_s + sync.load_s,
         )
 
     def worker_times(self) -> WorkerTimes:
@@ -130,7 +128,7 @@ class Costs:
         of the gather instead.
 
         Colocated workers fill the machine and slow each other: see `_slowdown`. `weights.overlap` has no
-        effect here, because the workload's `send_bytes_per_s` already includes what it saves.
+        effect without `[links]`, because the workload's `send_bytes_per_s` already includes what it saves.
         """
         workload, weights, rollout = self.workload, self.profile.weights, self.profile.rollout
         decoding, syncing, turns = workload.decoding, workload.syncing, workload.turns
@@ -143,8 +141,8 @@ class Costs:
             "prefill_s_per_token": decoding.prefill_s_per_token * slowdown,
         }
         latency_s, spread = workload.rewarding.latency_s, workload.rewarding.latency_spread
-        num_bytes = 0.0 if self._is_colocated else syncing.parameter_bytes
-        send_s, load_s = num_bytes / syncing.send_bytes_per_s, num_bytes / syncing.load_bytes_per_s
+        _, _, send_s, load_s = SyncTimes(0, 0, 0, 0) if self._is_colocated else self._sync_times()
+        in_turns = workload.links is not None and weights.transport == "nccl"
         lengths = ResponseLengths(workload.lengths, rollout.max_response_tokens)
         tool_calls = None if turns is None else Episodes(turns, lengths, self.profile, self._prompt_tokens)
         return WorkerTimes(
@@ -166,6 +164,7 @@ class Costs:
             pause_s=0.0 if self._is_colocated else syncing.pause_s,
             poll_s=max(POLL_S, _POLL_RATIO * lengths.mean * decoding.batch_step_s(rollout.slots)),
             weights_timeout_s=weights.timeout_s,
+            turns=asyncio.Lock() if in_turns else None,
         )
 
     def capacities(self, begin_groups: int, end_groups: int) -> Capacities:
@@ -200,6 +199,19 @@ class Costs:
             trainer_tokens_per_s=tokens / max(done.seconds, 1e-9),
             colocated=self._is_colocated,
         )
+
+    def _sync_times(self) -> SyncTimes:
+        workload, syncing = self.workload, self.workload.syncing
+        if workload.links is not None:
+            gpus = workload.worker_gpus(self.profile.placement)
+            shape = {"ranks": self.ranks, "workers": self.workers, "worker_gpus": gpus}
+            return sync_times(syncing, workload.links, self.profile, **shape)
+        size = syncing.parameter_bytes
+        gather_s = size / syncing.gather_bytes_per_s
+        if syncing.gathers_rows:
+            senders = self.ranks if sends_rows(self.profile) else 1
+            gather_s *= workload.training.reference_gpus / senders
+        return SyncTimes(gather_s, 0.0, size / syncing.send_bytes_per_s, size / syncing.load_bytes_per_s)
 
     @property
     def _is_colocated(self) -> bool:

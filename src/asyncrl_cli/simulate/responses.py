@@ -57,9 +57,10 @@ class WorkerTimes:
     several versions have sampled is sampled again, up to `mixed_requeues` times, and then fails.
     `prefetch_s(rng)`, `load_s(rng)`, `restart_s(rng)`: with the worker's own generator. `pause_s`:
     interrupting and resuming, without the load itself. `fetch_s`: receiving weights during the interrupt, if
-    there is no second buffer. `cache`: one engine's. `reports_machines`: those of its process, for which a
-    run takes a fifth longer. Progress is reported at the earliest `progress_s` after the last report, and
-    after `poll_s` even without a change. Long runs of many workers need larger values than the real worker's.
+    there is no second buffer. `turns`: held during a load, where workers load one after another. `cache`: one
+    engine's. `reports_machines`: those of its process, for which a run takes a fifth longer. Progress is
+    reported at the earliest `progress_s` after the last report, and after `poll_s` even without a change.
+    Long runs of many workers need larger values than the real worker's.
     """
 
     decoding: Decoding
@@ -81,6 +82,7 @@ class WorkerTimes:
     load_s: Callable[[random.Random], float] = lambda rng: 0.0
     pause_s: float = 0.0
     fetch_s: float = 0.0
+    turns: asyncio.Lock | None = None
     progress_s: float = DEBOUNCE_S
     poll_s: float = POLL_S
     weights_timeout_s: float = 300.0

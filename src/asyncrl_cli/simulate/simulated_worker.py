@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 from asyncrl_cli.base.errors import ExecutorLost
 from asyncrl_cli.contracts.ports import EvalRequest, EvalResult, PartialResult, WorkerUpdate
@@ -174,11 +174,12 @@ class SimulatedWorker:
         self._meter.load_begins(interrupt)
         if interrupt == "drain":
             await self.engine.drained()
-        load_s = times.load_s(self._rng)
-        self.engine.freeze()
-        stopped_s = times.fetch_s + load_s + times.pause_s
-        await self._take(stopped_s, f"the load of version {version} ({interrupt})")
-        self.engine.thaw(version, recompute=interrupt == "recompute-kv")
+        async with times.turns or nullcontext():
+            load_s = times.load_s(self._rng)
+            self.engine.freeze()
+            stopped_s = times.fetch_s + load_s + times.pause_s
+            await self._take(stopped_s, f"the load of version {version} ({interrupt})")
+            self.engine.thaw(version, recompute=interrupt == "recompute-kv")
         if interrupt == "restart":
             for part in self._parts.values():
                 part.restart()

@@ -288,6 +288,28 @@ class Syncing(Section):
     send and load."""
 
 
+class Links(Section):
+    """The links and threads that a sync uses, instead of the bandwidths of `[syncing]`: then its times follow
+    from transport, encoding, and the numbers of ranks, workers and nodes."""
+
+    gpus_per_node: PositiveInt = 8
+    """Trainer ranks and rollout workers have nodes of their own, as far as all GPUs are not on one."""
+    device_bytes_per_s: Bytes
+    """Between one GPU and its host."""
+    node_bytes_per_s: Bytes
+    """Objects over a node's network, in each direction."""
+    group_bytes_per_s: Bytes
+    """Collectives of GPUs between nodes: what one GPU sends."""
+    copy_bytes_per_s: Bytes
+    """A thread that takes fingerprints and copies: of a rank that sends, and of a node that receives."""
+    compare_bytes_per_s: Bytes
+    """A rank's thread that makes deltas."""
+    apply_bytes_per_s: Bytes
+    """A node's threads that apply deltas, all together."""
+    changed_ratio: Ratio = 0.02
+    """Bytes of a delta, relative to the whole version."""
+
+
 class Reference(Section):
     """A measured row on which the workload was calibrated, or with which it is compared."""
 
@@ -339,6 +361,8 @@ class Workload(Section):
     drift: Drift = Drift()
     training: Training
     syncing: Syncing
+    links: Links | None = None
+    """Without it, every sync takes as long as `[syncing]` says."""
     references: Annotated[tuple[Reference, ...], FromList] = ()
     """Measured rows."""
     noise_ratio: Ratio = 0.0
