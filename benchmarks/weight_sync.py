@@ -64,18 +64,13 @@ SIZES = ("fetched", "rank 0", "worker")
 Figures = dict[str, float]
 
 
-def cpu_s() -> float:
-    used = psutil.Process().cpu_times()
-    return float(used.user + used.system)
-
-
 class Memory:
     """Of this process, without mapped files and the object store."""
 
     def __init__(self) -> None:
         self._before = 0
-        self._before = self.most_bytes()
         Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+        self._before = self.most_bytes()
 
     def most_bytes(self) -> int:
         """The peak, minus what it was in the beginning."""
@@ -100,7 +95,7 @@ class Rank(RankHost):
 
     @ray.method(concurrency_group="main")
     def used(self) -> Figures:
-        return {"cpu": cpu_s(), "memory": self.memory.most_bytes()}
+        return {"cpu": time.process_time(), "memory": self.memory.most_bytes()}
 
 
 class WholeRank(Rank):
@@ -118,7 +113,7 @@ class Worker(RolloutHost):
         self.memory = Memory()
 
     async def used(self) -> Figures:
-        return {"cpu": cpu_s(), "memory": self.memory.most_bytes()}
+        return {"cpu": time.process_time(), "memory": self.memory.most_bytes()}
 
     async def memcpy_s(self, num_bytes: int) -> float:
         source, target = np.ones(num_bytes, np.uint8), np.ones(num_bytes, np.uint8)
