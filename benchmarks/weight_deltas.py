@@ -37,6 +37,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from asyncrl_cli.weights import deltas
 from asyncrl_cli.weights.buckets import Bucket, BucketEntry, Packing, Spec, fingerprint, plan_layout
+from asyncrl_cli.weights.receivers import SharedWeights
 
 T = TypeVar("T")
 BUCKET_BYTES = 2**26
@@ -71,7 +72,9 @@ def measured(new: Sequence[Bucket], old: Sequence[Bucket], codecs: Sequence[str]
         for ours, theirs in pairs:
             delta = deltas.difference(ours, theirs, base=0)
             sent[codec] += len(ours.data) if delta is None else delta.sent_bytes
-            assert delta is None or np.array_equal(deltas.applied(delta, theirs).data, ours.data)
+            assert delta is None or np.array_equal(
+                deltas.applied(delta, SharedWeights([theirs])).data, ours.data
+            )
     return Measured(num_changed / (total / 2), {codec: count / total for codec, count in sent.items()})
 
 
@@ -92,6 +95,7 @@ def timed(parameters: int, share: float) -> dict[str, float]:
     entry = BucketEntry(spec=Spec(name="w", dtype="bfloat16", shape=(elements,)), offset_bytes=0)
     values = torch.empty(elements).normal_(std=0.02).bfloat16().view(torch.int16).numpy()
     old = Bucket(data=values.view(np.uint8), entries=(entry,))
+    held = SharedWeights([old])
     for _ in range(count := round(2 * parameters / BUCKET_BYTES)):
         changed = values.copy()
         changed[draw.choice(elements, int(share * elements), replace=False)] += 1
@@ -107,7 +111,7 @@ def timed(parameters: int, share: float) -> dict[str, float]:
         spend("copy", new.data.copy)
         delta = spend("difference", partial(deltas.difference, new, old, 0))
         assert delta is not None
-        made = spend("applied", partial(deltas.applied, delta, old))
+        made = spend("applied", partial(deltas.applied, delta, held))
         assert np.array_equal(made.data, new.data)
         sent_bytes += delta.sent_bytes
     return {**spent, "sent": sent_bytes / (count * BUCKET_BYTES)}

@@ -13,7 +13,7 @@ its logprobs with the trainer's.
     rank CPU    CPU time of the rank that took most, of all its threads: gather, fingerprints, differences,
                 and the copy to the object store
     send        from the end of the gather until the slowest worker has a version in its second buffer
-    fetched     bytes that a worker fetched
+    fetched     bytes that the node's workers fetched, once for all
     worker CPU  CPU time of the worker that took most, from the end of the gather to the end of the load
     pause       of the slowest worker, as it reports it
     memcpy      the same bytes from memory to memory in one worker, both warm, for comparison with `pause`
@@ -154,7 +154,7 @@ async def sync(crew: driver_crew.Crew, version: int, changed: float, newest: lis
         "send": send_s,
         "worker CPU": most_cpu_s(workers_before, workers_after),
         "pause": max(one.pause_s for one in loads),
-        "fetched": max(one.fetched_bytes for one in loads),
+        "fetched": max(one.fetched_bytes or 0 for one in loads),
         "rank 0": ranks_after[0]["memory"],
         "worker": max(one["memory"] for one in workers_after),
     }
