@@ -70,17 +70,24 @@ def first_error(error: BaseException, kind: type[E]) -> E | None:
 
 def nearest(name: str, known: Collection[str]) -> str | None:
     """The known name that was probably meant, or None. Of a dotted name, compares the last part with the
-    names of its section, then the last part with all names, then the whole name."""
+    names of its section (first as it is, then with its words in another order), then the last part with all
+    names, then the whole name."""
     if len(name) > LONGEST_NAME:
         return None
     section, _, last = name.rpartition(".")
     by_last = {key.rpartition(".")[2]: key for key in reversed(list(known))}
     in_section = {key.rpartition(".")[2]: key for key in known if key.rpartition(".")[0] == section}
-    for pool, wanted in ((in_section, last), (by_last, last), ({key: key for key in known}, name)):
+    by_words = {_words(last_part): key for last_part, key in in_section.items()}
+    whole = {key: key for key in known}
+    for pool, wanted in ((in_section, last), (by_words, _words(last)), (by_last, last), (whole, name)):
         found = difflib.get_close_matches(wanted, pool, n=1, cutoff=0.7)
         if found:
             return pool[found[0]]
     return None
+
+
+def _words(name: str) -> str:
+    return "_".join(sorted(name.split("_")))
 
 
 def did_you_mean(name: str, known: Collection[str], otherwise: str, shown: Callable[[str], str] = str) -> str:

@@ -145,7 +145,7 @@ def print_plan(
         placement = {name: getattr(job, name) for name in names}
         document = {
             "profile": profile.name,
-            "schedule": asdict(schedule),
+            "schedule": asdict(schedule) | {"target_kl": profile.async_training.target_kl},
             "placement": {**placement, "roles": plan_rows(job)},
             "memory": _memory_document(memory, needs),
             "defaults": derived,
@@ -305,6 +305,9 @@ def _print_schedule_and_placement(profile: Profile, schedule: Schedule, job: Job
         ("groups", str(schedule.groups), "trained by the whole run"),
         ("syncs", str(schedule.syncs), f"weight syncs, one at the end of each window{shorter}"),
     ]
+    if (target := profile.async_training.target_kl) is not None:
+        meaning = "nats per token: a governor steers how far generation runs ahead to it, up to eta"
+        meanings.append(("KL target", f"{target:g}", meaning))
     print_table(["", Column("value", justify="right"), "meaning"], meanings, f"{profile.name}: schedule")
     rows = plan_rows(job)
     headers = [header.replace("_", " ") for header in rows[0]]

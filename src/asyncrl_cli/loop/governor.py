@@ -114,6 +114,8 @@ class Governor:
         self._slots = self.most_in_flight = max(slots, self._n)
         """`most_in_flight`: the cap, in sequences."""
         self._preemptions = 0.0
+        self._last_kl: float | None = None
+        """That of the last step, to be shown."""
         self._peak = 0
         """The most sequences in flight since the last step."""
         self._counts_from = self._settled(0, self._ahead_groups)
@@ -121,7 +123,9 @@ class Governor:
 
     def __str__(self) -> str:
         cap = f", at most {self.most_in_flight} sequences in flight" if self.is_capped else ""
-        return f"eta {self.eta:.2g} of {self._most_ahead / self._window_groups:.2g}{cap}"
+        kl = "KL" if self._last_kl is None else f"KL {self._last_kl:.2g}"
+        eta = f"eta {self.eta:.2g} of {self._most_ahead / self._window_groups:.2g}"
+        return f"{eta}, {kl} (target {self._target_kl:g}){cap}"
 
     @property
     def eta(self) -> float:
@@ -155,7 +159,7 @@ class Governor:
         timing_s: Mapping[str, float],
     ) -> None:
         """A train step has ended. `preemptions`: of all engines so far; `timing_s`: the step's parts."""
-        measured, most_kl = self._measured, MOST_KL * self._target_kl
+        measured, most_kl, self._last_kl = self._measured, MOST_KL * self._target_kl, kl
         if kl is not None:
             # not min(): NaN counts as the most
             measured.kl_sum += num_tokens * (max(kl, 0.0) if kl < most_kl else most_kl)

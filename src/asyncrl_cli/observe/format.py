@@ -184,6 +184,7 @@ def summary_rows(status: Status) -> list[tuple[str, str]]:
         *((f"eval {name}".strip(), evals_text(points)) for name, points in evals),
         ("whole run", ", ".join(leading) if totals else ""),
         ("staleness", _staleness(status)),
+        ("governor", _governor(status)),
         ("ledger", ledger_line(status.ledger)),
         ("orphans", orphans),
         ("checkpoint", status.checkpoint),
@@ -226,6 +227,12 @@ def scored(point: Mapping[str, object]) -> str:
     """An eval's mean reward and, if it is known, its 95% interval: `0.250 [0.102..0.431]`."""
     mean, low, high = (number(point.get(f"reward_{key}"), 3) for key in ("mean", "low", "high"))
     return f"{mean} [{low}..{high}]" if "reward_low" in point else mean
+
+
+def _governor(status: Status) -> str:
+    """Where its levers were last, and the whole run's KL."""
+    governor = status.admission.governor if status.admission else ""
+    return f"{governor}; mean KL {number(status.totals.get('correction/kl'), 4)}" if governor else ""
 
 
 def _staleness(status: Status) -> str:

@@ -171,7 +171,8 @@ def _header(status: Status, width: int) -> list[Text]:
     if admission:
         taken = f"window {admission.window_taken}/{admission.window_groups} taken"
         counts.append(f"{taken}, budget {admission.window_budget}")
-        counts += filter(None, [admission.governor])
+    if status.admission:
+        counts += filter(None, [status.admission.governor])
     lines = [title + phase, done.append(times), *flow(Text(), joined(counts, " · "), width)]
     if admission:
         closed = f"waits: {admission.closed_by} ({admission.cause})" if admission.closed_by else "open"
