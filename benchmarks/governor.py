@@ -74,11 +74,11 @@ class Measured(Observer):
 
 def run(workload: Workload, sets: Sequence[str], windows: int) -> Figures:
     """The profile with some keys, for that many windows."""
-    all_sets = [*sets, *miniature(workload, PROFILE, [])]
-    profile = profile_for(workload, PROFILE, all_sets, groups=1, environ={}).profile
+    smaller, scale = miniature(workload, PROFILE, [])
+    profile = profile_for(workload, PROFILE, [*sets, *smaller], groups=1, environ={}).profile
     measured = Measured(workload, windows // 4, windows - 1)
     groups = windows * Schedule.of(profile).window_groups
-    ran = simulate(profile, workload, groups=groups, observers=[measured])
+    ran = simulate(profile, workload, groups=groups, observers=[measured], scale=scale)
     if ran.error is not None:
         raise ran.error
     return measured.figures()

@@ -19,8 +19,8 @@ What the model itself gets wrong is added to s^2, as large as it takes for 90% o
 publishers to lie inside their own intervals (split conformal prediction: Lei et al., JASA 2018). A row never
 widens its own interval.
 
-Rows are simulated in miniature: with as many GPUs and prompts per mini-batch divided by the same number, so
-that each GPU has the same work. `--full` simulates them whole (minutes per row).
+Rows are simulated whole. `--miniature` divides GPUs and prompts per mini-batch by the same number, so that
+each GPU has the same work. That is faster, but a window then has fewer long responses to wait for.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ from asyncrl_cli.plan.compiler import compile_job
 from asyncrl_cli.profile.arithmetic import Schedule
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.profile.toml_files import shipped_workloads
+from asyncrl_cli.simulate.costs import imbalance
 from asyncrl_cli.simulate.responses import ResponseLengths
 from asyncrl_cli.simulate.workload import Reference, Workload
 from asyncrl_cli.simulate.workload_files import (
@@ -107,17 +108,18 @@ class Row:
         return self.predicted / self.published - 1
 
 
-def row_profile(workload: Workload, reference: Reference, *, is_full: bool) -> Profile:
-    """The row's profile, in miniature unless `is_full`."""
+def row_profile(workload: Workload, reference: Reference, *, is_whole: bool) -> tuple[Profile, int]:
+    """The row's profile, in miniature unless `is_whole`, and how many times larger the whole is."""
     sets = reference_sets(reference)
-    smaller = [] if is_full else miniature(workload, reference.profile, sets)
-    return profile_for(workload, reference.profile, [*sets, *smaller], groups=1, environ={}).profile
+    smaller, scale = ([], 1) if is_whole else miniature(workload, reference.profile, sets)
+    return profile_for(workload, reference.profile, [*sets, *smaller], groups=1, environ={}).profile, scale
 
 
-def figures(job: tuple[Workload, Profile, int]) -> dict[str, float]:
+def figures(job: tuple[Workload, Profile, int, int]) -> dict[str, float]:
     """The row's simulated parts per window, and its mean staleness."""
-    workload, profile, seed = job
-    run = simulate(profile, workload, seed=seed, groups=(WINDOWS + 2) * Schedule.of(profile).window_groups)
+    workload, profile, scale, seed = job
+    groups = (WINDOWS + 2) * Schedule.of(profile).window_groups
+    run = simulate(profile, workload, seed=seed, groups=groups, scale=scale)
     if run.error is not None:
         raise run.error
     last = run.lines[-1]["window"]
@@ -142,7 +144,7 @@ def published(workload: Workload, reference: Reference) -> dict[str, tuple[float
     }
 
 
-def closed_form(workload: Workload, profile: Profile) -> dict[str, float]:
+def closed_form(workload: Workload, profile: Profile, scale: int) -> dict[str, float]:
     """A row's parts without the loop, for its derivatives: the batch decoded on each worker without arrivals
     or a full cache, the trainer's formulas, and their sum (in turns) or their larger one (apart)."""
     plan, schedule = compile_job(profile, virtual_cluster(profile)), Schedule.of(profile)
@@ -156,9 +158,16 @@ def closed_form(workload: Workload, profile: Profile) -> dict[str, float]:
         return float((devices / training.reference_gpus) ** -exponent)
 
     ranks = plan.trainer_workers
-    shared_s = mini_batches * training.step_s + tokens * training.s_per_token
+    uneven = 1.0
+    if training.gpus_per_rank is not None:
+        sequences = [one + work.lengths.prompt_tokens for one in drawn]
+        each = scale * len(drawn) / mini_batches
+        uneven = imbalance(sequences, each, max(1, scale * ranks // training.gpus_per_rank))
+    shared_s = mini_batches * training.step_s + tokens * uneven * training.s_per_token
     parts = {
-        "train": mini_batches * training.fixed_step_s + shared_s * share(training.scaling_exponent, ranks)
+        "train": mini_batches * training.fixed_step_s
+        + shared_s * share(training.scaling_exponent, ranks)
+        + profile.placement.colocate * training.colocated_s
     }
     scored = mini_batches - 1 if profile.algorithm.old_logprobs == "recompute" else 0
     each_s = tokens / mini_batches * training.old_logprob_s_per_token
@@ -211,11 +220,14 @@ def batch_s(lengths: Sequence[int], work: Workload, slots: int) -> float:
     return seconds
 
 
-def derivatives(workload: Workload, profile: Profile) -> tuple[dict[str, float], list[dict[str, float]]]:
+def derivatives(
+    workload: Workload, profile: Profile, scale: int
+) -> tuple[dict[str, float], list[dict[str, float]]]:
     """A row's closed form, and with each unknown moved by `STEP`."""
     size = len(workload.unknowns)
     moves = [[STEP * (i == j) for j in range(size)] for i in range(size)]
-    return closed_form(workload, profile), [closed_form(shifted(workload, move), profile) for move in moves]
+    moved = [closed_form(shifted(workload, move), profile, scale) for move in moves]
+    return closed_form(workload, profile, scale), moved
 
 
 def slopes(at: dict[str, float], moved: Sequence[dict[str, float]], figure: str) -> list[float]:
@@ -238,11 +250,11 @@ figure."""
 def biases(pool: ProcessPoolExecutor, workload: Workload) -> Biases:
     """Those of the fitted rows, from one simulation of each."""
     rows = [row for row in workload.references if row.calibrated]
-    profiles = [row_profile(workload, row, is_full=False) for row in rows]
-    simulated = pool.map(figures, [(workload, profile, 0) for profile in profiles])
+    profiles = [row_profile(workload, row, is_whole=True) for row in rows]
+    simulated = pool.map(figures, [(workload, *profile, 0) for profile in profiles])
     found = {}
     for place, (row, profile, made) in enumerate(zip(rows, profiles, simulated, strict=True)):
-        closed = closed_form(workload, profile)
+        closed = closed_form(workload, *profile)
         for figure in published(workload, row):
             found[place, figure] = math.log(max(made[figure], 1e-9) / max(closed[figure], 1e-9))
     return found
@@ -253,7 +265,7 @@ def posterior(workload: Workload, bias: Biases) -> Posterior:
     rows = [row for row in workload.references if row.calibrated]
     matrix, residuals, weights = [], [], []
     for place, row in enumerate(rows):
-        now, others = derivatives(workload, row_profile(workload, row, is_full=False))
+        now, others = derivatives(workload, *row_profile(workload, row, is_whole=True))
         for figure, (value, deviation) in published(workload, row).items():
             matrix.append(slopes(now, others, figure))
             residuals.append(math.log(value / max(now[figure], 1e-9)) - bias[place, figure])
@@ -300,15 +312,15 @@ def fit(pool: ProcessPoolExecutor, name: str, steps: int) -> None:
     path.write_text(text)
 
 
-def scored(pool: ProcessPoolExecutor, name: str, *, is_full: bool) -> list[Row]:
+def scored(pool: ProcessPoolExecutor, name: str, *, is_whole: bool) -> list[Row]:
     """Every row of a workload."""
     workload = load_workload(name)
-    profiles = [row_profile(workload, row, is_full=is_full) for row in workload.references]
+    profiles = [row_profile(workload, row, is_whole=is_whole) for row in workload.references]
     covariance = None
     if workload.unknowns:
         drawn = np.log(np.array([one.factors for one in workload.unknowns]))
         covariance = np.cov(drawn) if len(drawn) > 1 else np.var(drawn, keepdims=True)
-    jobs = [(workload, profile, seed) for profile in profiles for seed in SEEDS]
+    jobs = [(workload, *profile, seed) for profile in profiles for seed in SEEDS]
     simulated = list(pool.map(figures, jobs))
     rows = []
     for index, reference in enumerate(workload.references):
@@ -320,7 +332,7 @@ def scored(pool: ProcessPoolExecutor, name: str, *, is_full: bool) -> list[Row]:
             seeds = [math.log(max(run[figure], 1e-9)) for run in runs]
             variance = SEED_VARIANCE + workload.noise_ratio**2
             if covariance is not None and figure == WINDOW:
-                j = np.array(slopes(*derivatives(workload, profiles[index]), figure))
+                j = np.array(slopes(*derivatives(workload, *profiles[index]), figure))
                 variance += float(j @ covariance @ j)
             rows.append(
                 Row(
@@ -380,7 +392,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("workloads", nargs="*")
     parser.add_argument("--fit", type=int, default=0, metavar="STEPS", help="steps of Gauss and Newton")
-    parser.add_argument("--full", action="store_true", help="rows whole, not in miniature")
+    parser.add_argument("--miniature", action="store_true", help="rows in miniature, not whole")
     parser.add_argument("--processes", type=int, default=1)
     options = parser.parse_args()
     known = [name for name in shipped_workloads() if load_workload(name).unknowns]

@@ -99,11 +99,12 @@ def test_every_published_row_has_a_profile_and_a_miniature_with_the_same_work_pe
             sets = reference_sets(reference)
             whole, small = (
                 profile_for(workload, reference.profile, [*sets, *more], groups=1, environ={}).profile
-                for more in ((), miniature(workload, reference.profile, sets))
+                for more in ((), miniature(workload, reference.profile, sets)[0])
             )
             plans = [compile_job(profile, virtual_cluster(profile)) for profile in (whole, small)]
             windows = [Schedule.of(profile).window_groups for profile in (whole, small)]
             factor = windows[0] / windows[1]
+            assert miniature(workload, reference.profile, sets)[1] == factor
             assert plans[0].trainer_workers / plans[1].trainer_workers == factor, (name, reference.source)
             assert plans[0].rollout_workers / plans[1].rollout_workers == factor, (name, reference.source)
 

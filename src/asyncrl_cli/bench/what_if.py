@@ -182,14 +182,15 @@ def simulated(job: Job) -> Figures | str:
     """The figures of a short run, or why it failed."""
     try:
         whole = profile_for(job.workload, job.reference, job.sets, groups=1).profile
-        sets = [*job.sets, *miniature(job.workload, job.reference, job.sets)]
+        smaller, scale = miniature(job.workload, job.reference, job.sets)
+        sets = [*job.sets, *smaller]
         one = profile_for(job.workload, job.reference, sets, groups=1).profile
         plan = compile_job(one, virtual_cluster(one))
         workload = job.workload.drawn(job.draw)
         window_groups = window_groups_of(one)
         groups = SHORT_WINDOWS * window_groups
         profile = profile_for(workload, job.reference, sets, groups=groups).profile
-        run = simulate(profile, workload, seed=job.draw, factors=job.factors)
+        run = simulate(profile, workload, seed=job.draw, factors=job.factors, scale=scale)
     except ConfigError as error:
         return error.message
     if run.error is not None:

@@ -1,6 +1,7 @@
 """The costs of a workload: seconds of train steps, decoding and weight syncs, for a given number of devices.
 
-    optimizer step   fixed_step_s + (step_s + tokens * s_per_token) * share, in each of `trainer.ppo_epochs`
+    optimizer step   fixed_step_s + (step_s + tokens * imbalance * s_per_token) * share, in each of
+                     `trainer.ppo_epochs`; colocated, the first of a window also colocated_s
     old logprobs     old_logprob_fixed_step_s + tokens * old_logprob_s_per_token * share, per mini-batch
     reference        tokens * ref_s_per_token * share, in the trainer or in processes of its own
     teachers         tokens * teacher_s_per_token * share, likewise
@@ -8,6 +9,7 @@
     reward model     tokens * reward_s_per_token * share, in processes of its own
 
     share            (gpus / reference_gpus) ** -scaling_exponent
+    imbalance        tokens of the data-parallel rank that has most, over the mean rank's (`imbalance`)
 
 Tokens are those of prompt and response; a prompt counts once per group where the trainer shares prefixes
 (`trainer.shared_prefixes`), but not for a reward model. With `algorithm.old_logprobs = "recompute"` the
@@ -18,10 +20,12 @@ proximal logprobs of all mini-batches but the window's first are computed before
 from __future__ import annotations
 
 import asyncio
+import math
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from statistics import NormalDist, fmean, pstdev
 from typing import NamedTuple
 
 from asyncrl_cli.base.errors import ConfigError
@@ -88,7 +92,8 @@ class Costs:
     the number of `scorers` (separate processes).
 
     The run records here how fast its workers are (`speeds`, drawn at random) and what its trainer has done:
-    `spent[i]` is the total after i train steps.
+    `spent[i]` is the total after i train steps. `scale`: how many times more devices and prompts the run has
+    of which this is a miniature.
     """
 
     workload: Workload
@@ -98,6 +103,7 @@ class Costs:
     scorers: Mapping[str, int] = field(default_factory=dict)
     speeds: Sequence[float] = ()
     spent: list[Spent] = field(default_factory=lambda: [Spent()])
+    scale: int = 1
 
     def trainer_times(self) -> TrainerTimes:
         sync = self._sync_times()
@@ -254,12 +260,15 @@ class Costs:
     def _train_s(self, batch: TrainBatch) -> float:
         training, mini_batches = self.workload.training, self._mini_batches(batch.groups)
         response_tokens, tokens = _tokens(batch.groups)
-        shared_s = mini_batches * training.step_s + self._computed(batch.groups) * training.s_per_token
+        tokens_s = self._computed(batch.groups) * training.s_per_token * self._imbalance(batch.groups)
+        shared_s = mini_batches * training.step_s + tokens_s
         seconds = mini_batches * training.fixed_step_s + shared_s * self._share(training.scaling_exponent)
         columns_s = {name: self._column_s(name, batch) for name in trainer_columns(self.profile)}
         # in the trainer, the critic learns within the train step
         seconds += LEARNING * columns_s.get(CRITIC, 0.0)
         seconds *= self.profile.trainer.ppo_epochs
+        if self._is_colocated and batch.step_in_window == 0:
+            seconds += training.colocated_s
         before = self.spent[-1]
         spent = Spent(
             seconds=before.seconds + sum(columns_s.values()) + seconds,
@@ -296,6 +305,14 @@ class Costs:
         tokens = _tokens(groups)[1] if task == REWARD else self._computed(groups)
         return tokens * each_s * self._share(training.old_logprob_scaling_exponent, devices)
 
+    def _imbalance(self, groups: Sequence[GroupResult]) -> float:
+        per_rank = self.workload.training.gpus_per_rank
+        if per_rank is None:
+            return 1.0
+        lengths = [meta.prompt_tokens + meta.response_tokens for one in groups for meta in one.trajectories]
+        ranks = max(1, self.scale * self.ranks // per_rank)
+        return imbalance(lengths, self.scale * len(lengths) / self._mini_batches(groups), ranks)
+
     def _computed(self, groups: Sequence[GroupResult]) -> int:
         return unique_tokens(groups, self.profile.trainer.shared_prefixes)
 
@@ -315,6 +332,18 @@ class Costs:
         training, devices = self.workload.training, devices or self.ranks
         share = float((devices / training.reference_gpus) ** -scaling_exponent)
         return self._slowdown(training, devices) * share
+
+
+def imbalance(lengths: Sequence[int], sequences: float, ranks: int) -> float:
+    """Expected tokens of the data-parallel rank that has most, over the mean rank's, if `sequences` with such
+    lengths are dealt to `ranks` ranks.
+
+    A rank's sum is taken as normal, and the largest of N normal values lies at the quantile (N - 3/8) /
+    (N + 1/4) (Blom, Statistical Estimates and Transformed Beta-Variables, 1958).
+    """
+    deviations = NormalDist().inv_cdf((ranks - 0.375) / (ranks + 0.25)) if ranks > 1 else 0.0
+    spread = pstdev(lengths) / max(fmean(lengths), 1e-9)
+    return 1 + deviations * spread / math.sqrt(max(1.0, sequences / ranks))
 
 
 def _tokens(groups: Sequence[GroupResult]) -> tuple[int, int]:

@@ -155,8 +155,8 @@ class Rewarding(Section):
 
 
 class Training(Section):
-    """An optimizer step takes `fixed_step_s + (step_s + tokens * s_per_token) * (gpus / reference_gpus) **
-    -scaling_exponent`."""
+    """An optimizer step takes `fixed_step_s + (step_s + tokens * imbalance * s_per_token) * (gpus /
+    reference_gpus) ** -scaling_exponent`."""
 
     step_s: NonNegativeFloat = 0.0
     """Seconds of an optimizer step that do not depend on its tokens, on `reference_gpus`."""
@@ -182,9 +182,16 @@ class Training(Section):
     """1: twice as many devices halve the time; 0: more devices do not help."""
     old_logprob_scaling_exponent: NonNegativeFloat = 1.0
     """The same for the old-logprob pass."""
+    gpus_per_rank: PositiveInt | None = None
+    """Devices that compute a sequence together (tensor, pipeline, sequence and context parallel). With it,
+    the sequences of a mini-batch are dealt to the data-parallel ranks whatever their lengths, and the rank
+    that got most tokens counts: the imbalance. Without it, ranks share tokens evenly."""
     fixed_step_s: NonNegativeFloat = 0.0
     """Seconds of an optimizer step that more devices do not shorten: communication, and the longest sequence,
     which one device computes."""
+    colocated_s: NonNegativeFloat = 0.0
+    """Seconds per window that only a colocated trainer needs: its weights and the optimizer's moments come
+    from the host's memory, and go back."""
     old_logprob_fixed_step_s: NonNegativeFloat = 0.0
     """The same for each mini-batch of the old-logprob pass."""
     step_overhead_s: NonNegativeFloat = 0.0

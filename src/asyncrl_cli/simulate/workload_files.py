@@ -134,10 +134,10 @@ def profile_for(
     return load(profile_reference, sets, environ=environ, layers=[*stack, length])
 
 
-def miniature(workload: Workload, profile_reference: str, sets: Sequence[str]) -> list[str]:
+def miniature(workload: Workload, profile_reference: str, sets: Sequence[str]) -> tuple[list[str], int]:
     """`--set`s that divide the devices and the prompts of a mini-batch by the same number, as large as
     possible: each device has the same work, and a simulation takes less time. The longest of fewer responses
-    is a little shorter. Empty if it cannot be smaller."""
+    is a little shorter. Second, that number; 1, and no `--set`s, if it cannot be smaller."""
     whole = profile_for(workload, profile_reference, sets, groups=1, environ={}).profile
     counts = {
         "trainer.ppo_mini_batch_size": whole.trainer.ppo_mini_batch_size,
@@ -161,8 +161,8 @@ def miniature(workload: Workload, profile_reference: str, sets: Sequence[str]) -
             compile_job(profile, virtual_cluster(profile))
         except ConfigError:  # its sides cannot be divided so
             continue
-        return smaller
-    return []
+        return smaller, factor
+    return [], 1
 
 
 def layers_of(workload: Workload, profile_name: str) -> list[Layer]:
@@ -243,10 +243,12 @@ def residuals(workload: Workload, *, windows: int = MEASURED_WINDOWS) -> list[Re
     found = []
     for reference in workload.references:
         sets = reference_sets(reference)
-        smaller = [] if workload.physics is None else miniature(workload, reference.profile, sets)
+        whole = workload.physics is None
+        smaller, scale = ([], 1) if whole else miniature(workload, reference.profile, sets)
         all_sets = [*sets, *smaller]
         profile = profile_for(workload, reference.profile, all_sets, groups=1, environ={}).profile
-        run = simulate(profile, workload, groups=(windows + 2) * Schedule.of(profile).window_groups)
+        groups = (windows + 2) * Schedule.of(profile).window_groups
+        run = simulate(profile, workload, groups=groups, scale=scale)
         if run.error is not None:
             raise run.error
         predicted = window_parts(run)

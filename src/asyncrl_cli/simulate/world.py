@@ -56,10 +56,12 @@ def simulate(
     observers: Sequence[Observer] = (),
     groups: int | None = None,
     factors: Mapping[str, float] | None = None,
+    scale: int = 1,
     machines: bool = False,
 ) -> SimulatedRun:
     """Run `profile` (from `profile_for`) with the costs of `workload`. `groups` overrides the profile's
-    length, in whole steps; `factors` multiply figures of the workload. `machines`: workers report those in
+    length, in whole steps; `factors` multiply figures of the workload. `scale`: of a miniature
+    (`workload_files.miniature`). `machines`: workers report those in
     their processes, for a run whose files are kept.
 
     Response lengths depend on `seed` alone. Raises AsyncrlError for an invalid profile, and whatever an
@@ -75,6 +77,7 @@ def simulate(
         ranks=job.trainer_workers,
         workers=num_workers,
         scorers=job.scorers,
+        scale=scale,
     )
     length: dict[str, int | None] = {"seed": seed}
     if groups is not None:
