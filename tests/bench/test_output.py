@@ -12,7 +12,14 @@ import pytest
 from rich.console import Console
 
 from asyncrl_cli.base.errors import RefusedError
-from asyncrl_cli.bench.output import heading_of, output_directory, report_text, table_of, write_results
+from asyncrl_cli.bench.output import (
+    heading_of,
+    output_directory,
+    report_text,
+    short_notes,
+    table_of,
+    write_results,
+)
 from asyncrl_cli.bench.results import Comparison, Contestant, Range, Result, read_results
 
 SPLIT = ("on-policy-pipeline", "stream-off-policy", "stale-samples", "partial-rollout", "one-step-off")
@@ -171,3 +178,12 @@ def test_a_table_says_where_the_sides_are_not_equal() -> None:
     assert "| not equal |  | K, length |" in text
     assert "| steps per sync (K) | 4 | 2 |" in text
     assert "| groups per sync (W) | 512 | 512 |" in text
+
+
+def test_what_limits_each_simulated_profile_is_below_the_table_and_in_the_files(tmp_path: Path) -> None:
+    text = "limited by sync: rank 0 (40% less time with twice as much); at 128 GPUs more no longer pay"
+    made = replace(comparison(), outlooks={"colocate": text})
+    assert f"SIMULATED, colocate: {text}" in [*short_notes(made)]
+    assert f"- SIMULATED, colocate: {text}" in report_text(made)
+    write_results(made, tmp_path)
+    assert read_results(tmp_path / "results.json").outlooks == {"colocate": text}

@@ -162,3 +162,20 @@ def test_tune_answers_both_questions_and_draws_the_second(tmp_path: Path, capsys
     assert "more no longer pay" in shown or "more still pay" in shown
     assert drawn.count("<polyline") == 1
     assert "SIMULATED" in drawn
+
+
+@pytest.mark.slow
+def test_a_simulated_bench_says_what_limits_each_profile_and_draws_its_speed_over_gpus(
+    tmp_path: Path, capsys: Capture
+) -> None:
+    small(tmp_path, ("gather_bytes_per_s = 1e8", "gather_bytes_per_s = 1e5"))
+    out = tmp_path / "bench"
+    words = ["bench", "--simulate", str(tmp_path / "small.toml"), "--windows", "6", "--out", str(out)]
+    assert run(words) == 0
+    said = capsys.readouterr().out
+    assert "SIMULATED, partial-rollout: limited by sync: rank 0 (" in said
+    found = json.loads((out / "results.json").read_text())
+    assert [one["gpus"] for one in found["scalings"]] == [[4, 8, 16], [4, 8, 16]]
+    again = [Scaling.of(one) for one in found["scalings"]]
+    assert [one.linearity for one in again] == [one["linearity"] for one in found["scalings"]]
+    assert drawing(again) in (out / "report.html").read_text()

@@ -417,3 +417,12 @@ def test_a_plan_for_machines_elsewhere_writes_nothing_to_the_store(qwen_7b, tmp_
     assert "was not tried: the job runs elsewhere" in " ".join(capsys.readouterr().err.split())
     assert run([*qwen_7b, *url]) == 3
     assert "cannot be written" in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_governors_target_is_part_of_the_schedule(capsys):
+    words = ["plan", "--profile", "partial-rollout"]
+    assert run(words) == 0
+    assert "KL target" not in capsys.readouterr().out
+    assert run([*words, "--set", "async_training.target_kl=0.02"]) == 0
+    row = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("KL target"))
+    assert row.split()[2:6] == ["0.02", "nats", "per", "token:"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections import deque
 
 import pytest
@@ -162,7 +163,9 @@ def test_a_run_comes_to_its_target_while_its_trainer_starves():
     etas = [record.governor["governor/eta"] for record in ran.recorder.steps]
     assert max(etas) < 4.0
     assert sum(kls[20:]) / len(kls[20:]) < 0.022
-    assert ran.recorder.ticks[-1].governor.startswith("eta ")
+    shown = ran.recorder.ticks[-1].governor
+    assert re.fullmatch(r"eta [\d.]+ of 4, KL ([\d.]+) \(target 0.02\)", shown)
+    assert f"KL {kls[-1]:.2g} " in shown
 
 
 def test_a_checkpoint_with_an_impossible_governor_is_refused():

@@ -116,6 +116,11 @@ def test_how_far_a_governor_lets_generation_run_is_beside_the_budget(status):
     governed = replace(status, admission=replace(status.admission, governor="eta 0.42 of 2"))
     assert "budget 24 · eta 0.42 of 2" in render(governed, width=120, height=40).plain
     assert "eta" not in render(status, width=120, height=40).plain.split("admission")[0]
+    # after the end, too, with the whole run's KL
+    ended = replace(governed, phase="done", totals={**status.totals, "correction/kl": 0.0123})
+    assert "eta 0.42 of 2" in render(ended, width=120, height=40).plain
+    assert dict(summary_rows(ended))["governor"] == "eta 0.42 of 2; mean KL 0.0123"
+    assert "governor" not in dict(summary_rows(status))
 
 
 def test_turns_tools_and_failures_have_a_line_where_there_are_any(status):

@@ -219,6 +219,8 @@ def test_an_unknown_key_in_a_file_names_the_file_and_the_nearest_key(tmp_path: P
     assert f"{own}: unknown key rollout.slot" in error.message
     assert f"{own}: unknown section rolout" in error.message
     assert error.hint == "did you mean rollout.slots?\ndid you mean rollout?"
+    # the same words in its own section, rather than the same name in another
+    assert refusal(sets=("async_training.kl_target=0.1",)).hint == "did you mean async_training.target_kl?"
 
 
 @pytest.mark.parametrize(

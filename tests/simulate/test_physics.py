@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+import statistics
 from pathlib import Path
 
 import pytest
@@ -10,8 +12,15 @@ from asyncrl_cli.base.errors import ConfigError
 from asyncrl_cli.plan.compiler import compile_job
 from asyncrl_cli.profile.arithmetic import Schedule
 from asyncrl_cli.profile.toml_files import shipped_workloads
+from asyncrl_cli.simulate.costs import imbalance
 from asyncrl_cli.simulate.workload import Workload
-from asyncrl_cli.simulate.workload_files import load_workload, miniature, profile_for, reference_sets
+from asyncrl_cli.simulate.workload_files import (
+    load_workload,
+    miniature,
+    profile_for,
+    reference_sets,
+    window_parts,
+)
 from asyncrl_cli.simulate.world import simulate, virtual_cluster
 
 PHYSICAL = """
@@ -124,3 +133,34 @@ def test_a_colocated_worker_spans_the_gpus_of_the_published_engine(tmp_path: Pat
     costs = simulate(profile, workload, groups=1).costs
     assert (costs.workers, costs.ranks) == (2, 4)
     assert costs.workload.decoding.experts_s == pytest.approx(60e9 / (2 * 1.5e12))
+
+
+def test_the_fullest_rank_has_as_many_tokens_as_dealing_many_times_shows() -> None:
+    rng = random.Random(0)
+    for ranks, each in ((2, 128), (8, 64), (32, 16)):
+        lengths = [int(rng.lognormvariate(6, 0.9)) + 200 for _ in range(4000)]
+        ratios = []
+        for _ in range(300):
+            sums = [sum(rng.choices(lengths, k=each)) for _ in range(ranks)]
+            ratios.append(max(sums) / statistics.fmean(sums))
+        assert imbalance(lengths, ranks * each, ranks) == pytest.approx(statistics.fmean(ratios), rel=0.05)
+    assert imbalance([10, 30], 100, ranks=1) == 1.0
+    assert imbalance([10, 10], 100, ranks=8) == 1.0
+
+
+def test_unequal_ranks_and_the_hosts_memory_make_an_update_longer(tmp_path: Path) -> None:
+    given = loaded(tmp_path, PHYSICAL.replace("lengths]", "lengths]\nprompt_tokens = 0"))
+    uneven, fetched = (
+        given.model_copy(update={"training": given.training.model_copy(update=changes)})
+        for changes in ({"gpus_per_rank": 1}, {"colocated_s": 3.0})
+    )
+
+    def train_s(workload: Workload, name: str) -> float:
+        sets = ["async_training.require_batches=2", "async_training.trigger_parameter_sync_step=2"]
+        profile = profile_for(workload, name, sets, groups=1, environ={}).profile
+        run = simulate(profile, workload, groups=6 * Schedule.of(profile).window_groups)
+        return window_parts(run)["train"]
+
+    assert train_s(uneven, "stale-samples") > train_s(given, "stale-samples")
+    assert train_s(fetched, "colocate") == pytest.approx(train_s(given, "colocate") + 3.0)
+    assert train_s(fetched, "stale-samples") == pytest.approx(train_s(given, "stale-samples"))

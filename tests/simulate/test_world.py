@@ -366,3 +366,17 @@ def test_the_assumed_kl_is_that_of_measured_runs():
     assert min(ratios) > 0.4, "token TIS at eta 8"
     assert max(ratios) < 2.1, "naive PPO at eta 1"
     assert 0.85 < math.prod(ratios) ** (1 / 9) < 1.15
+
+
+def test_evals_take_workers_time_if_they_are_asked_for() -> None:
+    def windows_s(*sets: str) -> tuple[float, float]:
+        profile = profile_for(workload(), "partial-rollout", sets, groups=48, environ={}).profile
+        parts = window_parts(simulate(profile, workload()))
+        return parts[WINDOW], parts["eval"]
+
+    window_s, eval_s = windows_s()
+    assert eval_s == 0
+    # 40 answers of 1 s on the slots that two workers have beside their groups
+    longer_s, eval_s = windows_s("eval.every_versions=1", "eval.prompts=40")
+    assert eval_s > 0
+    assert longer_s > window_s + 0.5

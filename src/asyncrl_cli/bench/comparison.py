@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 
@@ -20,11 +20,13 @@ from asyncrl_cli.bench.bars import Bars
 from asyncrl_cli.bench.contest import Contest, Entry, groups_for_all
 from asyncrl_cli.bench.figures import stretches
 from asyncrl_cli.bench.results import UNEVEN_WORK, Comparison, FinishedRun, summarise, unevenness
-from asyncrl_cli.bench.simulated_runs import SimulatedJob, simulate_all
+from asyncrl_cli.bench.simulated_runs import SimulatedJob, simulate_all, simulators
+from asyncrl_cli.bench.what_if import outlook
 from asyncrl_cli.checkpoint.run_directory import stem_of
 from asyncrl_cli.job.driver_process import StopRequests
 from asyncrl_cli.observe.recorded import Recorded, read_metrics
 from asyncrl_cli.observe.run_lines import spent_s
+from asyncrl_cli.plan.cluster import usable_cores
 from asyncrl_cli.simulate.workload import Workload
 from asyncrl_cli.simulate.workload_files import Residual, profile_for
 
@@ -59,7 +61,14 @@ def compare(contest: Contest, directory: Path, bars: Bars) -> Comparison:
     except BaseException:
         remove(runs_dir)
         raise
-    return comparison_of(contest, runs, remarks_of(workload, fit))
+    outlooks, scalings = dict[str, str](), []
+    with simulators(usable_cores()) as pool:
+        for entry in contest.entries:
+            limit, scaling = outlook(pool, workload, entry.reference, entry.sets, entry.profile)
+            outlooks[entry.name] = f"limited by {limit}" + (f"; {scaling}" if scaling else "")
+            scalings += [scaling.to_json()] if scaling else []
+    made = comparison_of(contest, runs, remarks_of(workload, fit))
+    return replace(made, outlooks=outlooks, scalings=scalings)
 
 
 def remarks_of(workload: Workload, fit: Sequence[Residual]) -> tuple[str, ...]:

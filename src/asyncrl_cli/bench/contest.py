@@ -133,7 +133,7 @@ def contest_of(
     profiles cannot be compared.
     """
     for key in (text.partition("=")[0].strip() for text in sets):
-        if key in BENCH_KEYS:
+        if key in BENCH_KEYS and (workload is None or key != "eval.every_versions"):
             raise ConfigError(f"--set {key}: the bench sets this for every profile", hint=BENCH_KEYS[key])
     file = next(filter(is_file_reference, profiles), None) if baseline is None else None
     if keep_k and file is None:

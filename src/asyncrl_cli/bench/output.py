@@ -289,6 +289,12 @@ def short_notes(comparison: Comparison) -> Iterator[str]:
     if comparison.has_bound:
         longer = "the phase that would take longer without any waits"
         yield f"limited by: {longer}; that is the bound, and its time is the ideal"
+    yield from _outlooks(comparison)
+
+
+def _outlooks(comparison: Comparison) -> Iterator[str]:
+    for profile, text in comparison.outlooks.items():
+        yield f"SIMULATED, {profile}: {text}"
 
 
 def long_notes(comparison: Comparison) -> Iterator[str]:
@@ -301,3 +307,4 @@ def long_notes(comparison: Comparison) -> Iterator[str]:
     if any("equal_weights" in result.figures for result in comparison.results):
         yield WEIGHTS_NOTE
     yield IDLE_NOTE
+    yield from _outlooks(comparison)

@@ -178,8 +178,9 @@ def unevenness(results: Sequence[Result]) -> float:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
     """Everything that is shown and written. `window_groups` is W of the baseline, the unit of window_time_s.
-    `workload` is empty for real runs. `error`: the error that ended the comparison early; `missing`:
-    unfinished runs."""
+    `workload` is empty for real runs. `outlooks`: of each simulated profile, what limits it and whether more
+    GPUs pay; `scalings`: its speed over GPUs, as `what_if.Scaling.to_json` writes it. `error`: the error that
+    ended the comparison early; `missing`: unfinished runs."""
 
     results: Sequence[Result]
     workload: str
@@ -190,6 +191,8 @@ class Comparison:
     resources: str
     remarks: tuple[str, ...] = ()
     missing: tuple[str, ...] = ()
+    outlooks: Mapping[str, str] = field(default_factory=dict)
+    scalings: Sequence[Mapping[str, Any]] = ()
     error: AsyncrlError | None = None
 
     @property
@@ -218,6 +221,8 @@ class Comparison:
             "resources": self.resources,
             "remarks": list(self.remarks),
             "missing": list(self.missing),
+            "outlooks": dict(self.outlooks),
+            "scalings": list(self.scalings),
             "results": [result.to_json() for result in self.results],
         }
 
@@ -238,6 +243,8 @@ def read_results(path: Path) -> Comparison:
             resources=found["resources"],
             remarks=tuple(found["remarks"]),
             missing=tuple(found["missing"]),
+            outlooks=found.get("outlooks", {}),  # earlier versions had none
+            scalings=found.get("scalings", ()),
         )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         what = f"{path} is malformed: {type(error).__name__}: {error}"

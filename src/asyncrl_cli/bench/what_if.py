@@ -19,6 +19,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from decimal import Decimal
 from itertools import pairwise
+from typing import Any
 
 from asyncrl_cli.base.errors import AsyncrlError, ConfigError
 from asyncrl_cli.bench.figures import Edges, figures_of, stretch_of
@@ -44,6 +45,8 @@ LEAST_SAVING = 0.02
 """Of the time: what saves less limits nothing."""
 ADDED_GPUS = 8
 UNCHANGED = "as it is"
+OUTLOOK = (1, 2, 4)
+"""How many times the GPUs of a comparison its scaling has."""
 PAYS = 1.25
 """Twice the GPUs pay if they make at least this many times as many groups per second. Chosen."""
 
@@ -124,6 +127,10 @@ class Effect:
     def saving(self) -> float:
         """Share of the time that the change saves."""
         return 1 - 1 / self.ratio.value if self.ratio else 0.0
+
+
+INTERVALS = ("groups_per_s", "ratio", "staleness", "cost_s")
+"""The figures of an effect."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -332,6 +339,23 @@ class Scaling:
         others = {"linearity": self.linearity, "enough_gpus": self.enough_gpus}
         return {"profile": self.profile, "gpus": list(self.gpus), "effects": effects, **others}
 
+    @classmethod
+    def of(cls, found: Mapping[str, Any]) -> Scaling:
+        """The inverse of `to_json`, without what the changes were."""
+        effects = [
+            Effect(
+                change=Change(label=effect["change"]["label"]),
+                error=effect["error"],
+                **{name: effect[name] and Interval(**effect[name]) for name in INTERVALS},
+            )
+            for effect in found["effects"]
+        ]
+        return cls(profile=found["profile"], gpus=found["gpus"], effects=effects)
+
+    def __str__(self) -> str:
+        more = "more still pay" if self.enough_gpus == self.gpus[-1] else "more no longer pay"
+        return f"at {self.enough_gpus} GPUs {more}"
+
     @property
     def linearity(self) -> list[float | None]:
         """Groups per second, over those of the fewest GPUs and as many times more."""
@@ -367,15 +391,32 @@ def scalings(
                     f"{workload.name} runs on CPUs: it cannot be scaled to other numbers of GPUs"
                 )
             progress(f"SIMULATED: {profile.name} on {gpus[0]} to {gpus[-1]} GPUs")
-            each = [resized(workload, profile, asked.sets, count) for count in gpus]
-            tried = [
-                Change(label=f"{count} GPUs", sets=one) for count, one in zip(gpus[1:], each[1:], strict=True)
-            ]
-            found.append(
-                Scaling(
-                    profile=profile.name,
-                    gpus=gpus,
-                    effects=effects(pool, workload, reference, each[0], tried),
-                )
-            )
+            found.append(_scaling(pool, workload, reference, asked.sets, profile, gpus))
     return found
+
+
+def _scaling(
+    pool: Executor,
+    workload: Workload,
+    reference: str,
+    sets: Sequence[str],
+    profile: Profile,
+    gpus: Sequence[int],
+    draws: int = DRAWS,
+) -> Scaling:
+    first, *others = [resized(workload, profile, sets, count) for count in gpus]
+    tried = [Change(label=f"{count} GPUs", sets=one) for count, one in zip(gpus[1:], others, strict=True)]
+    found = effects(pool, workload, reference, first, tried, draws)
+    return Scaling(profile=profile.name, gpus=gpus, effects=found)
+
+
+def outlook(
+    pool: Executor, workload: Workload, reference: str, sets: Sequence[str], profile: Profile
+) -> tuple[str, Scaling | None]:
+    """Which resource limits a profile of a comparison, and its scaling to more GPUs (None on CPUs), each from
+    one draw."""
+    found = effects(pool, workload, reference, sets, resources(workload, profile), draws=1)
+    if (fewest := profile.placement.gpus) is None:
+        return limit(found), None
+    gpus = [fewest * factor for factor in OUTLOOK]
+    return limit(found), _scaling(pool, workload, reference, sets, profile, gpus, draws=1)

@@ -118,8 +118,7 @@ def _print_scalings(name: str, scaled: list[Scaling]) -> None:
     print_whole(table)
     print_prose("")
     for one in scaled:
-        more = "more still pay" if one.enough_gpus == one.gpus[-1] else "more no longer pay"
-        print_prose(f"{one.profile}: at {one.enough_gpus} GPUs {more}")
+        print_prose(f"{one.profile}: {one}")
 
 
 def _shown(figure: Interval) -> str:

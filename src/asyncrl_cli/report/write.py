@@ -23,6 +23,7 @@ from asyncrl_cli.base.safe_files import UnsafeFile, open_regular, reason
 from asyncrl_cli.base.storage import appearing_file, replace_text
 from asyncrl_cli.bench.output import heading_of, long_notes, rows_of
 from asyncrl_cli.bench.results import read_results
+from asyncrl_cli.bench.what_if import Scaling
 from asyncrl_cli.observe.recorded import Recorded
 from asyncrl_cli.report.page import (
     GENERATOR,
@@ -38,6 +39,7 @@ from asyncrl_cli.report.page import (
 )
 from asyncrl_cli.report.perfetto import trace_entries
 from asyncrl_cli.report.run_data import run_data
+from asyncrl_cli.report.scaling import drawing
 from asyncrl_cli.report.side_by_side import compare
 
 NAME = "report.html"
@@ -133,6 +135,8 @@ def bench_html(directory: Path) -> str:
         f"<details><summary>how to read it</summary><ul>{listed}</ul></details>",
         f'<h3>{title}</h3><div class="bars">{bars}</div>',
     ]
+    if scalings := [Scaling.of(one) for one in comparison.scalings]:
+        parts.append(f"<h3>Groups per second over GPUs, SIMULATED</h3>{drawing(scalings)}")
     return card("SIMULATED comparison" if comparison.simulated else "Comparison", "".join(parts))
 
 

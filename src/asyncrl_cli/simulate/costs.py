@@ -338,12 +338,16 @@ def imbalance(lengths: Sequence[int], sequences: float, ranks: int) -> float:
     """Expected tokens of the data-parallel rank that has most, over the mean rank's, if `sequences` with such
     lengths are dealt to `ranks` ranks.
 
-    A rank's sum is taken as normal, and the largest of N normal values lies at the quantile (N - 3/8) /
-    (N + 1/4) (Blom, Statistical Estimates and Transformed Beta-Variables, 1958).
+    The largest of N values lies at the quantile (N - 3/8) / (N + 1/4) (Blom, Statistical Estimates and
+    Transformed Beta-Variables, 1958), which of a sum of skewed lengths is z + skewness / 6 * (z^2 - 1)
+    standard deviations (Cornish and Fisher, 1937).
     """
-    deviations = NormalDist().inv_cdf((ranks - 0.375) / (ranks + 0.25)) if ranks > 1 else 0.0
-    spread = pstdev(lengths) / max(fmean(lengths), 1e-9)
-    return 1 + deviations * spread / math.sqrt(max(1.0, sequences / ranks))
+    mean, deviation, each = fmean(lengths), pstdev(lengths), max(1.0, sequences / ranks)
+    if ranks < 2 or not deviation:
+        return 1.0
+    z = NormalDist().inv_cdf((ranks - 0.375) / (ranks + 0.25))
+    skewness = fmean([((length - mean) / deviation) ** 3 for length in lengths]) / math.sqrt(each)
+    return min(1 + (z + skewness / 6 * (z * z - 1)) * deviation / mean / math.sqrt(each), float(ranks))
 
 
 def _tokens(groups: Sequence[GroupResult]) -> tuple[int, int]:

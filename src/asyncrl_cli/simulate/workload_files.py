@@ -4,8 +4,8 @@ measured rows.
     profile files (`extends`)  <  the workload's [profile]  <  its [profiles.NAME]  <  environment  <  --set
 
 All profiles of a comparison train the same number of groups: `windows` windows of the baseline's W, which
-`--set` may change. Evals and checkpoints are off, because they cost every profile the same and would only
-blur the figures.
+`--set` may change. Checkpoints are off, and evals, too, unless `--set` asks for some: they cost every profile
+about the same and would only blur the figures.
 """
 
 from __future__ import annotations
@@ -45,14 +45,11 @@ WINDOW_KEYS = (
     "async_training.require_batches",
     "async_training.trigger_parameter_sync_step",
 )
-SWITCHED_OFF = {
-    "checkpoint.every_steps": 0,
-    "eval.every_versions": 0,
-    "eval.prompts": 0,
-    "env.max_context_tokens": None,
-}
+SWITCHED_OFF = {"checkpoint.every_steps": 0, "env.max_context_tokens": None}
 """Besides what a simulation leaves out: the profile's own limit of a context, which is about the tokens of
 another task."""
+NO_EVALS = {"eval.every_versions": 0, "eval.prompts": 0}
+"""Only `--set` and the environment override these."""
 LENGTH_KEYS = {
     "lognormal": (("median_tokens", "sigma"), "for example, median_tokens = 1000.0 and sigma = 1.0"),
     "list": (("response_tokens",), "response_tokens = [12, 40, 96]"),
@@ -127,10 +124,11 @@ def profile_for(
         baseline = load(BASELINE, environ=environ, layers=[*layers_of(workload, BASELINE), one]).profile
         groups = workload.windows * window_groups_of(baseline)
     # how many groups a step takes is only known of a whole profile
-    one_step = Layer(origin="workload", values={"run.train_steps": 1})
+    one_step = Layer(origin="workload", values={"run.train_steps": 1} | NO_EVALS)
     rough = load(profile_reference, sets, environ=environ, layers=[*stack, one_step]).profile
     steps = -(-groups // Schedule.of(rough).step_groups)
-    length = Layer(origin=f"workload {workload.name} ({groups} groups)", values={"run.train_steps": steps})
+    values = {"run.train_steps": steps} | NO_EVALS
+    length = Layer(origin=f"workload {workload.name} ({groups} groups)", values=values)
     return load(profile_reference, sets, environ=environ, layers=[*stack, length])
 
 
@@ -144,6 +142,7 @@ def miniature(workload: Workload, profile_reference: str, sets: Sequence[str]) -
         "placement.gpus": whole.placement.gpus,
         "placement.trainer_workers": whole.placement.trainer_workers,
         "rollout.workers": whole.rollout.workers,
+        "eval.prompts": whole.eval.prompts,
     }
     window_groups = Schedule.of(whole).window_groups
     for factor in MINIATURES if whole.placement.gpus else ():

@@ -84,7 +84,6 @@ def simulate(
         length |= {"train_steps": -(-groups // Schedule.of(profile).step_groups), "total_rollout_steps": None}
     sections = {
         "run": profile.run.model_copy(update=length),
-        "eval": profile.eval.model_copy(update={"every_versions": 0}),
         "checkpoint": profile.checkpoint.model_copy(update={"every_steps": 0}),
     }
     settings = LoopSettings.of(profile.model_copy(update=sections))
@@ -105,6 +104,7 @@ def simulate(
         costs.speeds = [worker.speed for worker in workers]
         world = World(
             feed=NumberedFeed(),
+            eval_sets={"": [{"uid": f"eval-{number}"} for number in range(profile.eval.prompts)]},
             trainer=SimulatedTrainer(costs.trainer_times(), machine),
             workers=workers,
             scorers=[SimulatedScorer(task, costs.scorer_times(task), machine) for task in costs.scorers],
