@@ -357,9 +357,13 @@ class LocalWorker(RolloutWorker):
     async def partial_responses(self) -> PartialResult:
         return self._runner.partial_responses()[0]
 
-    async def pause(self) -> None:
+    async def pause(self) -> PartialResult:
         self._meter.pause(True)
         await self._engine.sleep()
+        return PartialResult()
+
+    async def end(self) -> None:
+        pass
 
     async def resume(self) -> None:
         await self._engine.wake()

@@ -3,6 +3,7 @@ the files and faults of the code."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import shutil
@@ -22,6 +23,7 @@ from asyncrl_cli.cli.app import run as command
 from asyncrl_cli.loop.admission import Admission
 from asyncrl_cli.loop.groups import Groups
 from asyncrl_cli.loop.ledger import Ledger, Stage
+from asyncrl_cli.loop.lending import Lending
 from asyncrl_cli.observe import step_values
 from tests.audit import damages as d
 from tests.audit.made_run import made_run
@@ -31,6 +33,7 @@ DROPS = (
     "async_training.max_staleness=3",
     'async_training.on_stale="drop"',
 )
+LENDS = ("placement.lend=true", "rollout.slots=4")
 KEPT_BY_REAL_RUNS = {"checkpoints", "versions", "logprobs"}
 
 
@@ -51,6 +54,7 @@ def verdicts(run: Path) -> dict[str, str]:
         ("stale-samples", ()),
         ("partial-rollout", ()),
         ("partial-rollout", DROPS),
+        ("partial-rollout", LENDS),
         ("partial-rollout", ("algorithm.adv_estimator=rloo",)),
         ("partial-rollout", ("algorithm.adv_estimator=reinforce_plus_plus_baseline",)),
     ],
@@ -236,6 +240,22 @@ def _counts_staleness_from_the_next_version(patch):
         return right(replace(record, window=record.version), size)
 
     patch.setattr(step_values, "staleness_values", wrong)
+
+
+def test_a_trainer_that_does_not_wait_for_its_devices_is_noticed(tmp_path, monkeypatch):
+    recall, late = Lending.recall, []
+
+    async def recall_later(self):
+        async def later():
+            await asyncio.sleep(0.5)
+            await recall(self)
+
+        if self._since_s is not None:
+            late.append(asyncio.ensure_future(later()))
+
+    monkeypatch.setattr(Lending, "recall", recall_later)
+    made_run(tmp_path / "run", "partial-rollout", LENDS)
+    assert verdicts(tmp_path / "run")["lent devices"] == "fails"
 
 
 @pytest.mark.parametrize(

@@ -372,6 +372,15 @@ def test_colocated_sides_share_a_gpu():
     assert need.fits is None
 
 
+def test_a_lent_worker_shares_the_ranks_gpu_with_one_of_its_own():
+    estimate = planned("builtin:tiny", "placement.lend=true", gpus=2)[2]
+    shared, own = device_needs(estimate)
+    (plain,) = [need for need in device_needs(planned("builtin:tiny", gpus=2)[2]) if ROLLOUT in need.roles]
+    assert (shared.roles, own.roles) == ((TRAINER, "lent"), (ROLLOUT,))
+    assert own.num_bytes == plain.num_bytes
+    assert shared.num_bytes == peak(estimate.of(TRAINER, "device"))[0] + plain.num_bytes
+
+
 def test_a_tensor_parallel_worker_shares_weights_and_cache():
     one = sizes(planned("builtin:tiny", gpus=2)[2], ROLLOUT)
     two = sizes(

@@ -197,6 +197,21 @@ def test_a_colocated_rank_has_more_than_half_of_its_gpu_and_the_worker_the_rest(
     assert {(role.placement_group, role.workers) for role in plan.roles} == {("colocated", 4)}
 
 
+@pytest.mark.parametrize("gpus", [0, 4])
+def test_lent_workers_are_beside_the_ranks_and_reserve_nothing_more_than_cores_on_gpus(gpus):
+    plan, plain = job(nodes((16, gpus)), lend=True), job(nodes((16, gpus)))
+    rank = shape(plan)["trainer"]
+    assert shape(plan)["lent"] == ((2, 0.4, 1, 2) if gpus else (1, 0, 0, 1))
+    assert rank == ((2, 0.6, 1, 2) if gpus else (1, 0, 1, 1))
+    assert shape(plan)["rollout"] == shape(plain)["rollout"]
+    assert list(plan.groups) == ["trainer", "rollout"]
+    assert (plan.gpus, plan.cpus) == (plain.gpus, plain.cpus + (2 if gpus else 0))
+    beside = [
+        plan.bundle_of(plan.role(role), index) for index in range(rank[0]) for role in ("trainer", "lent")
+    ]
+    assert beside == [index for index in range(rank[0]) for _ in range(2)]
+
+
 def test_colocated_places_on_cpus_have_as_many_threads_as_cores():
     plan = job(nodes((12, 0)), colocate=True, workers=2, cpus_per_worker=4)
     assert shape(plan) == {"trainer": (3, 0, 4, 4), "rollout": (3, 0, 0, 4)}

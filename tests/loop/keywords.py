@@ -35,6 +35,7 @@ KEYS = {
     "min_workers": "rollout.min_workers",
     "call_timeout_s": "rollout.call_timeout_s",
     "colocate": "placement.colocate",
+    "lend": "placement.lend",
     "filter_groups": "algorithm.filter_groups",
     "max_num_gen_batches": "algorithm.max_num_gen_batches",
     "max_failed_ratio": "task.max_failed_ratio",

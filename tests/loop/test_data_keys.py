@@ -87,8 +87,8 @@ def test_a_key_that_is_cleared_or_owned_before_the_second_sweep_is_no_orphan():
 def test_what_a_live_attempt_has_is_owned_also_before_it_is_reported():
     async def case(store: SimulatedStore, keys: DataKeys, ledger: Ledger, events: Events) -> None:
         attempt, part = running(ledger)
-        attempt.partial_tokens = "p0@0.0/restored-1"
-        for key in (str(part.key), f"{part.key}-partial", attempt.partial_tokens, "p0@0.0/1"):
+        attempt.partial_tokens = {1: "p0@0.0/restored-1"}
+        for key in (str(part.key), f"{part.key}-partial", "p0@0.0/restored-1", "p0@0.0/1"):
             store.put(key)
         assert await keys.unowned() == {"p0@0.0/1"}
         ended(part)

@@ -213,7 +213,10 @@ def test_colocated_a_restart_and_a_trainer_that_wait_for_each_other_are_named(mo
     paused = []
     monkeypatch.setattr(SimulatedWorker, "pause", noting(SimulatedWorker.pause, paused))
     run_with([], "colocate")
-    monkeypatch.setattr(Executors, "lend", lambda self, is_lent: setattr(self, "is_lent", True))
+    kept = property(
+        lambda self: self.__dict__.get("has", False), lambda self, has: vars(self).update(has=True)
+    )
+    monkeypatch.setattr(Executors, "trainer_has_resources", kept, raising=False)
     ran = run_with([death(paused[0] + 0.2)], "colocate", stall_timeout_s=100.0)
     assert isinstance(ran.error, StallError)
     assert "rollout-1 (restart) waits for the trainer to give the resources back" in str(ran.error)

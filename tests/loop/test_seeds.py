@@ -21,6 +21,7 @@ from asyncrl_cli.loop.fleet import Fleet, Travel, WorkerSlots
 from asyncrl_cli.loop.governor import Governor
 from asyncrl_cli.loop.groups import FailuresLimit, GroupFilter, Groups
 from asyncrl_cli.loop.ledger import Attempt, Stage
+from asyncrl_cli.loop.lending import Lending
 from asyncrl_cli.loop.progress import RunProgress
 from asyncrl_cli.loop.publishing import Publishing
 from asyncrl_cli.loop.weight_sync import WeightSync
@@ -74,7 +75,7 @@ def test_every_mode_fault_stop_and_resume_really_happens_in_some_seed():
     events = ["resumed", "checkpointed", "eval", "warning", "dropped", "requeued", "replaced", "away"]
     ends = [f"ended by {error}" for error in ("Interrupted", "ExecutorFailed", "AsyncrlError")]
     stale = [f"staleness {versions}" for versions in (0, 1, 2, 3)]  # bounds are not only kept, but reached
-    rare = ["kept responses", "judging cut off", "keys that died with a worker"]
+    rare = ["kept responses", "judging cut off", "keys that died with a worker", "lent", "recalled"]
     assert {*events, *ends, *stale, *rare} <= set(counts)
     assert set(faults) == {kind.value for kind in FaultKind}
     trained = [outcome.scenario for outcome in ran if outcome.counts["trained"]]
@@ -252,6 +253,11 @@ def room_for_everything(governor, in_flight):
     return True
 
 
+@mistake("the trainer does not wait for its devices", Lending, "recall", "lending")
+async def no_recall(lending):
+    pass
+
+
 @mistake("late groups are kept", Admission, "open_window", "staleness")
 def open_window_that_forgets_who_is_late(admission, original=Admission.open_window):
     original(admission)
@@ -385,7 +391,7 @@ def lend_no_partial_responses(keys, lent, original=DataKeys.lent):
 def parts_ended_without_partial_tokens(groups, results, original=Groups.parts_ended):
     for result in results:
         if result.key.attempt in groups.ledger.running:
-            groups.ledger.running[result.key.attempt].partial_tokens = None
+            groups.ledger.running[result.key.attempt].partial_tokens = {}
     return original(groups, results)
 
 
@@ -436,6 +442,8 @@ mistake("an eval that a lost worker has left is left to nobody", Evaluator, "is_
 mistake("weights count as travelling fast for ever", Travel, "arrived", "admission")(nothing)
 mistake("a dead worker keeps its responses", Admission, "lose", "restarts", "admission")(nothing)
 mistake("an eval forgets what a lost worker had", RunningEval, "put_back", "evals")(nothing)
+mistake("a recall forgets what it stopped", Groups, "recalled", "admission", "ends", "ledger")(nothing)
+mistake("kept tokens continue on any weights", Attempt, "least_version", "slots", "admission")(-1)
 mistake("a limit ends no run", Groups, "check_limits", "limits")(nothing)
 
 

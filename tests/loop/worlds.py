@@ -118,6 +118,7 @@ def run_world(
     *,
     seed: int = 0,
     workers: int = 2,
+    lent: int = 0,
     slots: int = 8,
     times: dict[str, Any] | None = None,
     trainer_times: dict[str, Any] | None = None,
@@ -132,24 +133,31 @@ def run_world(
     learn_s: float = 0.0,
     judge_s: float = 0.0,
 ) -> Ran:
-    """`group_score_s`: seconds that `scorer` takes for a group (None: there is none), `learn_s`: that it
-    learns from a step, `judge_s`: that it judges a trajectory of an eval."""
+    """`lent`: workers on the trainer's devices. `group_score_s`: seconds that `scorer` takes for a group
+    (None: there is none), `learn_s`: that it learns from a step, `judge_s`: that it judges a trajectory of an
+    eval."""
 
     async def main() -> Ran:
         loop = asyncio.get_running_loop()
         syncing = {"prefetch_s": lambda rng: rng.random() * 0.5, "load_s": lambda rng: rng.random() * 0.3}
         own = syncing | (times or {})
         call_timeout_s = own.pop("call_timeout_s", 600.0)
-        times_of_all, names = worker_times(**own), [f"rollout-{i}" for i in range(workers)]
+        times_of_all, names = worker_times(**own), [f"rollout-{i}" for i in range(workers + lent)]
         step_times = {"train_s": lambda batch: 0.7, "gather_s": 0.1, "publish_s": 0.05}
         step_times |= trainer_times or {}
         recorder, checkpoints = Recorder(), MemoryCheckpoints(write_s=0.4)
         team: list[KeepingWorker]
         if faults is None:
-            team = [KeepingWorker(name, slots, times_of_all, seed) for name in names]
+            team = [
+                KeepingWorker(name, slots, times_of_all, seed, is_lent=name in names[workers:])
+                for name in names
+            ]
         else:
             shared: dict[str, Any] = {"faults": faults, "call_timeout_s": call_timeout_s}
-            team = [FaultyWorker(name, slots, times_of_all, seed, **shared) for name in names]
+            team = [
+                FaultyWorker(name, slots, times_of_all, seed, is_lent=name in names[workers:], **shared)
+                for name in names
+            ]
         trainer = KeepingTrainer(TrainerTimes(**step_times), faults)
         score_s, call_learn_s = lambda groups: len(groups) * (group_score_s or 0.0), lambda groups: learn_s
         score_times = ScorerTimes(score_s=score_s, learn_s=call_learn_s, judge_s=judge_s, call_tokens=1)
@@ -162,6 +170,7 @@ def run_world(
             feed=feed or NumberedFeed(),
             trainer=trainer,
             workers=team,
+            lent=names[workers:],
             scorers=scorers,
             eval_sets={
                 name: [{"uid": f"e{i}", "prompt": str(i)} for i in range(number)]

@@ -189,6 +189,13 @@ def test_the_verdict_says_whether_the_governor_reached_its_target(tmp_path, targ
     assert said in words(page(make_run(tmp_path / "otter", lines=lines, sets=sets)))
 
 
+@pytest.mark.parametrize(("tokens", "said"), [(500, "sampled 3,000 tokens."), (0, "only takes memory.")])
+def test_the_verdict_says_what_lent_devices_brought(tmp_path, tokens, said):
+    figures = {"placement/lent_s": 1.5, "placement/lent_tokens": tokens}
+    lines = [line(step, **figures) for step in range(1, 7)]
+    assert said in words(page(make_run(tmp_path / "otter", lines=lines)))
+
+
 def scores(*rewards, version):
     known = {
         "event": "eval",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from itertools import accumulate, pairwise
 
@@ -48,6 +48,8 @@ def account_claims(files: RunFiles) -> Iterator[Claim]:
     yield from _groups(files)
     yield _windows(files)
     yield from _staleness(files)
+    if files.section("placement").get("lend"):
+        yield _devices(files)
     yield from (_idle(files, role, key) for role, key in (("trainer", "trainer"), ("rollout", "rollouter")))
 
 
@@ -174,14 +176,42 @@ def _staleness(files: RunFiles) -> Iterator[Claim]:
     yield from (limits, loads, metrics)
 
 
+def _spans(files: RunFiles, name: str) -> list[tuple[str, float, float]]:
+    own = (span for line in files.timeline for span in line["spans"].get(name, ()))
+    return sorted(own, key=lambda span: span[1])
+
+
+def _is_lent(files: RunFiles, spans: Sequence[tuple[str, float, float]]) -> bool:
+    """A worker on the trainer's devices begins asleep, and others are never paused."""
+    return bool(spans) and spans[0][0] == "paused" and bool(files.section("placement").get("lend"))
+
+
+def _devices(files: RunFiles) -> Claim:
+    what = "no worker on the trainer's devices generates while the trainer computes"
+    claim = Claim("lent devices", what, limit=CLOCKS_S)
+    computes = ("busy", "scoring", "syncing")
+    all_spans = {one["name"]: (one["role"], _spans(files, one["name"])) for one in files.status["executors"]}
+    trainers = (span for role, own in all_spans.values() if role == "trainer" for span in own)
+    trains = sorted((begin, end) for state, begin, end in trainers if state in computes)
+    for name, (role, own) in all_spans.items():
+        if role == "rollout" and _is_lent(files, own):
+            for begin, end in ((begin, end) for state, begin, end in own if state == "busy"):
+                after = bisect_right(trains, (begin, math.inf))
+                both = max(
+                    [min(end, b) - max(begin, a) for a, b in trains[max(after - 1, 0) : after + 1]] or [0]
+                )
+                claim.near(max(both, 0.0), 0.0, f"{name} generates at {begin:.3f} s as the trainer computes")
+    return claim
+
+
 def _idle(files: RunFiles, role: str, key: str) -> Claim:
     claim = Claim(f"{role} idle", f"{key}/idle_ratio is that of the timeline's states", limit=0.01)
     executors: list[Line] = files.status.get("executors", [])
     names = [str(one.get("name")) for one in executors if one.get("role") == role]
     spans, until = dict[str, list[tuple[str, float, float]]](), dict.fromkeys(names, -math.inf)
     for name in names:
-        own = (span for line in files.timeline for span in line["spans"].get(name, ()))
-        spans[name] = sorted(own, key=lambda span: span[1])
+        spans[name] = _spans(files, name)
+    names = [name for name in names if not _is_lent(files, spans[name])]
     starts = {name: [start_s for _, start_s, _ in own] for name, own in spans.items()}
     # spans may overlap by milliseconds, whenever the driver has learned an executor's clock better
     ends = {name: list(accumulate((end_s for _, _, end_s in own), max)) for name, own in spans.items()}

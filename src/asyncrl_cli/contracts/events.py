@@ -3,7 +3,7 @@ second."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,7 +23,8 @@ ENDED = ("done", "failed", "stopped")
 class Event:
     """One line of events.jsonl. `name` is a ledger stage or one of: replaced (responses that were lost or
     resumed are placed again; in a deterministic run also their first place), scored, published, loaded,
-    checkpointed, failed, resumed, warning, eval, lost, away, restarted, tools_again. `fields` are further
+    checkpointed, failed, resumed, warning, eval, lost, away, restarted, tools_again, lent (the trainer's
+    devices, to these workers), recalled. `fields` are further
     JSON values."""
 
     time_s: float
@@ -81,6 +82,7 @@ class StepRecord:
     is off. `restarts`, `failures` (of trajectories, by kind) and `orphans` (keys of the data store) count
     from the beginning of the run. `feed`: the feed's figures. `bias`: what was trained of what has ended
     since the previous step (loop/bias.py). `governor`: its levers (loop/governor.py), if there is one.
+    `lending`: what the trainer's devices generated (loop/lending.py); `lent`: the workers on them.
     """
 
     step: int
@@ -105,6 +107,8 @@ class StepRecord:
     feed: Mapping[str, float] = field(default_factory=dict)
     bias: Mapping[str, Value] = field(default_factory=dict)
     governor: Mapping[str, float] = field(default_factory=dict)
+    lending: Mapping[str, float] = field(default_factory=dict)
+    lent: Collection[str] = ()
     slot_intervals: Mapping[str, tuple[SlotInterval, ...]] = field(default_factory=dict)
     covered_s: Mapping[str, float] = field(default_factory=dict)
 
@@ -119,7 +123,8 @@ class Overview:
     of the run have started), loading (colocate: until all have loaded; else all are loading), restart (no
     worker has a process); `admission_cause`: the cause, in words. `window_taken`: groups taken in this
     window, of `window_groups` (W); `window_budget`: how many may be running, finished or taken in it.
-    `governor`: its levers, in words, "" without one. `reports`: states and waits as the loop knows them now
+    `governor`: its levers, in words, "" without one. `lending`: which workers have the trainer's devices, in
+    words, "" if none has. `reports`: states and waits as the loop knows them now
     (causes.py). `worker_versions`: by worker name, -1 for none yet. `restarting`: workers that have no
     process at the moment, by name, with "1 of 3" (the first of `rollout.max_restarts = 3`) or with the reason
     why the run continues without it.
@@ -141,6 +146,7 @@ class Overview:
     checkpoint: str
     restarting: Mapping[str, str] = field(default_factory=dict)
     governor: str = ""
+    lending: str = ""
     data: DataStatus | None = None
 
 

@@ -92,13 +92,16 @@ class WorkerUpdate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartialResult:
-    """What the running parts of a worker have generated so far. `responses`: those that a resumed run can
-    continue, by part and index; `keys`: of the tokens of each of these parts, which the caller clears.
-    `rest_tokens`: the number of tokens of all others, which would start again."""
+    """What the running parts of a worker have generated so far. `responses`: those that another worker can
+    continue, by part and index; `keys`: of the tokens of each of these parts, which the caller clears. (The
+    last parts may have none: their responses have not begun here, and continue from what they were given.)
+    `rest_tokens`: the number of tokens of all others, which would start again. `stopped`: the parts that a
+    `pause` has stopped, of which the worker returns no results."""
 
     responses: Mapping[PartKey, Mapping[int, PartialResponse]] = field(default_factory=dict)
     rest_tokens: int = 0
     keys: tuple[DataKey, ...] = ()
+    stopped: tuple[PartKey, ...] = ()
 
 
 class RolloutWorker(Protocol):
@@ -146,12 +149,15 @@ class RolloutWorker(Protocol):
     async def abort_evals(self) -> None:
         """Stop the running `evaluate` calls. They soon return, but the eval has no result."""
 
-    async def pause(self) -> None:
-        """Colocate, before a window's first train step: give the resources to the trainer (nothing is
-        running)."""
+    async def pause(self) -> PartialResult:
+        """Give the resources to the trainer. Colocate: before a window's first train step, when nothing runs.
+        A lent worker stops what runs, and forgets its weights."""
 
     async def resume(self) -> None:
-        """Colocate, after the window's gather: take the resources back."""
+        """Take the resources: in colocate after the window's gather, as a lent worker before a load."""
+
+    async def end(self) -> None:
+        """End this worker's process for good, whatever it does (a lent worker that has failed)."""
 
     async def node_is_gone(self) -> bool:
         """After the loss of this worker: whether its node is gone too, and with it the arrays of all parts

@@ -107,8 +107,8 @@ class VersionPlan(NamedTuple):
 
 
 class PartialResponse(NamedTuple):
-    """A response of a running group in a checkpoint. A resumed run continues the response or, if `is_whole`,
-    only computes its reward."""
+    """What a checkpoint, or a worker that was recalled, has of a response of a running group. Another worker
+    continues the response or, if `is_whole`, only computes its reward."""
 
     version_tokens: VersionTokens
     is_whole: bool = False
@@ -120,6 +120,10 @@ class PartialResponse(NamedTuple):
     @property
     def oldest(self) -> int:
         return self.version_tokens[0][0]
+
+    @property
+    def newest(self) -> int:
+        return self.version_tokens[-1][0]
 
     def cut(self, versions: VersionPlan) -> PartialResponse | None:
         """What a deterministic run continues from: the stretches that are whole. (At a load, the cache is
@@ -141,8 +145,8 @@ class PartRequest:
     """Generate and reward some responses of a group. `indices` are their places in the group, ascending.
 
     `seed` is the group's: response i uses the i-th number that it yields, so its sampling does not depend on
-    where it runs. `partial`: in a resumed group, what each response continues from, by index;
-    `partial_tokens` is the key of those tokens. `versions`: in a deterministic run, which version samples
+    where it runs. `partial`: what responses continue from that were begun elsewhere, by index;
+    `partial_tokens`: the keys of those tokens. `versions`: in a deterministic run, which version samples
     which token.
     """
 
@@ -151,7 +155,7 @@ class PartRequest:
     indices: tuple[int, ...]
     seed: int
     partial: Mapping[int, PartialResponse] = field(default_factory=dict)
-    partial_tokens: DataKey | None = None
+    partial_tokens: Mapping[int, DataKey] = field(default_factory=dict)
     versions: VersionPlan | None = None
 
 

@@ -71,7 +71,8 @@ class Progress:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdmissionStatus:
     """`closed_by`: why no group may start ("" if one may), `cause`: the same in words. `governor`: with
-    `async_training.target_kl`, how far it lets generation run. Numbers of groups."""
+    `async_training.target_kl`, how far it lets generation run. `lending`: with `placement.lend`, which
+    workers have the trainer's devices now. Numbers of groups."""
 
     closed_by: str
     cause: str
@@ -79,6 +80,7 @@ class AdmissionStatus:
     window_groups: Count
     window_budget: Count
     governor: str = ""
+    lending: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

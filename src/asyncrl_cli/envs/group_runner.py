@@ -16,8 +16,9 @@ import asyncio
 import logging
 import random
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import cast
 
 from asyncrl_cli.base.errors import ExecutorFailed
@@ -43,7 +44,8 @@ logger = logging.getLogger(__name__)
 CLOSE_S = 2.0
 """How long `PartDesk.close` waits for cancelled parts, whose tools may not end at once."""
 EndedPart = tuple[PartResult, Stored]
-RunPart = Callable[[PartRequest, Callable[[int], None]], Awaitable[EndedPart]]
+RunPart = Callable[[PartRequest, Callable[[int], None]], Awaitable[EndedPart | None]]
+"""None: the part was stopped, and goes on elsewhere."""
 
 
 @dataclass(slots=True, eq=False)
@@ -68,6 +70,11 @@ class GroupRunner:
     sampling: Sampling
     most_requeues: int = 0
     _running: list[_Running] = field(default_factory=list)
+
+    @property
+    def part_keys(self) -> set[PartKey]:
+        """Of the parts whose episodes have begun, and not all ended."""
+        return {part.request.key for part in self._running if part.request is not None}
 
     @property
     def running_tokens(self) -> int:
@@ -286,22 +293,30 @@ class PartDesk:
         """How many sequences of each running part have finished."""
         self._ended: deque[EndedPart] = deque()
         self._failure: Exception | None = None
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: dict[PartKey, asyncio.Task[None]] = {}
         self._is_closed = False
 
     async def close(self) -> None:
         """Cancel all parts: nobody asks for them any more, so their end is no failure."""
         self._is_closed = True
-        for task in self._tasks:
+        for task in self._tasks.values():
             task.cancel()
         if self._tasks:
-            await asyncio.wait(self._tasks, timeout=CLOSE_S)
+            await asyncio.wait(self._tasks.values(), timeout=CLOSE_S)
+
+    async def ended(self, keys: Iterable[PartKey]) -> None:
+        """Wait until these parts have ended."""
+        if tasks := [self._tasks[key] for key in keys if key in self._tasks]:
+            await asyncio.wait(tasks)
 
     def begin(self, requests: Sequence[PartRequest]) -> None:
         for request in requests:
             task = asyncio.create_task(self._follow(request), name=f"part {request.key}")
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            self._tasks[request.key] = task
+            task.add_done_callback(partial(self._forget, request.key))
+
+    def _forget(self, key: PartKey, task: asyncio.Task[None]) -> None:
+        del self._tasks[key]
 
     def take(self, most: int) -> list[EndedPart]:
         """Return the parts that ended first, with at most `most` objects to be sent along. With none left,
@@ -326,7 +341,8 @@ class PartDesk:
             self._changes.note()
 
         try:
-            self._ended.append(await self._run(request, on_sequence))
+            if (ended := await self._run(request, on_sequence)) is not None:
+                self._ended.append(ended)
         except (Exception, asyncio.CancelledError) as error:  # `take` raises it
             if self._is_closed:
                 return

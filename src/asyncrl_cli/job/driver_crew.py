@@ -34,7 +34,7 @@ from asyncrl_cli.job.ray.calls import all_of, start_limit
 from asyncrl_cli.job.ray.placement import Options, Say, nodes_of, placed
 from asyncrl_cli.job.rollout_host import RolloutHost
 from asyncrl_cli.plan.cluster import LOOPBACK
-from asyncrl_cli.plan.job_plan import ROLLOUT, TRAINER, JobPlan, place_of
+from asyncrl_cli.plan.job_plan import LENT, ROLLOUT, TRAINER, JobPlan, place_of
 from asyncrl_cli.profile.arithmetic import CRITIC, REF, TEACHER
 from asyncrl_cli.profile.schema import DIRECT_TRANSPORTS, Profile
 from asyncrl_cli.tasks.tool_class import ToolClass
@@ -123,10 +123,12 @@ async def started_crew(order: CrewOrder) -> AsyncIterator[Crew]:
                 # each rank has its GPU before a worker is given the rest of one (RANK_SHARE)
                 await trainer.prepare()
             version = order.checkpoint.version if order.checkpoint else 0
-            place = place_of(plan, ROLLOUT, order.model_dir, version)
-            for name, make in makers_of(order, ROLLOUT, RolloutHost, options).items():
-                make_actor = partial(make, profile, place, order.reward, order.tool_class, store.address)
-                workers.append(RayRolloutWorker(name, make_actor, profile, store, place.workers))
+            for role in [ROLLOUT, *([LENT] if plan.lend else [])]:
+                place = place_of(plan, role, order.model_dir, version)
+                for name, make in makers_of(order, role, RolloutHost, options).items():
+                    make_actor = partial(make, profile, place, order.reward, order.tool_class, store.address)
+                    own = name, make_actor, profile, store, place.workers, role == LENT
+                    workers.append(RayRolloutWorker(*own))
             # vLLM counts what others take of a GPU while it measures as its own, so the trainer takes none
             # before vLLM is ready.
             turns: list[list[RayRanks | RayRolloutWorker]] = [[*workers], [trainer, *scorers]]
@@ -134,6 +136,8 @@ async def started_crew(order: CrewOrder) -> AsyncIterator[Crew]:
                 turns = [[*workers, trainer, *scorers]]
             for executors in turns:
                 await all_of(_started(executor, say) for executor in executors)
+                # the trainer has its devices until it lends them
+                await all_of(one.pause() for one in workers if plan.lend and one.is_lent and one in executors)
             if profile.weights.transport in DIRECT_TRANSPORTS:
                 # one by one: making an NCCL group changes rank 0's environment for a moment
                 for worker in workers:
@@ -194,10 +198,12 @@ def makers_of(
     `ray.remote`."""
     actor_class = ray.remote(max_restarts=0, max_task_retries=0, **settings)(host)
     makers: dict[str, Callable[..., ActorHandle]] = {}
+    # lent workers are numbered after the others
+    kind, first = (ROLLOUT, order.plan.rollout_workers) if role == LENT else (role, 0)
     for index in range(order.plan.role(role).workers):
-        name = f"{role}-{index}"
+        name = f"{kind}-{first + index}"
         make = actor_class.options(**options(role, index)).remote
-        makers[name] = partial(make, index, log_path=order.log_dir.absolute() / f"{name}.log")
+        makers[name] = partial(make, first + index, log_path=order.log_dir.absolute() / f"{name}.log")
     return makers
 
 

@@ -78,6 +78,7 @@ def make_pipeline(
         ),
         trainer=crew.trainer,
         workers=crew.workers,
+        lent=[worker.name for worker in crew.workers if worker.is_lent],
         scorers=crew.scorers,
         eval_sets=eval_sets,
         observers=[observers],

@@ -24,7 +24,8 @@ import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from functools import partial
-from typing import TypeVar
+from itertools import chain
+from typing import Any, TypeVar
 
 import ray
 from ray.actor import ActorHandle
@@ -121,7 +122,7 @@ class PartExchange:
     def _taken(self) -> tuple[list[PartRequest], dict[DataKey, Stored]]:
         """The waiting requests, and what it takes to get the data that they continue from."""
         taken, self._outgoing = self._outgoing, []
-        keys = [one.partial_tokens for one in taken if one.partial and one.partial_tokens is not None]
+        keys = [*dict.fromkeys(chain.from_iterable(one.partial_tokens.values() for one in taken))]
         return taken, dict(zip(keys, self.store.stored(keys), strict=True))
 
 
@@ -136,12 +137,14 @@ class RayRolloutWorker:
         profile: Profile,
         store: Store,
         workers: int = 1,
+        is_lent: bool = False,
     ) -> None:
         """`make_actor()` creates the worker's actor in its bundle, now and at every restart. `workers`: how
-        many the job has."""
+        many the job has. `is_lent`: it is on a device of the trainer's."""
         self._store = store
         self._weights_s = weights_s = profile.weights.timeout_s
         self.name = name
+        self.is_lent = is_lent
         self.slots = profile.rollout.slots
         self.actor = make_actor()
         self._make_actor = make_actor
@@ -169,14 +172,16 @@ class RayRolloutWorker:
         await self._answer(self.actor.abort.remote(key), f"the abort of {key}")
 
     async def partial_responses(self) -> PartialResult:
-        most = self._parts.num_parts
-        partial_responses = self.actor.partial_responses.options(num_returns=1 + most)
-        made = partial_responses.remote(most)
-        head, *refs = made if most else [made]
         limit, call = Limit(SO_FAR_S), "a report of its responses"
         # not `_answer`: a worker that is too slow for this is not lost, and keeps its connection to rank 0
+        ask = partial(answer, executor=self.name, call=call, limit=limit, host=self._host)
+        return await self._so_far(self.actor.partial_responses, ask)
+
+    async def _so_far(self, method: Any, ask: Callable[[Any], Awaitable[Any]]) -> PartialResult:
+        most = max(self._parts.num_parts, 1)
+        head, *refs = method.options(num_returns=1 + most).remote(most)
         found: PartialResult
-        found, stored = await answer(head, executor=self.name, call=call, limit=limit, host=self._host)
+        found, stored = await ask(head)
         for one in received(stored, refs):
             self._store.hold(one)
         return found
@@ -208,11 +213,17 @@ class RayRolloutWorker:
     async def abort_evals(self) -> None:
         await self._answer(self.actor.abort_evals.remote(), "the abort of its evals")
 
-    async def pause(self) -> None:
-        await self._answer(self.actor.pause.remote(), "a pause")
+    async def pause(self) -> PartialResult:
+        self._parts.post()
+        found = await self._so_far(self.actor.pause, lambda head: self._answer(head, "a pause"))
+        self._parts.num_parts -= len(found.stopped)
+        return found
 
     async def resume(self) -> None:
         await self._answer(self.actor.resume.remote(), "a resume")
+
+    async def end(self) -> None:
+        ray.kill(self.actor)
 
     async def restart(self) -> None:
         """Kill the actor, dead or alive, and start a new one, which gets its bundle once the old actor is

@@ -31,14 +31,14 @@ from ray.actor import ActorHandle
 
 from asyncrl_cli.base.errors import ExecutorFailed
 from asyncrl_cli.contracts.environment import Environment, RewardSpec
-from asyncrl_cli.contracts.ports import EvalRequest, WorkerUpdate
+from asyncrl_cli.contracts.ports import EvalRequest, PartialResult, WorkerUpdate
 from asyncrl_cli.contracts.prompt_group import AttemptKey, DataKey, PartKey, PartRequest, PartResult
 from asyncrl_cli.contracts.weight_version import LoadReport
 from asyncrl_cli.data.backends import store_at
 from asyncrl_cli.data.ray_store import shipped
 from asyncrl_cli.data.sample_fields import TEACHER_NAME
 from asyncrl_cli.data.store import Stored
-from asyncrl_cli.data.trajectories import GroupPayload
+from asyncrl_cli.data.trajectories import GroupPayload, Trajectory
 from asyncrl_cli.data.transferqueue_client import Address
 from asyncrl_cli.engines.port import Sampling, make_engine
 from asyncrl_cli.envs import find_environment
@@ -48,6 +48,7 @@ from asyncrl_cli.job.host_process import Refs, merging, no_collection_while_star
 from asyncrl_cli.job.rollout_weights import Loader, RayRankZero
 from asyncrl_cli.measure.meters import LongPoll, MeteredRewards, RolloutMeter
 from asyncrl_cli.profile.arithmetic import mixed_requeues, mixes, sends_deltas
+from asyncrl_cli.profile.keys import of_lent
 from asyncrl_cli.profile.schema import Interrupt, ProcessPlace, Profile
 from asyncrl_cli.sandbox.parent_processes import ProcessEnded, Processes, environment_processes
 from asyncrl_cli.sandbox.parent_rewards import RewardPool, default_workers
@@ -83,15 +84,18 @@ class RolloutHost:
     ) -> None:
         set_up_process(threads=place.threads, log_path=log_path)
         self._name = f"rollout-{index}"
-        self._profile = profile
+        self._profile = profile = of_lent(profile) if place.is_lent else profile
         self._place = replace(place, index=index)
         self._reward = reward
         self._uses_reward_pool = reward.kind != "episode"
         """Else environments reward their own episodes, and leave the pool without work."""
         self._tool_class = tool_class
         self._store = store_at(profile, address)
-        self._partial: dict[PartKey, Stored] = {}
-        """What requested parts continue from, until they begin."""
+        self._partial: dict[PartKey, Mapping[int, Stored]] = {}
+        """What requested parts continue from, by response, until they begin."""
+        self._waiting: dict[PartKey, PartRequest] = {}
+        """Parts that fetch this."""
+        self._recalled: set[PartKey] = set()
         self._num_evals = 0
         self._log_path = log_path
         self._processes: Processes | None = None
@@ -217,19 +221,27 @@ class RolloutHost:
         ends = [] if self._processes is None else [self._processes.close()]
         await asyncio.gather(self._pool.close(), self._engine.close(), *ends)
 
-    async def _metered(self, request: PartRequest, on_sequence: Callable[[int], None]) -> EndedPart:
+    async def _metered(self, request: PartRequest, on_sequence: Callable[[int], None]) -> EndedPart | None:
         self._meter.parts(+1)
         try:
             return await self._play(request, on_sequence)
         finally:
             self._meter.parts(-1)
 
-    async def _play(self, request: PartRequest, on_sequence: Callable[[int], None]) -> EndedPart:
+    async def _play(self, request: PartRequest, on_sequence: Callable[[int], None]) -> EndedPart | None:
         so_far, (uid, epoch, attempt) = None, request.key.attempt
-        if (stored := self._partial.pop(request.key, None)) is not None:
-            (found,) = await asyncio.to_thread(self._store.get, [stored])
-            so_far = GroupPayload(uid=uid, epoch=epoch, attempt=attempt, trajectories=tuple(found))
-        result, payload = await self._runner.run(request, on_sequence, so_far)
+        if by_index := self._partial.pop(request.key, {}):
+            self._waiting[request.key] = request
+            each = {one.key: one for one in by_index.values()}
+            found = dict(zip(each, await asyncio.to_thread(self._store.get, [*each.values()]), strict=True))
+            del self._waiting[request.key]
+            begun = {index: found[one.key][index] for index, one in by_index.items()}
+            chosen = [begun.get(index, Trajectory()) for index in range(max(begun) + 1)]
+            so_far = GroupPayload(uid=uid, epoch=epoch, attempt=attempt, trajectories=tuple(chosen))
+        if request.key not in self._recalled:
+            result, payload = await self._runner.run(request, on_sequence, so_far)
+        if request.key in self._recalled:
+            return None
         trajectories = payload.trajectories
         if (column := self._profile.teacher.column) is not None:
             name = {TEACHER_NAME: str(find(request.item["metadata"], column))}
@@ -240,16 +252,24 @@ class RolloutHost:
     async def partial_responses(self, most: int) -> tuple[object, ...]:
         """What running parts have so far, and the data of it: `most` further Ray objects. The call says how
         many it expects: at least one for each running part."""
+        return await self._kept(*self._so_far(), most)
+
+    def _so_far(self) -> tuple[PartialResult, list[tuple[DataKey, tuple[Trajectory, ...]]]]:
         result, payloads = self._runner.partial_responses()
         keys = tuple(f"{key}-partial" for key in result.responses)
         parts = [(key, payload.trajectories) for key, payload in zip(keys, payloads, strict=True)]
+        return replace(result, keys=keys), parts
+
+    async def _kept(
+        self, result: PartialResult, parts: Sequence[tuple[DataKey, tuple[Trajectory, ...]]], most: int
+    ) -> tuple[object, ...]:
         stored = await asyncio.to_thread(lambda: [self._store.put(*part) for part in parts])
-        return self._shipped(replace(result, keys=keys), [one.joined() for one in stored], most)
+        return self._shipped(result, [one.joined() for one in stored], most)
 
     async def submit(self, requests: Sequence[PartRequest], partial: Mapping[DataKey, Stored]) -> None:
         for one in requests:
-            if one.partial and one.partial_tokens is not None:
-                self._partial[one.key] = partial[one.partial_tokens]
+            if one.partial:
+                self._partial[one.key] = {index: partial[one.partial_tokens[index]] for index in one.partial}
         self._desk.begin(requests)
 
     @ray.method(num_returns=1 + OBJECTS_PER_ANSWER)
@@ -308,9 +328,25 @@ class RolloutHost:
     async def abort_evals(self) -> None:
         await self._runner.abort(None)
 
-    async def pause(self) -> None:
+    async def pause(self, most: int) -> tuple[object, ...]:
+        """Answers as `partial_responses`. A lent worker first stops what runs; what has ended is reported as
+        ever."""
+        await asyncio.sleep(0)  # let a part begin that was submitted in the same turn of the loop
+        result, parts = self._so_far()
+        running = self._runner.part_keys
+        # those that have not begun still have what they are to continue from
+        waiting = {key: request.partial for key, request in self._waiting.items()}
+        result = replace(result, stopped=(*running, *waiting), responses={**result.responses, **waiting})
+        self._recalled.update(result.stopped)
+        for attempt in dict.fromkeys(key.attempt for key in running):
+            await self._runner.abort(attempt)
+        await self._desk.ended(result.stopped)
+        self._recalled.difference_update(result.stopped)
         self._meter.pause(True)
+        if self._place.is_lent:
+            self._loader.forget()
         await self._engine.sleep()
+        return await self._kept(result, parts, most)
 
     async def resume(self) -> None:
         await self._engine.wake()

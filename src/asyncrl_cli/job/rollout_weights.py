@@ -93,6 +93,10 @@ class Loader:
         self.last_load: LoadReport | None = None
         self.received: Received | None = None
 
+    def forget(self) -> None:
+        """The engine is about to lose its weights: whatever comes next is new."""
+        self.held, self.received = -1, None
+
     async def prefetch(self, manifest: Manifest, refs: Refs) -> float:
         """Fetch, check and copy the buckets in a thread, unless the load is to fetch them. Returns the
         seconds.

@@ -296,7 +296,8 @@ class Admission:
         if placement is None:
             return None, Closed.LOADING if all(one.loading for one in self.workers.values()) else Closed.SLOTS
         if lost is not None:
-            placement = self.fleet.placement(len(lost.unplaced), lost.deadline - self._max_staleness)
+            least = max(lost.deadline - self._max_staleness, lost.least_version)
+            placement = self.fleet.placement(len(lost.unplaced), least)
         elif not self._may_start(placement):
             placement = None
         return placement, Closed.OPEN if placement is not None else Closed.DEADLINES

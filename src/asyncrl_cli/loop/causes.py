@@ -43,6 +43,7 @@ def overview(run: RunState) -> Overview:
         window_groups=admission.window_groups,
         window_budget=admission.budget,
         governor=str(admission.governor or ""),
+        lending=_lending(run),
         ledger=admission.ledger.totals(),
         reports=reports,
         worker_versions={name: worker.version for name, worker in admission.workers.items()},
@@ -72,6 +73,14 @@ def _corrected(run: RunState, report: ExecutorReport, closed: str, cause: str) -
     if report.role in ("rollout", GENERATE) and report.waiting_for == PROMPTS and closed:
         return replace(report, waiting_for=f"admission: {closed}")
     return report
+
+
+def _lending(run: RunState) -> str:
+    """To whom the trainer's devices are lent, and since when; "" if they are not."""
+    if not (lent := run.executors.lent):
+        return ""
+    lent_s = run.now_s() - min(lent.values())
+    return f"the trainer's devices generate since {lent_s:.0f} s: {_first_few(lent)}"
 
 
 def closing(run: RunState) -> tuple[str, str]:
@@ -169,7 +178,7 @@ def _lag(run: RunState, worker: WorkerSlots) -> str:
     """Why the worker cannot generate with the newest weights; "" if it can."""
     name, begun, newest = worker.name, worker.begun, run.sync.newest
     if worker.away:
-        return f"{name} is away"
+        return f"{name} is away" if name in run.executors.away else ""  # else it is asleep
     if worker.down:
         number = run.executors.restarting.get(name)
         return f"{name} is being restarted" + (f" ({number})" if number else "")

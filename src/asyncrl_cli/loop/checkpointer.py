@@ -162,7 +162,7 @@ def freeze(
         run.groups, {key: kept for found in partial_results for key, kept in found.responses.items()}
     )
     partial_attempts = [attempt for attempt in ledger.running.values() if attempt.partial]
-    earlier = [one.partial_tokens for one in partial_attempts if one.partial_tokens is not None]
+    earlier = dict.fromkeys(one.partial_tokens[index] for one in partial_attempts for index in one.partial)
     state: LoopState = {
         "schema_version": SCHEMA_VERSION,
         "step": run.progress.step,

@@ -60,7 +60,7 @@ class ExecutorTasks(ABC):
         """Whether the run may continue without the executor."""
         return False
 
-    def spawn(self, work: Callable[[], Awaitable[None]], name: str) -> asyncio.Task[None]:
+    def spawn(self, work: Callable[[], Awaitable[object]], name: str) -> asyncio.Task[None]:
         """Start a task that waits for the executor; the loss of its process cancels it."""
         task = self._tasks.create_task(self._run.failure.guarded(work, self.lost), name=name)
         self._running[task] = None
@@ -111,7 +111,7 @@ class ExecutorTasks(ABC):
             return
         while not is_back:
             await run.changes.until(
-                lambda: run.failure.stopping or not executors.is_lent,
+                lambda: run.failure.stopping or not executors.trainer_has_resources,
                 who,
                 "the trainer to give the resources back",
                 (Change.RUN,),

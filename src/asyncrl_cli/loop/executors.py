@@ -53,8 +53,10 @@ class Executors:
         self.trainer_call: tuple[State, str] | None = None
         """What the loop has asked the trainer to do, as a state and its reason; None while it asks for
         nothing."""
-        self.is_lent = False
+        self.trainer_has_resources = False
         """Colocate: the trainer has the resources, or they are being handed over."""
+        self.lent: dict[str, float] = {}
+        """The workers that have devices of the trainer now (`placement.lend`), and since when."""
         self._changes = changes
         self._progress = progress
 
@@ -66,10 +68,6 @@ class Executors:
             yield
         finally:
             self.trainer_call = None
-
-    def lend(self, is_lent: bool) -> None:
-        self.is_lent = is_lent
-        self._changes.notify()
 
     def restart_begins(self, name: str, error: ExecutorFailed, restarts: Restarts) -> None:
         """The executor is lost, and one of its restarts is used."""
@@ -219,6 +217,13 @@ class ReportBook:
         """Tokens of the sequences that run in the worker's process, as last reported."""
         reports = [executor.report for executor in self._in_process(worker)]
         return int(sum(report.gauges.get("running_tokens", 0) for report in reports))
+
+    def stopped(self, worker: str) -> None:
+        """Nothing runs in the worker's process any more, whatever it has reported."""
+        for executor in self._in_process(worker):
+            if "running_tokens" in executor.report.gauges:
+                gauges = {**executor.report.gauges, "running_tokens": 0}
+                executor.report = replace(executor.report, gauges=gauges)
 
     def advance_lost(self, now_s: float) -> None:
         """Count the time of lost processes up to now as failed."""

@@ -36,12 +36,14 @@ class WorkerSlots:
 
     `version`: the published version that it holds, -1 for none; `begun`: the version that it is receiving or
     loading; `received`: whether that one has arrived. `loading`: nothing may start on it now; `down`: its
-    process is gone, so it has no room; `away`: it is down and the run does not wait for it. `room` and `rank`
-    are kept up to date by `fleet`, which learns of every change.
+    process is gone, so it has no room; `away`: it is down and the run does not wait for it. `is_lent`: it is
+    on the trainer's devices, and down and away while the trainer has them. `room` and `rank` are kept up to
+    date by `fleet`, which learns of every change.
     """
 
     name: str
     slots: int
+    is_lent: bool = False
     version: int = 0
     begun: int | None = None
     received: bool = False
@@ -103,6 +105,12 @@ class WorkerSlots:
         starts on it."""
         self.down, self.loading, self.away = is_down, True, False
         self.fleet.update(self)
+
+    def set_asleep(self, is_asleep: bool) -> None:
+        """A lent worker gives its device back or, if false, has it, and loads before anything starts."""
+        self.set_down(is_asleep)
+        self.away = is_asleep
+        self.version = -1
 
 
 class Travel:
@@ -212,7 +220,8 @@ class Fleet:
     def can_spare(self, worker: WorkerSlots, least: int) -> bool:
         """Whether at least that many workers are left if this one is away. Workers that are being restarted
         count: they will come back, or ask this themselves."""
-        return sum(not other.away for other in self.by_name.values() if other is not worker) >= least
+        others = (other for other in self.present() if other is not worker)
+        return sum(not other.is_lent for other in others) >= least
 
     def is_gone(self) -> bool:
         """Whether no worker has a process."""

@@ -133,7 +133,7 @@ def restore(
     deadline = groups.admission.deadline_from(groups.admission.version)
     running = [_restored_running(entry, find, keys, deadline, n) for entry in state["running"]]
     for attempt in running:
-        (attempt.partial_tokens,) = next(keys) if attempt.partial else (None,)
+        attempt.partial_tokens = dict.fromkeys(attempt.partial, *next(keys)) if attempt.partial else {}
     groups.ledger.restore(state["ledger"], [*running, *finished])
     if isinstance(groups.admission, LogicalAdmission):
         groups.tokens_discarded += groups.admission.restore(state.get("judged", 0))

@@ -19,10 +19,11 @@ from dataclasses import replace
 from functools import partial
 
 from asyncrl_cli.base.errors import AsyncrlError
-from asyncrl_cli.contracts.ports import DataStore, Feed
+from asyncrl_cli.contracts.ports import DataStore, Feed, PartialResult
 from asyncrl_cli.contracts.prompt_group import (
     MIXED,
     AttemptKey,
+    DataKey,
     GroupResult,
     PartRequest,
     PartResult,
@@ -93,11 +94,20 @@ class Groups:
             PartRequest,
             item=attempt.prompt.item,
             seed=int.from_bytes(seed) >> 1,
-            partial_tokens=attempt.partial_tokens,
             versions=attempt.versions,
         )
+        keys = attempt.partial_tokens
         return [
-            (part.worker, request(key=part.key, indices=part.indices, partial=part.partial)) for part in parts
+            (
+                part.worker,
+                request(
+                    key=part.key,
+                    indices=part.indices,
+                    partial=part.partial,
+                    partial_tokens={index: keys[index] for index in part.partial},
+                ),
+            )
+            for part in parts
         ]
 
     def _place_again(self, attempt: Attempt, placement: Placement, where: Mapping[str, object]) -> list[Part]:
@@ -136,8 +146,8 @@ class Groups:
                 self._end(attempt, Stage.DROPPED, reason, group.response_tokens)
             else:
                 attempt.result = group
-                self.data.clear([attempt.partial_tokens])
-                attempt.partial_tokens = None
+                self.data.clear(attempt.partial_tokens.values())
+                attempt.partial_tokens = {}
                 self.admission.leave(attempt, Stage.FINISHED)
                 self._entered(attempt)
         self._settle()
@@ -176,6 +186,27 @@ class Groups:
         self.feed.ended(group)
         self.bias.judged(group)
         return self.filter.leaves_out(group)
+
+    def recalled(self, worker: str, found: PartialResult) -> None:
+        """A lent worker has given its device back: the responses that it has stopped are placed again, and
+        continue from what it had of them."""
+        self.tokens_discarded += found.rest_tokens
+        keys, unused = dict(zip(found.responses, found.keys, strict=False)), list[DataKey]()
+        for key in found.stopped:
+            kept, attempt = found.responses.get(key, {}), self.ledger.running.get(key.attempt)
+            if attempt is None or key.number not in attempt.parts:  # the group was given up meanwhile
+                self.tokens_discarded += sum(response.tokens for response in kept.values())
+                unused += [keys[key]] if key in keys else []
+                continue
+            self.admission.workers[worker].release(key)
+            attempt.lose(key.number)
+            attempt.partial |= kept
+            if key in keys:
+                before = {*attempt.partial_tokens.values()}
+                attempt.partial_tokens |= dict.fromkeys(kept, keys[key])
+                unused += before - {*attempt.partial_tokens.values()}
+        self.data.clear(unused)
+        self.admission.note_unplaced()
 
     def check_limits(self) -> None:
         """Raises AsyncrlError if too many trajectories have failed or too many groups were left out. Call it

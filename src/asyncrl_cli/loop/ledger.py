@@ -68,11 +68,12 @@ class Attempt:
     `requeues`: how often its prompt was requeued for staleness. `deadline`: the last version in which it may
     be trained. `parts`: by number; a part that was lost with its worker is removed. `unplaced`: indices of
     the responses that have to be placed: all at the start, later those of lost parts, and in a resumed run
-    those that had not ended. `partial`: what unplaced responses continue from, by index; `partial_tokens` is
-    the key of those tokens. `result` is set from the stage `finished` on. `columns`: by scorer that has
-    scored it since, what it returned (`Scorer.score`). Checkpoints hold neither columns nor the parts of a
-    finished group. `position` and `versions`: in a deterministic run (logical_order.py), its place among the
-    run's trained groups, and which version samples which token of its responses.
+    those that had not ended. `partial`: what unplaced responses continue from, by index; `partial_tokens`:
+    the keys of those tokens, kept until the group has finished. `result` is set from the stage `finished` on.
+    `columns`: by scorer that has scored it since, what it returned (`Scorer.score`). Checkpoints hold neither
+    columns nor the parts of a finished group. `position` and `versions`: in a deterministic run
+    (logical_order.py), its place among the run's trained groups, and which version samples which token of its
+    responses.
     """
 
     prompt: Prompt
@@ -83,7 +84,7 @@ class Attempt:
     parts: dict[int, Part] = field(default_factory=dict)
     unplaced: tuple[int, ...] = ()
     partial: dict[int, PartialResponse] = field(default_factory=dict)
-    partial_tokens: DataKey | None = None
+    partial_tokens: dict[int, DataKey] = field(default_factory=dict)
     result: GroupResult | None = None
     columns: dict[str, tuple[float, ...]] = field(default_factory=dict)
     position: int = -1
@@ -119,6 +120,11 @@ class Attempt:
         if self.versions is not None:  # the versions that sampled these tokens may be gone
             self.partial.update(part.partial)
 
+    @property
+    def least_version(self) -> int:
+        """The oldest weights on which the kept tokens of unplaced responses continue: versions only rise."""
+        return max([response.newest for response in self.partial.values()], default=-1)
+
     def running_parts(self) -> list[Part]:
         return [part for part in self.parts.values() if part.result is None]
 
@@ -144,7 +150,8 @@ class Attempt:
         """The keys of all its data."""
         ended = [part.payload for part in self.ended_parts()]
         payload = self.result.payload if self.result is not None else None
-        return [key for key in (*ended, *(payload or ()), self.partial_tokens) if key is not None]
+        partial = dict.fromkeys(self.partial_tokens.values())
+        return [key for key in (*ended, *(payload or ()), *partial) if key is not None]
 
     def outcome(self) -> GroupResult:
         assert self.result is not None, f"{self.key} is {self.stage}"

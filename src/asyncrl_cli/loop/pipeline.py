@@ -17,6 +17,8 @@
                                                                                One whose engine has work but
                                                                                makes no token (nor loads) for
                                                                                rollout.call_timeout_s is lost
+    wake, hand back    the newest version   its device and a load, before it   the worker, weights.timeout_s
+    (a lent worker)                         hands back
     restart (executor) a dead worker/scorer a fresh one                        its start, bounded
                                             colocate: the trainer's hand-back  training (a window's end)
     sync (a worker)    the newest version   a version newer than its own       publish; then its prefetch,
@@ -35,6 +37,8 @@
                                             step: all of the window's groups,  end)
                                             no eval, and every worker on the
                                             newest version
+                       -                    lend: then every lent worker to    hand back; the loss of the
+                                            sleep                              worker; a stop
                        -                    their columns                      scorer
                        -                    colocate: then every worker to     the workers,
                                             hand over                          rollout.call_timeout_s; a stop
@@ -85,6 +89,9 @@ past their deadline (a requeued prompt starts again as another attempt, before t
 out: a `Published`, which each worker prefetches and loads (rollouts.py), and answers with a `LoadReport`. A
 worker always turns to the newest version, and may skip others.
 
+Lending (lending.py): while the trainer waits for groups, workers on its devices may generate. They are asleep
+before it takes any.
+
 Evals (evals.py): a worker that has loaded a version whose eval is due works on it beside its groups, and
 loads again only when no tries are left. An eval that runs longer than `eval.timeout_s` has no result. If all
 workers of an eval are lost, another one with that version goes on with it, or a newer version is scored
@@ -123,6 +130,7 @@ import asyncio
 from asyncrl_cli.base.errors import AsyncrlError, ExecutorFailed, Interrupted, StallError, first_error
 from asyncrl_cli.loop.causes import overview
 from asyncrl_cli.loop.checkpointer import Checkpointer, thaw
+from asyncrl_cli.loop.lending import Lending
 from asyncrl_cli.loop.rollouts import Rollouts
 from asyncrl_cli.loop.run_state import RunState, World
 from asyncrl_cli.loop.scorer_tasks import ScorerTasks
@@ -150,6 +158,7 @@ class Pipeline:
         try:
             async with asyncio.TaskGroup() as tasks:
                 rollouts = Rollouts(run, tasks)
+                lending = Lending(run, tasks, rollouts) if run.settings.profile.placement.lend else None
                 scorers = {scorer.name: ScorerTasks(run, scorer, tasks) for scorer in run.executors.scorers}
                 watching = [
                     tasks.create_task(self._tick(rollouts), name="tick"),
@@ -158,7 +167,7 @@ class Pipeline:
                 for scorer in scorers.values():
                     scorer.begin()
                 checkpointer = Checkpointer(run, tasks, self._checkpoints)
-                await Training(run, tasks, rollouts, scorers.get(CRITIC), checkpointer).run()
+                await Training(run, tasks, rollouts, scorers.get(CRITIC), checkpointer, lending).run()
                 rollouts.cancel()
                 for scorer in scorers.values():
                     scorer.cancel()
@@ -215,7 +224,9 @@ class Pipeline:
             # Only the waits of "trainer" have no time limit of their own: for groups, and for loads before a
             # checkpoint of a deterministic run. A restart has one, unless it waits for a trainer's resources.
             is_restarting = not run.admission.fleet.is_whole() or bool(executors.restarting)
-            is_busy = "trainer" not in changes.waits or (is_restarting and not executors.is_lent)
+            is_busy = "trainer" not in changes.waits or (
+                is_restarting and not executors.trainer_has_resources
+            )
             if changes.num_moves != moved or is_busy:
                 moved, moved_s = changes.num_moves, run.now_s()
             if run.now_s() - moved_s > stall_s:

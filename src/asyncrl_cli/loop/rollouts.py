@@ -28,17 +28,18 @@ class Rollouts:
     """Admits groups, and sends their parts and aborts to the workers."""
 
     def __init__(self, run: RunState, tasks: asyncio.TaskGroup) -> None:
-        """Start admitting groups, and start the tasks of every worker."""
+        """Start admitting groups, and start the tasks of every worker (but those of lent ones)."""
         self.feed_clock = StateClock("feed", "feed", "", run.now_s)
         self._run = run
-        self._workers = {worker.name: WorkerTasks(run, worker, tasks) for worker in run.executors.workers}
+        own = [one for one in run.executors.workers if not run.admission.workers[one.name].is_lent]
+        self.workers = {worker.name: WorkerTasks(run, worker, tasks) for worker in own}
         self._admitting = tasks.create_task(run.failure.guarded(self._admit), name="admit")
-        for worker in self._workers.values():
+        for worker in self.workers.values():
             worker.begin()
 
     def cancel(self) -> None:
         self._admitting.cancel()
-        for worker in self._workers.values():
+        for worker in self.workers.values():
             worker.cancel()
 
     async def _admit(self) -> None:
@@ -49,7 +50,7 @@ class Rollouts:
             clock.enter(State.BUSY)
             while requests := run.groups.start():
                 for name, request in requests:
-                    self._workers[name].worker.submit(request)
+                    self.workers[name].worker.submit(request)
             clock.enter(State.BLOCKED, "admission")
             await run.changes.until(
                 run.admission.is_open, "feed", lambda: "admission: {} ({})".format(*causes.closing(run))
@@ -57,7 +58,7 @@ class Rollouts:
 
     def abort(self, aborts: list[tuple[str, AttemptKey]]) -> None:
         for name, key in aborts:
-            tasks = self._workers[name]
+            tasks = self.workers[name]
             if not tasks.is_down:
                 tasks.spawn(partial(tasks.worker.abort, key), f"abort of {key}")
 
@@ -69,9 +70,9 @@ class Rollouts:
         stop.
         """
         run = self._run
-        run.executors.lend(True)
+        run.executors.trainer_has_resources = True
         calls = []
-        for tasks in self._workers.values():
+        for tasks in self.workers.values():
             if not tasks.is_down:
                 worker, what = tasks.worker, "pauses" if to_trainer else "resumes"
                 calls.append(
@@ -88,7 +89,8 @@ class Rollouts:
             "trainer (hand-over)",
             lambda: f"{resources}: {', '.join(missing())}",
         )
-        run.executors.lend(to_trainer)
+        run.executors.trainer_has_resources = to_trainer
+        run.changes.notify()
 
 
 class WorkerTasks(ExecutorTasks):

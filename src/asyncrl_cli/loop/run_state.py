@@ -11,7 +11,7 @@ needs one of them gets only that one.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from asyncrl_cli.base.errors import AsyncrlError, ExecutorLost, first_error
@@ -52,12 +52,14 @@ class ResumeFrom:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class World:
-    """The ports that a run is wired to. `eval_sets`: items by set name; "" is the held-out split. `data`:
-    None if there is none to be cleared (tests)."""
+    """The ports that a run is wired to. `eval_sets`: items by set name; "" is the held-out split. `lent`: the
+    workers on the trainer's devices, which are asleep. `data`: None if there is none to be cleared
+    (tests)."""
 
     feed: Feed
     trainer: Trainer
     workers: Sequence[RolloutWorker]
+    lent: Collection[str] = ()
     scorers: Sequence[Scorer] = ()
     eval_sets: Mapping[str, Sequence[Item]] = field(default_factory=dict)
     observers: Sequence[Observer] = ()
@@ -86,7 +88,7 @@ class RunFailure:
         self._changes.notify()
 
     async def guarded(
-        self, work: Callable[[], Awaitable[None]], on_lost: Callable[[ExecutorLost], None] | None = None
+        self, work: Callable[[], Awaitable[object]], on_lost: Callable[[ExecutorLost], None] | None = None
     ) -> None:
         """Run a part of the loop. An AsyncrlError stops the run in good order, unless `on_lost` handles it as
         an executor's loss.
@@ -113,7 +115,15 @@ class RunState:
         self.now_s = asyncio.get_running_loop().time
         self.changes = Changes()
         slots = [
-            WorkerSlots(name=worker.name, slots=worker.slots, version=-1, loading=True)
+            WorkerSlots(
+                name=worker.name,
+                slots=worker.slots,
+                is_lent=(is_lent := worker.name in world.lent),
+                version=-1,
+                loading=True,
+                down=is_lent,
+                away=is_lent,
+            )
             for worker in world.workers
         ]
         scorers = [scorer.name for scorer in world.scorers]

@@ -13,6 +13,7 @@ from asyncrl_cli.contracts.prompt_group import GroupResult, TrainBatch, TrainRep
 from asyncrl_cli.loop import causes
 from asyncrl_cli.loop.changes import Change
 from asyncrl_cli.loop.checkpointer import Checkpointer
+from asyncrl_cli.loop.lending import Lending
 from asyncrl_cli.loop.publishing import Publishing
 from asyncrl_cli.loop.rollouts import Rollouts
 from asyncrl_cli.loop.run_state import RunState
@@ -32,6 +33,7 @@ class Training:
         rollouts: Rollouts,
         critic: ScorerTasks | None,
         checkpointer: Checkpointer,
+        lending: Lending | None = None,
     ) -> None:
         """`critic`: a critic with its own process, if there is one."""
         self._run = run
@@ -41,6 +43,7 @@ class Training:
         self._learning: asyncio.Task[TrainReport] | None = None
         """The critic's learning from the last train step."""
         self._checkpointer = checkpointer
+        self._lending = lending
         self._times = StepTimes(run.now_s, lambda: run.evaluator.active_s)
         self._publishing = Publishing(run, tasks, rollouts, self._times)
         self._stale_warning_version: int | None = None
@@ -71,26 +74,38 @@ class Training:
 
     async def _next_groups(self) -> tuple[GroupResult, ...] | None:
         """Wait for R takeable groups and take them; None on a stop."""
-        run, failure, num_groups = self._run, self._run.failure, self._run.settings.schedule.step_groups
+        run, failure, lending = self._run, self._run.failure, self._lending
+        num_groups = run.settings.schedule.step_groups
+
+        def may_take() -> bool:
+            return failure.stopping or self._may_take()
 
         def may_go_on() -> bool:
             return failure.stopping or run.groups.takeable(num_groups) or not self._may_take()
 
+        def missing() -> str:
+            return causes.window_wait(run) if self._needs_resources else causes.groups_wait(run)
+
         while True:
             with self._times.waiting("wait_data"):
-                await run.changes.until(
-                    lambda: failure.stopping or self._may_take(),
-                    "trainer",
-                    lambda: causes.window_wait(run) if self._needs_resources else causes.groups_wait(run),
-                    (Change.GROUPS, Change.LOADED),
-                )
+                concerned = (Change.GROUPS, Change.LOADED, Change.PUBLISHED)
+                if lending is not None:
+                    await run.changes.until(
+                        lambda: may_take() or lending.pays(), "trainer", missing, concerned
+                    )
+                    if not may_take():
+                        lending.lend()
+                await run.changes.until(may_take, "trainer", missing, concerned)
             if run.admission.scorers:
                 with self._times.waiting("wait_scores"):
                     await run.changes.until(
                         may_go_on, "trainer", lambda: causes.scores_wait(run), (Change.GROUPS,)
                     )
-            if failure.stopping or not run.admission.scorers or run.groups.takeable(num_groups):
-                break  # else groups were dropped for their reward model scores, and too few are left
+            if lending is not None and not failure.stopping:
+                with self._times.waiting("wait_data"):
+                    await lending.recall()
+            if failure.stopping or run.groups.takeable(num_groups):
+                break  # else groups were dropped for their scores, or lost with a node, and too few are left
         if self._needs_resources and not failure.stopping:
             await self._rollouts.hand_over(to_trainer=True)
         if failure.stopping:
@@ -111,7 +126,7 @@ class Training:
     def _needs_resources(self) -> bool:
         """Colocate: whether the trainer has yet to get the resources: at the beginning of a window, or after
         a resume within one."""
-        return self._run.settings.profile.placement.colocate and not self._run.executors.is_lent
+        return self._run.settings.profile.placement.colocate and not self._run.executors.trainer_has_resources
 
     @property
     def _step_in_window(self) -> int:
@@ -227,6 +242,8 @@ class Training:
                 feed=run.groups.feed.figures(),
                 bias=dict(run.groups.bias.values),
                 governor=governor.figures() if (governor := run.admission.governor) is not None else {},
+                lent=[worker.name for worker in run.admission.workers.values() if worker.is_lent],
+                lending=self._lending.figures() if self._lending is not None else {},
             )
 
         is_last = progress.step == run.settings.schedule.train_steps
@@ -238,6 +255,8 @@ class Training:
         run.evaluator.ended.clear()
         run.groups.filter.rewards.clear()
         run.groups.bias.values.clear()
+        if self._lending is not None:
+            self._lending.step_ended()
         for observer in progress.observers:
             observer.step(ended)
         every = run.settings.profile.checkpoint.every_steps

@@ -289,4 +289,5 @@ def _admission(overview: Overview) -> AdmissionStatus:
         window_groups=overview.window_groups,
         window_budget=overview.window_budget,
         governor=overview.governor,
+        lending=overview.lending,
     )

@@ -172,7 +172,7 @@ def _header(status: Status, width: int) -> list[Text]:
         taken = f"window {admission.window_taken}/{admission.window_groups} taken"
         counts.append(f"{taken}, budget {admission.window_budget}")
     if status.admission:
-        counts += filter(None, [status.admission.governor])
+        counts += filter(None, [status.admission.governor, status.admission.lending])
     lines = [title + phase, done.append(times), *flow(Text(), joined(counts, " · "), width)]
     if admission:
         closed = f"waits: {admission.closed_by} ({admission.cause})" if admission.closed_by else "open"

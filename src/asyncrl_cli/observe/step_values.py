@@ -8,7 +8,7 @@ has the value None, never 0.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain, pairwise
 from statistics import median, stdev
@@ -54,7 +54,8 @@ def step_values(
         values |= eval_values(summary)
     values |= {f"timing/{part}_s": Sum(seconds) for part, seconds in record.timing_s.items()}
     measured = stretches(before, record.reports)
-    values |= utilization(measured) | data_values(measured)
+    values |= utilization(measured, record.lent) | data_values(measured)
+    values |= {name: Sum(amount) for name, amount in record.lending.items()}
     values["overlap_ratio"] = overlap(record.spans, roles)
     values |= staleness_values(record, window_steps)
     values |= {f"sync/{name}": Last(figure) for name, figure in record.sync.items()}
@@ -232,8 +233,9 @@ ENGINE_FIGURES: Mapping[str, Callable[[Sequence[float]], Value]] = {
 combined into one."""
 
 
-def utilization(measured: Sequence[ExecutorReport]) -> dict[str, Value]:
-    """Idle ratios, slot utilization and tokens/s, as in docs/metrics.md, and times in states.
+def utilization(measured: Sequence[ExecutorReport], lent: Collection[str] = ()) -> dict[str, Value]:
+    """Idle ratios, slot utilization and tokens/s, as in docs/metrics.md, and times in states. Workers on lent
+    devices count for tokens, and not as idle while they sleep.
 
     Executors that did not report are left out.
     """
@@ -248,21 +250,22 @@ def utilization(measured: Sequence[ExecutorReport]) -> dict[str, Value]:
         idle_s = [sum(one.state_s.get(state, 0.0) for state in TRAINER_IDLE) for one in trainers]
         values["trainer/idle_ratio"] = _mean_share(idle_s, trainers)
         values["trainer/tokens_per_s"] = _rate("trained_tokens", trainers)
-    if rollouts:
-        idle_s = [one.sums.get("idle_s", 0.0) for one in rollouts]
-        values["rollouter/idle_ratio"] = _mean_share(idle_s, rollouts)
-        slots_s = sum(stretch.gauges.get("slots", 0.0) * _elapsed_s(stretch) for stretch in rollouts)
-        values["rollouter/slot_utilization"] = Ratio(sum(_reported("running_sequence_s", rollouts)), slots_s)
-        if waited_s := _reported("waiting_trajectory_s", rollouts):  # something has waited for a tool
-            idle_s = [one.state_s.get(State.WAITING, 0.0) for one in rollouts]
-            values["rollouter/tool_idle_ratio"] = _mean_share(idle_s, rollouts)
+    if own := [one for one in rollouts if one.name not in lent]:
+        idle_s = [one.sums.get("idle_s", 0.0) for one in own]
+        values["rollouter/idle_ratio"] = _mean_share(idle_s, own)
+        slots_s = sum(stretch.gauges.get("slots", 0.0) * _elapsed_s(stretch) for stretch in own)
+        values["rollouter/slot_utilization"] = Ratio(sum(_reported("running_sequence_s", own)), slots_s)
+        if waited_s := _reported("waiting_trajectory_s", own):  # something has waited for a tool
+            idle_s = [one.state_s.get(State.WAITING, 0.0) for one in own]
+            values["rollouter/tool_idle_ratio"] = _mean_share(idle_s, own)
             values["rollouter/tool_waiting_ratio"] = Ratio(sum(waited_s), slots_s)
+        if evals_s := _reported("eval_s", own):
+            values["rollouter/eval_s"] = Sum(sum(evals_s) / len(own))
+    if rollouts:
         values["rollouter/tokens_per_s"] = _rate("sampled_tokens", rollouts)
         if len(decode_steps := _reported("decode_steps", rollouts)) == len(rollouts):
             tokens = sum(_reported("sampled_tokens", rollouts))
             values["rollouter/decode_batch_mean"] = Ratio(tokens, sum(decode_steps))
-        if evals_s := _reported("eval_s", rollouts):
-            values["rollouter/eval_s"] = Sum(sum(evals_s) / len(rollouts))
         for name, join in ENGINE_FIGURES.items():
             if reported := _reported(name, rollouts):
                 values[f"rollouter/{name}"] = join(reported)

@@ -60,6 +60,7 @@ def compile_job(profile: Profile, cluster: ClusterResources) -> JobPlan:
         gpus_per_rollout_worker=placement.gpus_per_rollout_worker if on_gpus else 0,
         cpus_per_worker=placement.cpus_per_worker,
         colocate=placement.colocate,
+        lend=placement.lend,
         engine=profile.rollout.engine,
         servers=profile.rollout.urls or (),
         scorers=_scorer_processes(profile, cluster, on_gpus=on_gpus),

@@ -6,6 +6,7 @@ follow from them. compiler.py makes it from a profile.
     ref, teacher, prox, ...    one per process, likewise            that process, if the scorer has its own
     rollout                    one per worker: g GPUs, c CPUs       that worker
     colocated                  one per pair, instead of both        a rank and a worker, in turns
+    trainer, with lending      one per rank                         a rank and a worker, in turns
     any of them with `nnodes`  one per node                         all that the node has of the role
 
 c is `placement.cpus_per_worker`, g is `placement.gpus_per_rollout_worker`. In a colocated bundle the rank and
@@ -44,7 +45,8 @@ from asyncrl_cli.profile.schema import ProcessPlace, Profile
 if TYPE_CHECKING:
     from asyncrl_cli.models.shape import ModelShape
 
-TRAINER, ROLLOUT, COLOCATED = "trainer", "rollout", "colocated"
+TRAINER, ROLLOUT, LENT, COLOCATED = "trainer", "rollout", "lent", "colocated"
+"""`LENT`: rollout workers on the trainer's devices (`placement.lend`), one per rank."""
 
 RANK_SHARE = 0.6
 """What a colocated rank reserves of its GPU; the worker reserves the rest. Ray fills GPUs best-fit: with more
@@ -143,6 +145,7 @@ class JobPlan:
     gpus_per_rollout_worker: int
     cpus_per_worker: int
     colocate: bool
+    lend: bool = False
     engine: str = "transformers"
     servers: tuple[str, ...] = ()
     scorers: Mapping[str, int] = field(default_factory=dict)
@@ -158,8 +161,8 @@ class JobPlan:
 
     @property
     def shares_gpus(self) -> bool:
-        """Whether a rank and a rollout worker take turns on each GPU."""
-        return self.colocate and self.gpus > 0
+        """Whether a rank and a rollout worker take turns on each GPU of the trainer."""
+        return (self.colocate or self.lend) and self.gpus > 0
 
     @property
     def cpus(self) -> int:
@@ -175,6 +178,8 @@ class JobPlan:
         node."""
         found = {}
         for group in [COLOCATED] if self.colocate else self._processes:
+            if group == LENT:  # with the ranks
+                continue
             processes = self._processes[TRAINER if group == COLOCATED else group]
             num_bundles = self.spot(group).nodes or processes
             found[group] = [self._each(group).times(processes // num_bundles)] * num_bundles
@@ -182,7 +187,8 @@ class JobPlan:
 
     @property
     def _processes(self) -> dict[str, int]:
-        return {TRAINER: self.trainer_workers, **self.scorers, ROLLOUT: self.rollout_workers}
+        lent = {LENT: self.trainer_workers} if self.lend else {}
+        return {TRAINER: self.trainer_workers, **lent, **self.scorers, ROLLOUT: self.rollout_workers}
 
     def _each(self, group: str) -> Bundle:
         """What one process reserves. A colocated rank and worker share it: the GPU, or without GPUs the
@@ -190,8 +196,8 @@ class JobPlan:
         gpus = self.gpus_per_rollout_worker
         if group == ROLLOUT and self.servers:
             return Bundle(cpus=1)
-        if group == COLOCATED:
-            return Bundle(gpus=gpus, cpus=self.cpus_per_worker * (2 if gpus else 1))
+        if group == COLOCATED or (group == TRAINER and self.lend):
+            return Bundle(gpus=min(gpus, 1), cpus=self.cpus_per_worker * (2 if gpus else 1))
         return Bundle(gpus=gpus if group == ROLLOUT else min(gpus, 1), cpus=self.cpus_per_worker)
 
     def spot(self, group: str) -> Spot:
@@ -208,11 +214,12 @@ class JobPlan:
         return tuple(map(self.role, self._processes))
 
     def role(self, name: str) -> RolePlan:
-        group = COLOCATED if self.colocate else name
-        bundle = self._each(group)
+        group = COLOCATED if self.colocate else TRAINER if name == LENT else name
+        bundle, is_guest = self._each(group), name == LENT or (self.colocate and name == ROLLOUT)
         # Where both share cores, the rank reserves them for both.
-        shares_cores = self.colocate and not self.gpus and name == ROLLOUT
-        share = (1 - RANK_SHARE if name == ROLLOUT else RANK_SHARE) if self.colocate else 1
+        shares_cores = is_guest and not self.gpus
+        is_host = name == TRAINER and (self.colocate or self.lend)
+        share = 1 - RANK_SHARE if is_guest else RANK_SHARE if is_host else 1
         return RolePlan(
             role=name,
             workers=self._processes[name],
@@ -230,6 +237,7 @@ class JobPlan:
         scorers = "".join(f"{processes} {task} + " for task, processes in self.scorers.items())
         sides = f"{self.trainer_workers} {TRAINER} + {scorers}{self.rollout_workers} {ROLLOUT}"
         where = "colocated" if self.colocate else "apart"
+        where += f", {self.trainer_workers} more on the trainer's devices" if self.lend else ""
         return f"{sides} with {self.engine} ({where}): {self.gpus} GPUs and {self.cpus} CPUs"
 
 
@@ -237,7 +245,12 @@ def place_of(plan: JobPlan, name: str, model_dir: Path, version: int = 0) -> Pro
     """What a role's workers need to know about their place. `version`: of the weights in `model_dir`."""
     role, path = plan.role(name), str(model_dir.absolute())
     return ProcessPlace(
-        model_dir=path, device=plan.device, threads=role.threads, workers=role.workers, version=version
+        model_dir=path,
+        device=plan.device,
+        threads=role.threads,
+        workers=role.workers,
+        is_lent=name == LENT,
+        version=version,
     )
 
 

@@ -24,7 +24,7 @@ from asyncrl_cli.base.errors import counted
 from asyncrl_cli.engines.port import EngineMemory, cache_bytes_left, kind_of
 from asyncrl_cli.engines.transformers import CACHE_SHARE_OF_MEMORY, PAGE_TOKENS, PREFILL_TOKENS_PACKED
 from asyncrl_cli.models.shape import BYTES_OF, FAMILY, ModelShape, shape_of
-from asyncrl_cli.plan.job_plan import ROLLOUT, TRAINER, JobPlan
+from asyncrl_cli.plan.job_plan import LENT, ROLLOUT, TRAINER, JobPlan
 from asyncrl_cli.profile.arithmetic import (
     CRITIC,
     PROX,
@@ -35,6 +35,7 @@ from asyncrl_cli.profile.arithmetic import (
     sends_deltas,
     sends_rows,
 )
+from asyncrl_cli.profile.keys import of_lent
 from asyncrl_cli.profile.schema import DIRECT_TRANSPORTS, Profile
 from asyncrl_cli.train import LOGITS_CHUNK_ELEMENTS, LOGITS_COPIES, MOMENTS_SLICE_BYTES, keeps_whole_gradients
 
@@ -142,6 +143,11 @@ def estimate_memory(
         # A colocated rank's weights and moments stay where they are while its GPU generates.
         left_bytes -= trainer.always_bytes(TRAINER)
     items = (*trainer.items, *_scorers(job), *_rollout(job, left_bytes))
+    if plan.lend:
+        one = replace(plan, gpus_per_rollout_worker=min(plan.gpus_per_rollout_worker, 1))
+        lent = replace(job, plan=one, engine=kind_of(profile).memory(of_lent(profile), plan.device))
+        left_bytes = available_bytes and available_bytes - trainer.always_bytes(TRAINER)
+        items += tuple(_rollout(lent, left_bytes if lent.engine is None else available_bytes, LENT))
     return replace(job, items=tuple(item for item in items if item.num_bytes))
 
 
@@ -418,7 +424,7 @@ def _wires(job: MemoryEstimate, role: str, processes: int) -> Iterator[MemoryIte
     yield MemoryItem(role, processes, "device", phase, WIRE_BUFFERS, wire, how)
 
 
-def _rollout(job: MemoryEstimate, left_bytes: int | None) -> Iterator[MemoryItem]:
+def _rollout(job: MemoryEstimate, left_bytes: int | None, role: str = ROLLOUT) -> Iterator[MemoryItem]:
     """A rollout worker. `left_bytes`: what a colocated rank leaves of the device, None if unknown."""
     if job.plan.servers:  # which have their own
         return
@@ -448,9 +454,9 @@ def _rollout(job: MemoryEstimate, left_bytes: int | None) -> Iterator[MemoryItem
         if cache > room:
             cache, how = room, f"half of what is free; {how} would take more"
 
-    workers = job.plan.rollout_workers
-    device, host = (partial(MemoryItem, ROLLOUT, workers, kind) for kind in ("device", "host"))
-    of_node = partial(MemoryItem, ROLLOUT, 1, "host")
+    workers = job.plan.role(role).workers
+    device, host = (partial(MemoryItem, role, workers, kind) for kind in ("device", "host"))
+    of_node = partial(MemoryItem, role, 1, "host")
     yield device("always", "weights", weights, f"{dtype}{over}")
     if engine:
         yield host("always", engine.name, engine.process_bytes, engine.process_names)
@@ -458,7 +464,7 @@ def _rollout(job: MemoryEstimate, left_bytes: int | None) -> Iterator[MemoryItem
     yield device("step", "prefill", prefill, f"{batch_tokens} tokens in one pass")
     yield device("step", "sampling", sampled, f"{rollout.slots} slots * {shape.vocab_size} of vocabulary")
     if profile.weights.transport in DIRECT_TRANSPORTS:
-        yield from _wires(job, ROLLOUT, workers)
+        yield from _wires(job, role, workers)
     elif profile.weights.dual_buffer:  # a version that waits to be loaded
         mapped = f", which {engine.name}'s processes map" if engine else ""
         yield of_node("sync", "load buffer", whole, f"received weights of a node's workers{mapped}")

@@ -17,7 +17,7 @@ from math import ceil
 from asyncrl_cli.base.errors import PreflightError
 from asyncrl_cli.models.shape import ShapeUnknown, shape_of
 from asyncrl_cli.plan.cluster import ClusterResources, Unplaced, assigned, host_memory_bytes
-from asyncrl_cli.plan.job_plan import COLOCATED, ROLLOUT, TRAINER, JobPlan
+from asyncrl_cli.plan.job_plan import COLOCATED, LENT, ROLLOUT, TRAINER, JobPlan
 from asyncrl_cli.plan.memory import (
     CACHE,
     SHARED_CACHE,
@@ -73,13 +73,14 @@ def device_needs(estimate: MemoryEstimate) -> list[DeviceNeed]:
         needs = {every: (sum(total for total, _ in machine), tuple(i for _, items in machine for i in items))}
     else:
         needs = {(role,): peak(of(role, "device")) for role in every}
-    if plan.device == "cuda" and plan.colocate:
-        (training, ranks), (generating, workers) = needs[TRAINER,], needs[ROLLOUT,]
+    if plan.device == "cuda" and plan.shares_gpus:
+        guest = ROLLOUT if plan.colocate else LENT
+        (training, ranks), (generating, workers) = needs.pop((TRAINER,)), needs.pop((guest,))
         together = training + generating
         if estimate.engine is not None:
             # The engine frees its memory while the trainer trains. A rank keeps its weights and moments.
             together = max(training, estimate.always_bytes(TRAINER) + generating)
-        needs = {every: (together, ranks + workers)}
+        needs = {(TRAINER, guest): (together, ranks + workers), **needs}
     return [DeviceNeed(device, roles, size, available, items) for roles, (size, items) in needs.items()]
 
 
@@ -91,7 +92,8 @@ def node_needs(estimate: MemoryEstimate, there: ClusterResources) -> list[Device
         return []
     on: dict[str, Counter[str]] = {node: Counter() for nodes in placed.values() for node in nodes}
     for group, nodes in placed.items():
-        for role in (TRAINER, ROLLOUT) if group == COLOCATED else (group,):
+        both = {COLOCATED: (TRAINER, ROLLOUT), TRAINER: (TRAINER, LENT) if plan.lend else (TRAINER,)}
+        for role in both.get(group, (group,)):
             for node in nodes:
                 on[node][role] += plan.role(role).workers // len(nodes)
     first = placed[COLOCATED if plan.colocate else TRAINER][0]

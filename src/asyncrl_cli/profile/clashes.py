@@ -109,7 +109,7 @@ def _unused(keys: str, where: Mapping[str, object], because: str, hint: str) -> 
 
 
 ETA, PARTIAL = "async_training.staleness_threshold", "async_training.partial_rollout"
-COLOCATE, DEVICE = "placement.colocate", "placement.device"
+COLOCATE, LEND, DEVICE = "placement.colocate", "placement.lend", "placement.device"
 OLD_LOGPROBS, LOSS, ADVANTAGES = "algorithm.old_logprobs", "algorithm.loss_mode", "algorithm.adv_estimator"
 KL_LOSS, KL_REWARD = "algorithm.use_kl_loss", "algorithm.use_kl_in_reward"
 KL_TARGET = "algorithm.kl_target"
@@ -163,6 +163,15 @@ CLASHES = (
     Clash({COLOCATE: True, ETA: _positive},
         "trainer and rollout take turns on the same resources, so nothing can be generated ahead",
         "--set async_training.staleness_threshold=0, or placement.colocate=false"),
+    *(
+        Clash({LEND: True, key: value}, why, f"--set placement.lend=false, or {hint}")
+        for key, value, why, hint in (
+            (COLOCATE, True, "the trainer's devices generate already, in turns", "placement.colocate=false"),
+            (DETERMINISTIC, True, "what is lent, and when, depends on time", "run.deterministic=false"),
+            (TRANSPORT, "nccl", "NCCL connects different GPUs, but a lent worker shares a rank's",
+                "weights.transport=object-store"),
+        )
+    ),
     Clash({COLOCATE: True, MIN_WORKERS: given},
         "each worker shares its resources with a trainer rank, and the trainer needs all of its ranks",
         "leave rollout.min_workers out, or placement.colocate=false"),

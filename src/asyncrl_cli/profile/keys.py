@@ -58,6 +58,13 @@ def values_of(profile: Profile) -> Table:
     return {f"{section}.{name}": value for section in sections() for name, value in getattr(profile, section)}
 
 
+def of_lent(profile: Profile) -> Profile:
+    """The profile of a worker on the trainer's devices (`placement.lend`). To its engine, it is colocated:
+    it sleeps, and leaves a rank's memory alone, on one device."""
+    one = {"placement.gpus_per_rollout_worker": 1, "rollout.tensor_parallel_size": None}
+    return with_values(profile, {"placement.colocate": True, **one})
+
+
 def with_values(profile: Profile, values: Values) -> Profile:
     """The profile with other values, by dotted key. They are not validated."""
     for key, value in values.items():

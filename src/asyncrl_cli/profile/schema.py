@@ -346,6 +346,10 @@ class PlacementSection(Section):
     GPUs as the job asks for."""
     colocate: bool = False
     """Trainer and rollout take turns on all resources (the baseline)."""
+    lend: bool = False
+    """The trainer's devices generate while the trainer waits for groups: each trainer rank shares its device
+    with a rollout worker, which sleeps while the trainer computes. It pays where generation is the bottleneck
+    and admission waits for slots."""
     trainer_workers: Processes | None = None
     """Trainer ranks, one device each. Default: from `gpus` and `ratio`."""
     gpus: Processes | None = None
@@ -497,7 +501,8 @@ class Profile(Section):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessPlace:
     """Where one process of a role computes. A job's plan adds this to the profile. The role has `workers`
-    processes, each with `device` and `threads`; this one is `index`. `model_dir` holds the model, with the
+    processes, each with `device` and `threads`; this one is `index`, and shares its device with a trainer
+    rank if it `is_lent`. `model_dir` holds the model, with the
     weights of `version`.
     `ref_dir` and `critic_dir` hold the initial weights of these models if they differ from `model_dir`;
     `teacher_dirs` the teachers by name, `reward_model_dir` the reward model, if there are any. `scorers`: the
@@ -513,4 +518,5 @@ class ProcessPlace:
     threads: int = 1
     workers: int = 1
     index: int = 0
+    is_lent: bool = False
     version: int = 0

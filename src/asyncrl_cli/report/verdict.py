@@ -231,6 +231,13 @@ def _data(totals: Totals, settings: LoopSettings) -> Iterator[Remark]:
         change = "What is left with nothing ahead is no staleness: a smaller trainer.lr or "
         change += "trigger_parameter_sync_step, or a target_kl that this run can reach."
         yield Remark("governor", "bad" if is_missed else "good", text, change if is_missed else "")
+    if (lent_s := totals.mean("placement/lent_s")) is not None:
+        tokens = round((totals.mean("placement/lent_tokens") or 0.0) * totals.steps)
+        text = (
+            f"The trainer's devices were lent for {number(lent_s)} s of a step and sampled {tokens:,} tokens."
+        )
+        change = "The trainer hardly waited for slots: placement.lend only takes memory."
+        yield Remark("lending", "good" if tokens else "bad", text, "" if tokens else change)
     if (clipped := totals.mean("correction/clipped_ratio") or 0.0) > CLIPPED:
         text = f"The loss clipped {share(clipped)} of the tokens, which then teach nothing."
         change = "A smaller trainer.lr, wider clip_ratio_low and clip_ratio_high, or less staleness."

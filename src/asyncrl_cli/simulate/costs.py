@@ -168,6 +168,8 @@ class Costs:
             fetch_s=0.0 if weights.dual_buffer else send_s,
             load_s=lambda rng: load_s,
             pause_s=0.0 if self._is_colocated else syncing.pause_s,
+            wake_s=syncing.wake_s,
+            sleep_s=syncing.sleep_s,
             poll_s=max(POLL_S, _POLL_RATIO * lengths.mean * decoding.batch_step_s(rollout.slots)),
             weights_timeout_s=weights.timeout_s,
             turns=asyncio.Lock() if in_turns else None,

@@ -57,10 +57,11 @@ class WorkerTimes:
     several versions have sampled is sampled again, up to `mixed_requeues` times, and then fails.
     `prefetch_s(rng)`, `load_s(rng)`, `restart_s(rng)`: with the worker's own generator. `pause_s`:
     interrupting and resuming, without the load itself. `fetch_s`: receiving weights during the interrupt, if
-    there is no second buffer. `turns`: held during a load, where workers load one after another. `cache`: one
-    engine's. `reports_machines`: those of its process, for which a run takes a fifth longer. Progress is
-    reported at the earliest `progress_s` after the last report, and after `poll_s` even without a change.
-    Long runs of many workers need larger values than the real worker's.
+    there is no second buffer. `wake_s`, `sleep_s`: of a lent worker, without the load. `turns`: held during a
+    load, where workers load one after another. `cache`: one engine's. `reports_machines`: those of its
+    process, for which a run takes a fifth longer. Progress is reported at the earliest `progress_s` after the
+    last report, and after `poll_s` even without a change. Long runs of many workers need larger values than
+    the real worker's.
     """
 
     decoding: Decoding
@@ -79,6 +80,8 @@ class WorkerTimes:
     mixed_requeues: int = 0
     prefetch_s: Callable[[random.Random], float] = lambda rng: 0.0
     restart_s: Callable[[random.Random], float] = lambda rng: 0.0
+    wake_s: float = 0.0
+    sleep_s: float = 0.0
     load_s: Callable[[random.Random], float] = lambda rng: 0.0
     pause_s: float = 0.0
     fetch_s: float = 0.0

@@ -14,6 +14,7 @@ import asyncio
 import random
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 
 from asyncrl_cli.base.errors import ExecutorLost
 from asyncrl_cli.contracts.ports import EvalRequest, EvalResult, PartialResult, WorkerUpdate
@@ -62,7 +63,10 @@ class SimulatedWorker:
         seed: int,
         machine: SharedMachine | None = None,
         store: SimulatedStore | None = None,
+        *,
+        is_lent: bool = False,
     ) -> None:
+        """`is_lent`: it begins asleep, on a device of the trainer's."""
         self.name = name
         self.slots = slots
         self._times = times
@@ -70,6 +74,7 @@ class SimulatedWorker:
         self.speed = 1 + times.decoding.speed_spread * self._rng.uniform(-1, 1)
         self._machine = machine or SharedMachine()
         self._store = store or SimulatedStore()
+        self._is_lent = is_lent
         self._begin()
 
     def _begin(self) -> None:
@@ -87,6 +92,7 @@ class SimulatedWorker:
             on_running=self._running,
         )
         self._machine.add(self.engine)
+        self._meter.pause(self._is_lent)
         self._was_running = False
         self._parts: dict[PartKey, Responses] = {}
         self._ended: list[PartResult] = []
@@ -215,20 +221,34 @@ class SimulatedWorker:
         for answers in self._evals:
             answers.abort()
 
-    async def pause(self) -> None:
-        assert self.engine.running == 0, f"{self.name} is paused while sequences run"
+    async def pause(self) -> PartialResult:
+        assert self._is_lent or self.engine.running == 0, f"{self.name} is paused while sequences run"
+        found, running = await self.partial_responses(), self._stop_parts()
+        self._meter.parts(-len(running))
+        self.engine.version, self._received = -1, -1
         self._meter.pause(True)
+        await asyncio.sleep(self._times.sleep_s)
+        return replace(found, stopped=tuple(running))
 
     async def resume(self) -> None:
+        await asyncio.sleep(self._times.wake_s)
         self._meter.pause(False)
+
+    async def end(self) -> None:
+        self._stop_parts()
+
+    def _stop_parts(self) -> dict[PartKey, Responses]:
+        """Stop all parts and evals without a result. Returns the parts."""
+        running, self._parts = dict(self._parts), {}
+        for responses in [*running.values(), *self._evals]:
+            responses.abort()
+        return running
 
     async def node_is_gone(self) -> bool:
         return False
 
     async def restart(self) -> None:
-        running, self._parts = [*self._parts.values(), *self._evals], {}
-        for responses in running:
-            responses.abort()
+        self._stop_parts()
         self._machine.remove(self.engine)
         self._begin()
         await asyncio.sleep(self._times.restart_s(self._rng))

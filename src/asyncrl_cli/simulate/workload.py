@@ -293,6 +293,10 @@ class Syncing(Section):
     colocated_s: NonNegativeFloat = 0.0
     """Colocate: seconds per window to hand the devices over (sleep, wake, resharding), instead of gather,
     send and load."""
+    wake_s: NonNegativeFloat = 0.0
+    """Lending: how long a worker on the trainer's devices takes to wake, without send and load."""
+    sleep_s: NonNegativeFloat = 0.0
+    """Lending: how long it takes to stop and to give its devices back."""
 
 
 class Links(Section):

@@ -69,6 +69,7 @@ def simulate(
     """
     job = compile_job(profile, virtual_cluster(profile))
     workload, num_workers = workload.on(profile.placement).with_times(factors or {}), job.rollout_workers
+    num_lent = job.trainer_workers // workload.worker_gpus(profile.placement) if job.lend else 0
     if profile.placement.colocate:  # the job has one per GPU
         num_workers = -(-num_workers // workload.worker_gpus(profile.placement))
     costs = Costs(
@@ -98,15 +99,18 @@ def simulate(
         )
         store = SimulatedStore()
         workers = [
-            SimulatedWorker(f"rollout-{index}", slots, times, seed, machine, store)
-            for index in range(costs.workers)
+            SimulatedWorker(
+                f"rollout-{index}", slots, times, seed, machine, store, is_lent=index >= costs.workers
+            )
+            for index in range(costs.workers + num_lent)
         ]
-        costs.speeds = [worker.speed for worker in workers]
+        costs.speeds = [worker.speed for worker in workers[: costs.workers]]
         world = World(
             feed=NumberedFeed(),
             eval_sets={"": [{"uid": f"eval-{number}"} for number in range(profile.eval.prompts)]},
             trainer=SimulatedTrainer(costs.trainer_times(), machine),
             workers=workers,
+            lent=[worker.name for worker in workers[costs.workers :]],
             scorers=[SimulatedScorer(task, costs.scorer_times(task), machine) for task in costs.scorers],
             observers=(recorder, *observers),  # the recorder first: others may raise
             data=store,

@@ -214,6 +214,8 @@ class PolicyTrainer:
         self.loss_fields = self._loss_fields_of(trained[: len(batches)], dumped)
         ranks.synchronize()  # or the seconds would be those in which the work was queued
         optimizers = [self.optimizer, *([self.critic.optimizer] if self.critic is not None else [])]
+        if self.profile.placement.lend:
+            self._hand_over()
         return TrainReport(
             train_s=time.monotonic() - began_s - sum(column_s.values()),
             column_s=column_s,
@@ -387,9 +389,9 @@ class PolicyTrainer:
         self._hand_over()
 
     def _hand_over(self) -> None:
-        """Colocate: from here on a rollout worker has the device, and needs all that `asyncrl plan` gives
-        it."""
-        if self.profile.placement.colocate:
+        """Colocate, or lending: from here on a rollout worker may have the device, and needs all that
+        `asyncrl plan` gives it."""
+        if self.profile.placement.colocate or self.profile.placement.lend:
             self.ranks.release_cache()
 
     def _parameters(self) -> dict[str, DTensor]:

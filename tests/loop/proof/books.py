@@ -102,10 +102,19 @@ class WorkerBook:
     so_far: PartialResult = field(default_factory=PartialResult)
     unfinished: dict[PartKey, int] = field(default_factory=dict)
     eval_sequences: int = 0
+    is_lent: bool = False
+    has_device: bool = False
+    """Of the trainer."""
 
     @property
     def used(self) -> int:
         return sum(self.unfinished.values()) + self.eval_sequences
+
+    def sleep(self, is_asleep: bool) -> None:
+        """A lent worker counts as away while it is asleep, and then forgets its weights."""
+        self.held_when_lost = max(self.held_when_lost, self.version)
+        self.down = self.away = is_asleep
+        self.version, self.loading = -1, True
 
     def lost(self) -> int:
         """Its process is gone. Returns the tokens of what ran there, as last reported."""
@@ -259,7 +268,9 @@ class Books:
         if lost is None:
             return self.placement(self.settings.profile.rollout.n)
         attempt = self.live[lost]
-        return self.placement(attempt.num_lost, attempt.deadline - self.settings.schedule.max_staleness)
+        kept = [version for one in attempt.kept.values() for version, _ in one.version_tokens]
+        least = attempt.deadline - self.settings.schedule.max_staleness
+        return self.placement(attempt.num_lost, max([least, *kept]))
 
     def oldest(self, placement: Mapping[str, int]) -> int:
         return min(self.workers[name].version for name in placement)

@@ -66,6 +66,10 @@ class Scenario:
     """How often an engine preempts each response of some versions."""
     judge_s: float = 0.0
     """Seconds for which a reward model judges a trajectory of an eval."""
+    num_lent: int = 0
+    """Workers on the trainer's devices."""
+    wake_s: float = 0.0
+    sleep_s: float = 0.0
 
     @property
     def least_workers(self) -> int:
@@ -77,6 +81,12 @@ class Scenario:
         """A resumed run may have more workers or fewer, as long as a group finds room."""
         others = random.Random(f"workers {self.seed} {leg}").choice((self.num_workers, 1, 2, 4))
         return max(others, self.least_workers) if leg else self.num_workers
+
+    def names_of(self, leg: int) -> tuple[list[str], list[str]]:
+        """Its own workers, and those on the trainer's devices."""
+        own = self.workers_of(leg)
+        names = worker_names(own + self.num_lent)
+        return names[:own], names[own:]
 
     def __str__(self) -> str:
         shown = [name for name in (field.name for field in fields(self)) if name != "settings"]
@@ -132,7 +142,7 @@ def draw(seed: int, *, with_turns: bool = False, with_scorer: bool = False) -> S
         shuffle_seed=rng.choice((None, rng.randrange(2**31))),
     )
     scenario = _with_restarts(_with_placement(scenario), expected_s)
-    scenario = _with_governor(scenario)
+    scenario = _with_lending(_with_governor(scenario), expected_s)
     scenario = _with_filter(_with_turns(scenario, is_certain=with_turns))
     return _with_limits(_with_eval_deaths(_with_scorer(scenario, expected_s, is_certain=with_scorer)))
 
@@ -180,6 +190,35 @@ def _with_governor(scenario: Scenario) -> Scenario:
     settings = changed(scenario.settings, target_kl=0.02)
     version_kl, preemptions = rng.choice((0.001, 0.012, 0.1)), rng.choice((0, 1, 3))
     return replace(scenario, settings=settings, version_kl=version_kl, preemptions=preemptions)
+
+
+def _with_lending(scenario: Scenario, expected_s: float) -> Scenario:
+    """The trainer's devices may be lent in half of the scenarios that are not colocated. In half of these a
+    worker on them dies, hangs or loads slowly."""
+    rng = random.Random(f"lending {scenario.seed}")
+    if rng.random() < 1 / 2 or scenario.mode == "colocate":
+        return scenario
+    num_lent, loads = rng.randint(1, 2), scenario.settings.schedule.train_steps
+    names = worker_names(scenario.num_workers + num_lent)[scenario.num_workers :]
+    kinds = (FaultKind.WORKER_DIES, FaultKind.WORKER_HANGS, FaultKind.LOST_PREFETCH, FaultKind.SLOW_LOAD)
+    faults = [
+        Fault(
+            kind=rng.choice(kinds),
+            executor=rng.choice(names),
+            at_s=rng.random() * expected_s,
+            nth=rng.randint(1, loads),
+            seconds=rng.random() * expected_s / 10,
+        )
+        for _ in range(rng.choice((0, 0, 1, 2)))
+    ]
+    return replace(
+        scenario,
+        settings=changed(scenario.settings, lend=True),
+        num_lent=num_lent,
+        wake_s=rng.choice((0.0, 0.3, 2.0)),
+        sleep_s=rng.choice((0.0, 0.1, 1.0)),
+        faults=(*scenario.faults, *faults),
+    )
 
 
 def _with_filter(scenario: Scenario) -> Scenario:

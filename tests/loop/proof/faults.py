@@ -326,8 +326,12 @@ class FaultyWorker(Mortal, KeepingWorker):
     async def abort_evals(self) -> None:
         await self._ask(super().abort_evals(), "the abort of its evals", CALL_KEY)
 
-    async def pause(self) -> None:
-        await self._ask(super().pause(), "a pause", CALL_KEY)
+    async def pause(self) -> PartialResult:
+        return await self._ask(super().pause(), "a pause", CALL_KEY)
+
+    async def end(self) -> None:
+        self._die("it was ended")
+        await super().end()
 
     async def resume(self) -> None:
         await self._ask(super().resume(), "a resume", CALL_KEY)

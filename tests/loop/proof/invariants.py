@@ -18,6 +18,8 @@ that it also hears every call to an executor. From both it keeps books of its ow
     time         every executor's states, and the parts of every step, sum to the time that passed
     limits       too many failures or groups left out end the run, and nothing else does in their name
     resume       what a checkpoint has of running responses is neither forgotten nor made again
+    lending      a worker on the trainer's devices never computes beside it, wakes with the newest weights,
+                 and what it stops goes on elsewhere
     restarts     as many as allowed, of workers that are down; only their responses are lost, which are placed
                  again before any new group, and nothing starts before a load
     data         every key of a live group is held, nobody reads what was cleared, and nothing is orphaned but
@@ -30,7 +32,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from asyncrl_cli.base.errors import Interrupted
@@ -67,13 +69,17 @@ class Invariants:
         seed: int = 0,
         scorers: tuple[str, ...] = (),
         num_eval_prompts: int = 0,
+        lent: Collection[str] = (),
     ) -> None:
-        """`workers`: slots by name. `seed` is what a failure names."""
+        """`workers`: slots by name; `lent`: those on the trainer's devices. `seed`: what a failure names."""
         self.settings = settings
         self.seed = seed
         self._num_eval_prompts = num_eval_prompts
         self._held_at_last_step: dict[str, int] = {}
         books = {name: WorkerBook(slots=slots) for name, slots in workers.items()}
+        for name in lent:
+            books[name].is_lent = books[name].paused = True
+            books[name].sleep(True)
         self.books = Books(settings=settings, workers=books, scorers=scorers)
         self.violation: InvariantError | None = None
         self.counts: Counter[str] = Counter()
@@ -82,6 +88,7 @@ class Invariants:
         self.published = -1
         self.lost: Counter[str] = Counter()
         self.is_lent = False
+        self.trainer_does = ""
         self.failed_with: list[str] = []
         self.last_tick: Overview | None = None
         self.stop_s: float | None = None
@@ -288,12 +295,25 @@ class Invariants:
         """The run goes on without a worker: enough others are there, or about to be."""
         name, least = event.fields["worker"], self.settings.profile.rollout.min_workers
         book = self.books.workers[name]
-        here = sum(not other.away for other in self.books.workers.values() if other is not book)
+        others = [one for one in self.books.workers.values() if one is not book and not one.is_lent]
+        here = sum(not other.away for other in others)
         is_enough = least is not None and here >= least
+        is_enough |= book.is_lent
         self.check(is_enough, "restarts", f"{name} is away, {here} others are not, {least} are needed")
-        if not book.down:
+        if not book.down or book.is_lent:
             self._lose(name)
         book.away = True
+
+    def _on_lent(self, event: Event) -> None:
+        """The trainer has nothing to do."""
+        num_groups = self.settings.schedule.step_groups
+        ready = self.books.takeable(num_groups, unscored=True)
+        self.check(len(ready) < num_groups, "lending", f"devices are lent, and {ready} could be taken")
+        self.check(not self.trainer_does, "lending", f"devices are lent during {self.trainer_does}")
+
+    def _on_recalled(self, event: Event) -> None:
+        kept = [name for name, book in self.books.workers.items() if book.has_device]
+        self.check(not kept, "lending", f"{kept} still have devices of the trainer")
 
     def _on_restarted(self, event: Event) -> None:
         name = event.fields["worker"]

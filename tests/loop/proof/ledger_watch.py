@@ -98,7 +98,9 @@ class LedgerWatch:
         attempt.tokens += tokens
         attempt.payloads[number] = result.payload
         del self.books.workers[worker].unfinished[result.key]
-        self._check_tokens(result, part.version, self.books.workers[worker].version)
+        book = self.books.workers[worker]
+        newest = max(book.version, book.held_when_lost) if book.is_lent else book.version
+        self._check_tokens(result, part.version, newest)
         self._check_kept(result, part)
 
     def _check_tokens(self, result: PartResult, began: int, newest: int) -> None:
@@ -133,6 +135,20 @@ class LedgerWatch:
             attempt = self.books.live[key.attempt]
             attempt.num_lost += attempt.parts.pop(key.number).num_responses
         self.books.workers[worker].unfinished.clear()
+
+    def recalled(self, worker: str, found: PartialResult) -> None:
+        """A lent worker has stopped these parts: they go on elsewhere, from what it says that they have."""
+        self.discarded_tokens += found.rest_tokens
+        for key in found.stopped:
+            self.books.workers[worker].unfinished.pop(key, None)
+            kept, attempt = dict(found.responses.get(key, {})), self.books.live.get(key.attempt)
+            if attempt is None or attempt.account != "running" or key.number not in attempt.parts:
+                self.discarded_tokens += sum(one.tokens for one in kept.values())
+                continue
+            indices = attempt.parts[key.number].indices
+            self.check(set(kept) <= set(indices), "lending", f"{key} has {indices}, and keeps {list(kept)}")
+            attempt.num_lost += attempt.parts.pop(key.number).num_responses
+            attempt.kept |= kept
 
     def _running(self, key: AttemptKey, event: Event) -> None:
         books, placed = self.books, event.fields["workers"]

@@ -41,7 +41,7 @@ from asyncrl_cli.simulate.world import NumberedFeed, run_virtual
 from tests.loop.keywords import changed
 from tests.loop.proof.causes import Watching
 from tests.loop.proof.data_watch import WorkersEnd
-from tests.loop.proof.drawing import LENGTHS, MAX_TOKENS, TOOL_TIMEOUT_S, Scenario, draw, worker_names
+from tests.loop.proof.drawing import LENGTHS, MAX_TOKENS, TOOL_TIMEOUT_S, Scenario, draw
 from tests.loop.proof.faults import (
     FATAL,
     Fault,
@@ -132,8 +132,9 @@ def _leg(
     explains."""
 
     async def main() -> tuple[list[Any], AsyncrlError | None]:
-        slots = dict.fromkeys(worker_names(scenario.workers_of(leg)), scenario.slots)
-        known = {"scorers": scenario.scorers, "num_eval_prompts": scenario.num_eval_prompts}
+        own, lent = scenario.names_of(leg)
+        slots = dict.fromkeys([*own, *lent], scenario.slots)
+        known = {"scorers": scenario.scorers, "num_eval_prompts": scenario.num_eval_prompts, "lent": lent}
         invariants = checks(scenario.settings, slots, seed=scenario.seed, **known)
         invariants.books.preempts = scenario.preemptions > 0
         try:
@@ -173,6 +174,8 @@ async def _run_leg(
         raise (invariants.violation or raised) from raised
     happened = [fault for fault in pending if fault not in faults.pending]
     invariants.end(error, _stop_limit_s(scenario, happened))
+    lent = scenario.names_of(leg)[1]  # the run goes on without these, whatever becomes of them
+    happened = [fault for fault in happened if fault.executor not in lent]
     _check_explained(scenario, invariants, error, happened)
     if error is None or not any(map(_has_no_restart, happened)):
         steps = [snapshot.step for snapshot, _ in checkpoints.snapshots]
@@ -274,11 +277,10 @@ def _world(
     times, on_the_way, data = worker_times(scenario), Counter[int](), invariants.data
     seed, limit_s, workers = scenario.seed + 2**32 * leg, _load_limit_s(scenario), []
     met = {"faults": faults, "call_timeout_s": _CALL_TIMEOUT_S, "is_judged": REWARD in scenario.scorers}
-    for name in worker_names(scenario.workers_of(leg)):
-        end = WorkersEnd(data)
-        end.worker = FaultyWorker(
-            name, scenario.slots, times, seed, store=end, preemptions=scenario.preemptions, **met
-        )
+    own, lent = scenario.names_of(leg)
+    for name in (*own, *lent):
+        end, kind = WorkersEnd(data), {"preemptions": scenario.preemptions, "is_lent": name in lent}
+        end.worker = FaultyWorker(name, scenario.slots, times, seed, store=end, **kind, **met)
         workers.append(end.worker)
     for key in chain.from_iterable(resume_from.payloads if resume_from else ()):
         data.put(key)
@@ -291,6 +293,7 @@ def _world(
             for name in scenario.scorers
         ],
         workers=[WatchedWorker(worker, invariants, on_the_way, limit_s) for worker in workers],
+        lent=lent,
         eval_sets={"": [{"uid": f"e{i}", "prompt": str(i)} for i in range(scenario.num_eval_prompts)]},
         observers=[invariants],
         checkpoints=checkpoints,
@@ -333,6 +336,8 @@ def worker_times(scenario: Scenario) -> WorkerTimes:
         prefetch_s=lambda rng: rng.random() * 2 * scenario.prefetch_lag_s,
         load_s=lambda rng: rng.random() * 2 * scenario.load_lag_s,
         restart_s=lambda rng: rng.random() * 2 * scenario.restart_s,
+        wake_s=scenario.wake_s,
+        sleep_s=scenario.sleep_s,
         cache=PLENTY if scenario.preemptions else UNLIMITED,
         weights_timeout_s=_WEIGHTS_TIMEOUT_S,
     )

@@ -93,7 +93,8 @@ class StepWatch:
         One that was lost since holds none, and loads them beside training.
         """
         workers = self._books.workers.items()
-        held = {name: book.version for name, book in workers if book.version >= 0 or not book.was_lost}
+        own = [(name, book) for name, book in workers if not book.is_lent]
+        held = {name: book.version for name, book in own if book.version >= 0 or not book.was_lost}
         is_in_step = self._settings.profile.weights.mode == "async" or set(held.values()) <= {window}
         self._check(is_in_step, "sync", f"the trainer goes on in window {window} and the workers hold {held}")
 

@@ -64,7 +64,9 @@ class WatchedWorker:
         check(not self._book.down, "restarts", f"{request.key} starts on {self.name}, which is down")
         self._invariants.ledger.submitted(self.name, request)
         if request.partial:
-            self._invariants.data.read([request.partial_tokens], f"{request.key}, which goes on,")
+            is_known = request.partial.keys() == request.partial_tokens.keys()
+            check(is_known, "data", f"{request.key} goes on without the tokens of all its responses")
+            self._invariants.data.read(request.partial_tokens.values(), f"{request.key}, which goes on,")
         self._worker.submit(request)
 
     async def partial_responses(self) -> PartialResult:
@@ -92,6 +94,7 @@ class WatchedWorker:
             now = live[key.attempt].parts[key.number].num_responses - update.freed_slots.get(key, 0)
             is_over = any(result.key == key for result in update.ended)
             may_rise = is_over or not self._invariants.settings.profile.rollout.hold_slots
+            may_rise |= self._book.down  # a lent worker has stopped its parts, and is about to say so
             holds = now <= before or may_rise
             self._invariants.check(holds, "slots", f"{key} takes {now} slots after {before}")
             unfinished[key] = 0 if is_over else now
@@ -105,6 +108,11 @@ class WatchedWorker:
     async def prefetch(self, published: Published) -> float:
         version, held, check = published.version, self._book.version, self._invariants.check
         self._invariants.note(f"{self.name} prefetches version {version}")
+        if self._book.is_lent:
+            check(self._book.has_device, "lending", f"{self.name} prefetches without a device")
+            is_newest = version == self._invariants.books.version
+            check(is_newest, "lending", f"{self.name} wakes with version {version}")
+            self._book.sleep(False)
         check(version > held, "loads", f"{self.name} holds {held} and prefetches {version}")
         self._on_the_way[version] += 1
         versions = sorted(+self._on_the_way)
@@ -137,6 +145,7 @@ class WatchedWorker:
 
     async def evaluate(self, request: EvalRequest) -> EvalResult:
         check, held = self._invariants.check, self._book.version
+        check(not self._book.is_lent, "lending", f"{self.name} scores an eval")
         holds = (held == request.version and not self._book.loading) or self._book.down
         check(holds, "evals", f"{self.name} holds {held} and scores {request.version}")
         num_tries = len(request.tries)
@@ -153,16 +162,46 @@ class WatchedWorker:
     async def abort_evals(self) -> None:
         await self._worker.abort_evals()
 
-    async def pause(self) -> None:
+    async def pause(self) -> PartialResult:
+        if self._book.is_lent:
+            return await self._hand_back()
         left = {key: count for key, count in self._book.unfinished.items() if count}
         self._invariants.check(not left, "colocate", f"{self.name} is paused with sequences running: {left}")
         self._invariants.is_lent = True
-        await self._worker.pause()
+        found = await self._worker.pause()
         self._book.paused = True
+        return found
+
+    async def _hand_back(self) -> PartialResult:
+        check = self._invariants.check
+        self._invariants.note(f"{self.name} hands back its device")
+        check(self._book.has_device, "lending", f"{self.name} hands back what it has not")
+        self._book.sleep(True)
+        found = await self._worker.pause()
+        running = self._worker.engine.running
+        check(not running, "lending", f"{running} sequences run on {self.name}, which is asleep")
+        self._prefetched, self._book.running_tokens = -1, 0
+        self._book.paused, self._book.has_device = True, False
+        self._invariants.data.reported(found.keys)
+        kept = sum(map(len, found.responses.values()))
+        self._invariants.counts.update({"recalls": 1, "recalled parts": len(found.stopped), "recalled": kept})
+        self._invariants.ledger.recalled(self.name, found)
+        return found
 
     async def resume(self) -> None:
+        if self._book.is_lent:
+            doing = self._invariants.trainer_does
+            self._invariants.note(f"{self.name} wakes")
+            self._invariants.check(not doing, "lending", f"{self.name} wakes during {doing}")
+            self._book.has_device = True
         await self._worker.resume()
         self._book.paused = False
+
+    async def end(self) -> None:
+        self._invariants.note(f"{self.name} is ended")
+        self._invariants.check(self._book.is_lent, "lending", f"{self.name} is ended")
+        await self._worker.end()
+        self._book.has_device = False
 
     async def node_is_gone(self) -> bool:
         return await self._worker.node_is_gone()
@@ -170,6 +209,7 @@ class WatchedWorker:
     async def restart(self) -> None:
         check, book = self._invariants.check, self._book
         self._invariants.note(f"{self.name} is restarted")
+        check(not book.is_lent, "lending", f"{self.name} is restarted")
         check(book.down, "restarts", f"{self.name} is restarted, and has not failed")
         check(not book.unfinished, "restarts", f"{self.name} is restarted with {list(book.unfinished)} on it")
         is_lent = self._invariants.is_lent
@@ -296,7 +336,6 @@ class WatchedTrainer:
     def __init__(self, trainer: Trainer, invariants: Invariants) -> None:
         self._trainer = trainer
         self._invariants = invariants
-        self._doing = ""
 
     async def train(self, batch: TrainBatch) -> tuple[TrainReport, ExecutorReport]:
         self._invariants.steps.batch_given(batch)
@@ -330,14 +369,19 @@ class WatchedTrainer:
 
     @contextmanager
     def _alone(self, what: str) -> Iterator[None]:
-        """The trainer does one thing at a time."""
-        self._invariants.check(not self._doing, "steps", f"{what} during {self._doing}")
-        self._invariants.note(what)
-        self._doing = what
+        """The trainer does one thing at a time, and never while a worker has its device. (After a stop it
+        only copies its state to the host.)"""
+        invariants, doing = self._invariants, self._invariants.trainer_does
+        invariants.check(not doing, "steps", f"{what} during {doing}")
+        lent = [name for name, book in invariants.books.workers.items() if book.has_device]
+        may_be = invariants.books.stopping and what.startswith("snapshot")
+        invariants.check(not lent or may_be, "lending", f"{what} on devices that {lent} have")
+        invariants.note(what)
+        invariants.trainer_does = what
         try:
             yield
         finally:
-            self._doing = ""
+            invariants.trainer_does = ""
 
 
 class WatchedFeed:

@@ -35,6 +35,7 @@ def conflicts(profile: Profile) -> Iterator[ConfigError]:
         "rollout.workers": workers not in (None, len(urls)),
         "rollout.n_gpus_per_node": profile.rollout.n_gpus_per_node is not None,
         "placement.colocate": profile.placement.colocate,
+        "placement.lend": profile.placement.lend,
         "lora.sync": profile.lora.sync == "adapter",
     }
     for key in (key for key, is_wrong in wrong.items() if is_wrong):

@@ -1,0 +1,112 @@
+"""The trainer's devices generate while the trainer waits (`placement.lend`). That they never do so beside it
+is an invariant of every seed (proof/)."""
+
+from __future__ import annotations
+
+import pytest
+
+from asyncrl_cli.base.errors import ConfigError
+from asyncrl_cli.loop.lending import Forecast
+from asyncrl_cli.profile.loaded import load
+from tests.loop.proof.faults import Fault, FaultKind, Faults
+from tests.loop.worlds import run_world, settings
+
+STARVES = {"slots": 4, "workers": 1}
+"""Two groups at once, of which a step takes four: the trainer waits for two rounds."""
+
+
+def constant(rng) -> int:
+    return 50
+
+
+def run(*, lend: bool, mode: str = "partial-rollout", **changes):
+    changes = {"times": {"response_tokens": constant}, **STARVES, **changes}
+    return run_world(settings(mode, lend=lend), lent=int(lend), **changes)
+
+
+def test_the_worked_example_of_the_forecast():
+    forecast = Forecast(0.0)
+    forecast.lent(0.0, 0)
+    forecast.recalled(0.0, 0, wake_s=6.0, recall_s=2.0)
+    # a group every 5 s; 4 are missing: (20 - 6) / 2 = 7 s saved
+    assert forecast.pays(50.0, 10, 4, share=0.5)
+    # one is missing, and would be here before the worker is
+    assert not forecast.pays(50.0, 10, 1, share=0.5)
+    forecast.recalled(0.0, 0, wake_s=6.0, recall_s=7.5)
+    assert not forecast.pays(50.0, 10, 4, share=0.5)
+
+
+def test_what_is_counted_while_devices_are_lent_does_not_make_the_workers_seem_fast():
+    forecast = Forecast(0.0)
+    forecast.lent(50.0, 10)  # a group every 5 s
+    forecast.recalled(60.0, 20, wake_s=6.0, recall_s=0.5)  # every second, while lent
+    assert forecast.pays(60.0, 20, 4, share=0.5)  # a gap of 20 s
+    assert not forecast.pays(60.0, 20, 1, share=0.5)  # of 5 s
+
+
+def test_a_starving_trainer_waits_for_a_shorter_time():
+    plain, lent = run(lend=False), run(lend=True)
+    assert plain.error is None
+    assert lent.error is None
+    assert len(lent.trained) == len(plain.trained) == 48
+    waited = [sum(one.timing_s["wait_data"] for one in ran.recorder.steps) for ran in (plain, lent)]
+    # Twice the slots while the trainer waits; waking and weights (0.4 s on average) cost some of it.
+    assert waited[1] < 0.8 * waited[0]
+    assert lent.elapsed_s < plain.elapsed_s - 0.2 * waited[0]
+    assert len(lent.recorder.named("lent")) == len(lent.recorder.named("recalled")) > 5
+
+
+def test_devices_are_not_lent_if_the_trainer_never_waits():
+    ran = run(lend=True, workers=4, trainer_times={"train_s": lambda batch: 10.0})
+    assert ran.error is None
+    assert len(ran.recorder.named("lent")) <= 2  # before the first step, and while nothing is measured
+
+
+def test_costs_that_exceed_the_wait_end_the_lending():
+    times = {"response_tokens": constant, "wake_s": 5.0, "sleep_s": 5.0}
+    ran = run(lend=True, times=times)
+    assert ran.error is None
+    assert 1 <= len(ran.recorder.named("lent")) <= 2
+
+
+@pytest.mark.parametrize("mode", ["stale-samples", "partial-rollout"])
+def test_what_a_recall_stops_continues_elsewhere_and_nothing_is_sampled_twice(mode):
+    ran = run(lend=True, mode=mode, times={})
+    kept = [event.fields.get("kept_tokens", 0) for event in ran.recorder.named("replaced")]
+    assert ran.error is None
+    assert sum(kept) > 0
+    tokens = sum(meta.response_tokens for _, meta in ran.trajectories)
+    record = ran.recorder.steps[-1]
+    # nothing was lost but what a load without partial rollouts does not let continue
+    assert record.tokens_trained == tokens
+    assert mode == "stale-samples" or record.tokens_discarded == 0
+
+
+@pytest.mark.parametrize("kind", [FaultKind.WORKER_DIES, FaultKind.WORKER_HANGS, FaultKind.LOST_PREFETCH])
+def test_the_run_goes_on_without_a_lent_worker_that_fails(kind):
+    faults = Faults([Fault(kind=kind, executor="rollout-1", at_s=3.0, nth=2)])
+    times = {"response_tokens": constant, "call_timeout_s": 20.0}
+    ran = run(lend=True, faults=faults, times=times)
+    assert ran.error is None
+    assert faults.happened[kind] == 1
+    assert len(ran.trained) == 48
+    assert [event.fields["worker"] for event in ran.recorder.named("away")] == ["rollout-1"]
+    assert not ran.recorder.named("restarted")
+
+
+def test_a_step_says_how_long_and_how_much_the_devices_generated():
+    ran = run(lend=True)
+    sums = [record.lending for record in ran.recorder.steps]
+    lent_s = sum(ran.recorder.fields("recalled", "lent_s"))
+    assert sum(one["placement/lent_s"] for one in sums) == pytest.approx(lent_s)
+    assert 0 < sum(one["placement/lent_tokens"] for one in sums) <= ran.workers[1].engine.counters()[0]
+
+
+@pytest.mark.parametrize(
+    "other", ["placement.colocate=true", "run.deterministic=true", "weights.transport=nccl"]
+)
+def test_what_lending_excludes_is_refused_with_a_hint(other):
+    profile = "colocate" if "colocate" in other else "on-policy-pipeline"
+    with pytest.raises(ConfigError, match=r"placement\.lend") as refused:
+        load(profile, ["placement.lend=true", "placement.device=cuda", other], environ={})
+    assert "placement.lend=false" in refused.value.hint
