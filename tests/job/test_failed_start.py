@@ -23,7 +23,7 @@ def test_a_start_that_fails_gives_the_runs_name_free_and_keeps_its_logs(tmp_path
     seen: list[list[str]] = []
 
     async def prepare(*args: Any) -> Any:
-        task = SimpleNamespace(reward=None, tool_class=None, user_code={}, train=(), notes=())
+        task = SimpleNamespace(reward=None, tool_class=None, scorers={}, user_code={}, train=(), notes=())
         return task, tmp_path, {}
 
     @contextlib.contextmanager
