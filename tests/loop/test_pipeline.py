@@ -187,6 +187,17 @@ def test_a_stop_ends_with_a_checkpoint_and_says_interrupted(mode, stop_at_s):
     assert len({key.uid for key in ran.trained + resumed.trained}) == 14 * 4
 
 
+def test_a_stop_in_a_step_longer_than_its_grace_finishes_the_step_if_steps_take_that_long():
+    slow = {"train_s": lambda batch: 30.0}
+    loop_settings = settings("one-step-off", stop_grace_s=5.0, checkpoint_every_steps=0)
+    ran = run_world(loop_settings, trainer_times=slow, stop_at_s=45.0)
+    assert isinstance(ran.error, Interrupted)
+    assert [snapshot.step for snapshot, _ in ran.checkpoints.snapshots][-1] == 2
+    # nobody knows yet how long the first step takes
+    ran = run_world(loop_settings, trainer_times=slow, stop_at_s=15.0)
+    assert "the stop took longer than 5 s (run.stop_grace_s)" in str(ran.error)
+
+
 def test_a_dead_trainer_fails_the_run_at_once():
     fault = Fault(kind=FaultKind.STEP_FAILS, executor="trainer-0", nth=5)
     ran = run_world(settings("partial-rollout"), faults=Faults([fault]))

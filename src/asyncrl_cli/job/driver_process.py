@@ -84,7 +84,8 @@ class StopRequests:
         self._actions = list(actions or [_interrupt])
         self.again = "a second request"
         self._is_stopping = False
-        self._limit_s = math.inf
+        self.limit_s: Callable[[], float] = lambda: math.inf
+        """Seconds that the process has from the first request on."""
         self._limit: threading.Timer | None = None
 
     def set_actions(self, *actions: Callable[[], object]) -> None:
@@ -102,10 +103,10 @@ class StopRequests:
             return
         self._is_stopping = True
         self.again = "another Ctrl-C" if number == signal.SIGINT else "a second request"
-        if self._limit is None and self._limit_s < math.inf:
-            why = f"{self._limit_s:g} s after the stop request the run is ended at once"
+        if self._limit is None and (limit_s := self.limit_s()) < math.inf:
+            why = f"{limit_s:.3g} s after the stop request the run is ended at once"
             ending = {"why": f"{why}; finished checkpoints are kept"}
-            self._limit = threading.Timer(self._limit_s, leave, kwargs=ending)
+            self._limit = threading.Timer(limit_s, leave, kwargs=ending)
             self._limit.daemon = True
             self._limit.start()
         action = self._actions.pop(0) if len(self._actions) > 1 else self._actions[0]
@@ -113,13 +114,13 @@ class StopRequests:
 
     @contextmanager
     def within(self, limit_s: float) -> Iterator[None]:
-        """Within the block a first request gives the process `limit_s` to end. After that it is out, whatever
-        hangs."""
-        self._limit_s = limit_s
+        """Within the block a first request gives the process `limit_s`, or what `self.limit_s` is set to.
+        After that it is out, whatever hangs."""
+        self.limit_s = lambda: limit_s
         try:
             yield
         finally:
-            self._limit_s = math.inf
+            self.limit_s = lambda: math.inf
             if self._limit is not None:
                 self._limit.cancel()
 

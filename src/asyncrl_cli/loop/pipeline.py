@@ -138,6 +138,9 @@ from asyncrl_cli.loop.training import Training
 from asyncrl_cli.profile.arithmetic import CRITIC, LoopSettings
 
 _TICK_S = 1.0
+_GRACE_STEPS = 3
+"""A stop has at least as long as this many of the run's longest train steps: one to finish, and the rest for
+the checkpoint."""
 
 
 class Pipeline:
@@ -188,8 +191,13 @@ class Pipeline:
             raise Interrupted(f"stopped after step {run.progress.step} of {last_step}")
 
     def request_stop(self) -> None:
-        """Ask the run to finish its train step, write a checkpoint and end, all within `run.stop_grace_s`."""
+        """Ask the run to finish its train step, write a checkpoint and end, all within `grace_s`."""
         self.state.failure.stop()
+
+    @property
+    def grace_s(self) -> float:
+        run = self.state
+        return max(run.settings.profile.run.stop_grace_s, _GRACE_STEPS * run.progress.longest_step_s)
 
     def _end(self, phase: str, error: BaseException | None = None) -> None:
         """The run is over: every executor counts as done, or as failed if it raised `error`."""
@@ -214,7 +222,7 @@ class Pipeline:
         long."""
         run = self.state
         changes, executors, failure = run.changes, run.executors, run.failure
-        stall_s, grace_s = run.settings.stall_timeout_s, run.settings.profile.run.stop_grace_s
+        stall_s = run.settings.stall_timeout_s
         moved, moved_s, stop_s = -1, run.now_s(), None
         while True:
             executors.reports.add(rollouts.feed_clock.report(), run.now_s())
@@ -237,8 +245,8 @@ class Pipeline:
                 failure.stop(StallError(message, hint=hint))
             if failure.stopping:
                 stop_s = run.now_s() if stop_s is None else stop_s
-                if run.now_s() - stop_s > grace_s:
-                    hint = "resume from the last checkpoint; a larger run.stop_grace_s gives a stop more time"
-                    message = f"the stop took longer than run.stop_grace_s = {grace_s:g}"
+                if run.now_s() - stop_s > self.grace_s:
+                    hint = "a larger run.stop_grace_s gives a stop more time"
+                    message = f"the stop took longer than {self.grace_s:.3g} s (run.stop_grace_s)"
                     raise failure.error or StallError(message, hint=hint)
             await asyncio.sleep(_TICK_S)

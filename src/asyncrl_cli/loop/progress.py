@@ -21,6 +21,8 @@ class RunProgress:
         """The step of the last checkpoint that was begun, or of the one that the run was resumed from."""
         self.checkpoint = ""
         """The name of the last checkpoint that was written."""
+        self.longest_step_s = 0.0
+        """The longest call of the trainer for a train step so far."""
         self.observers = observers
         self._admission = admission
         self._now_s = asyncio.get_running_loop().time

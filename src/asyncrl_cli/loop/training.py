@@ -158,9 +158,11 @@ class Training:
             needed = ExitStack()  # it may learn for longer than the trainer trains, which clears the data
             needed.enter_context(run.groups.data.pinned([key for one in groups for key in one.payload or ()]))
             self._learning = self._tasks.create_task(self._critic.learn(batch, needed), name=name)
+        began_s = run.now_s()
         with executors.calling_trainer(State.BUSY):
             report, executor_report = await executors.trainer.train(batch)
         progress.step += 1
+        progress.longest_step_s = max(progress.longest_step_s, run.now_s() - began_s)
         executors.reports.add(executor_report, run.now_s())
         run.groups.trained()
         for part, seconds in {"train": report.train_s, **report.column_s}.items():

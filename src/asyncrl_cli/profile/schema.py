@@ -77,7 +77,8 @@ class RunSection(Section):
     """Length of the run in trained groups, as in verl; a multiple of require_batches *
     ppo_mini_batch_size."""
     stop_grace_s: PositiveFloat = 60.0
-    """Seconds that a stop may take to finish the train step and write a checkpoint."""
+    """Seconds that a stop may take to finish the train step and write a checkpoint; three times
+    the run's longest train step, if that is longer."""
     ship: Strings = ()
     """Files and directories in the working directory that `asyncrl submit` uploads, e.g. `["data/*.parquet",
     "helpers.py"]`. Modules that a key names as `module:name` are uploaded anyway."""
