@@ -25,7 +25,7 @@ from typing import Any
 from engine_kit import RandomModel
 from gpu_smoke_engine import need_batching, rollout_section
 from gpu_smoke_kit import GROUP_SIZE, Figures, Machine, Wrong, trainer_on
-from tests.local_store import LocalStore
+from local_store import LocalStore
 
 from asyncrl_cli.base.errors import Interrupted
 from asyncrl_cli.contracts.environment import Answer, End, Environment, Turn

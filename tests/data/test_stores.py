@@ -22,6 +22,7 @@ import numpy as np
 import psutil
 import pytest
 import ray
+from benchmarks.local_store import LocalStore
 from ray.exceptions import ActorDiedError, ActorUnavailableError, ObjectLostError
 
 from asyncrl_cli.base.errors import ExecutorFailed, ExecutorLost, PreflightError, SessionLost
@@ -34,7 +35,6 @@ from asyncrl_cli.data.trajectories import Trajectory, segment_of, trajectory_of
 from asyncrl_cli.data.transferqueue_store import TransferQueueStore
 from asyncrl_cli.profile.rollout_sections import DataPlaneSection
 from tests.data.test_trajectories import PLUGGED, drawn
-from tests.local_store import LocalStore
 
 BETWEEN = ("ray", "transferqueue")
 """Stores that processes share."""

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from benchmarks.local_store import LocalStore
 
 from asyncrl_cli.base.errors import ConfigError, ExecutorLost
 from asyncrl_cli.contracts.ports import LoopSnapshot
@@ -25,7 +26,6 @@ from asyncrl_cli.profile.keys import values_of
 from asyncrl_cli.profile.loaded import Loaded, load
 from asyncrl_cli.profile.resolved import changed, from_document, to_document, to_toml
 from asyncrl_cli.profile.schema import CheckpointSection
-from tests.local_store import LocalStore
 
 from .crew import nodes, small_profile
 

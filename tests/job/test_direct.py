@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import ray
 import torch
+from benchmarks.local_store import LocalStore
 from ray.exceptions import ActorDiedError
 
 from asyncrl_cli.base.errors import ConfigError, ExecutorFailed, ExecutorLost
@@ -43,7 +44,6 @@ from asyncrl_cli.weights.receivers import AnnouncedWeights
 from asyncrl_cli.weights.versions import WORKER_MARGIN_S, Manifest, Meeting, all_loads_s
 from tests.engines.vllm.in_process_ends import WAIT_S, Exchange, InProcessGroup
 from tests.job.crew import make_model, nodes, small_profile
-from tests.local_store import LocalStore
 from tests.packed import pack
 from tests.trainers import trainer_parts
 

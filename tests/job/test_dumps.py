@@ -11,6 +11,7 @@ from functools import partial
 from types import SimpleNamespace
 
 import pytest
+from benchmarks.local_store import LocalStore
 
 from asyncrl_cli.base.errors import ExecutorFailed, ExecutorLost
 from asyncrl_cli.job import rank_host
@@ -19,7 +20,6 @@ from asyncrl_cli.job.rank_host import RankHost
 from asyncrl_cli.profile.algorithm_section import TeacherSection
 from asyncrl_cli.profile.schema import AlgorithmSection, ModelSection, ProcessPlace, Profile
 from asyncrl_cli.train.step_plan import PlannedTrajectory
-from tests.local_store import LocalStore
 
 from .crew import made_up_group, make_model, small_profile
 

@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 import pytest
+from benchmarks.local_store import LocalStore
 from ray.exceptions import ActorDiedError, RaySystemError, RayTaskError
 
 from asyncrl_cli.base.errors import ExecutorFailed, ExecutorLost
@@ -26,7 +27,6 @@ from asyncrl_cli.job.rollout_host import OBJECTS_PER_ANSWER, RolloutHost
 from asyncrl_cli.measure.meters import DEBOUNCE_S, POLL_S, LongPoll
 from asyncrl_cli.measure.states import ExecutorReport, State
 from asyncrl_cli.simulate.world import run_virtual
-from tests.local_store import LocalStore
 from tests.loop.proof.shuffled import loop_of
 
 from .crew import small_profile

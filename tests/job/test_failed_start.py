@@ -9,12 +9,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from benchmarks.local_store import LocalStore
 
 from asyncrl_cli.base.errors import ExecutorFailed
 from asyncrl_cli.job import driver_crew, driver_run
 from asyncrl_cli.job.driver_ranks import RayTrainer
 from asyncrl_cli.job.driver_run import Run
-from tests.local_store import LocalStore
 
 from .crew import small_profile
 

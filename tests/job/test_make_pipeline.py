@@ -6,12 +6,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from benchmarks.local_store import LocalStore
 
 from asyncrl_cli.checkpoint.run_directory import RunDirectory
 from asyncrl_cli.job import driver_loop
 from asyncrl_cli.loop.run_state import World
 from asyncrl_cli.profile.loaded import load
-from tests.local_store import LocalStore
 
 STOP = 'rollout.stop=["END"]'
 

@@ -6,10 +6,11 @@ import asyncio
 from collections import Counter
 from types import SimpleNamespace
 
+from benchmarks.local_store import LocalStore
+
 from asyncrl_cli.job.driver_ranks import RayTrainer
 from asyncrl_cli.measure.meters import TrainerMeter
 from asyncrl_cli.simulate.world import run_virtual
-from tests.local_store import LocalStore
 
 from .crew import small_profile
 

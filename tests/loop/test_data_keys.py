@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from benchmarks.local_store import LocalStore
 
 from asyncrl_cli.contracts.ports import DataStore
 from asyncrl_cli.contracts.prompt_group import PartKey, PartResult, Prompt
@@ -21,7 +22,6 @@ from asyncrl_cli.loop.run_state import World
 from asyncrl_cli.simulate.simulated_trainer import SimulatedTrainer, TrainerTimes
 from asyncrl_cli.simulate.simulated_worker import SimulatedStore, SimulatedWorker
 from asyncrl_cli.simulate.world import NumberedFeed, run_virtual
-from tests.local_store import LocalStore
 from tests.loop.worlds import Recorder, settings, worker_times
 
 Events = list[tuple[str, dict[str, Any]]]

@@ -22,6 +22,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -224,6 +225,10 @@ class RayRolloutWorker:
 
     async def end(self) -> None:
         ray.kill(self.actor)
+        # until Ray answers for it: what it had on its device is freed, not in use
+        with suppress(ExecutorLost):
+            gone, call = self.actor.__ray_ready__.remote(), "its end"
+            await answer(gone, executor=self.name, call=call, limit=Limit(AT_ONCE_S))
 
     async def restart(self) -> None:
         """Kill the actor, dead or alive, and start a new one, which gets its bundle once the old actor is
