@@ -170,7 +170,7 @@ def test_a_simulated_bench_says_what_limits_each_profile_and_draws_its_speed_ove
 ) -> None:
     small(tmp_path, ("gather_bytes_per_s = 1e8", "gather_bytes_per_s = 1e5"))
     out = tmp_path / "bench"
-    words = ["bench", "--simulate", str(tmp_path / "small.toml"), "--windows", "6", "--out", str(out)]
+    words = ["bench", "--simulate", str(tmp_path / "small.toml"), "--groups", "48", "--out", str(out)]
     assert run(words) == 0
     said = capsys.readouterr().out
     assert "SIMULATED, partial-rollout: limited by sync: rank 0 (" in said
