@@ -70,16 +70,18 @@ def first_error(error: BaseException, kind: type[E]) -> E | None:
 
 def nearest(name: str, known: Collection[str]) -> str | None:
     """The known name that was probably meant, or None. Of a dotted name, compares the last part with the
-    names of its section (first as it is, then with its words in another order), then the last part with all
-    names, then the whole name."""
+    names of its section (first with the same words in another order), then the last part with all names, then
+    the whole name."""
     if len(name) > LONGEST_NAME:
         return None
     section, _, last = name.rpartition(".")
     by_last = {key.rpartition(".")[2]: key for key in reversed(list(known))}
     in_section = {key.rpartition(".")[2]: key for key in known if key.rpartition(".")[0] == section}
     by_words = {_words(last_part): key for last_part, key in in_section.items()}
+    if exact := by_words.get(_words(last)):
+        return exact
     whole = {key: key for key in known}
-    for pool, wanted in ((in_section, last), (by_words, _words(last)), (by_last, last), (whole, name)):
+    for pool, wanted in ((in_section, last), (by_last, last), (whole, name)):
         found = difflib.get_close_matches(wanted, pool, n=1, cutoff=0.7)
         if found:
             return pool[found[0]]

@@ -98,7 +98,9 @@ def make_pipeline(
         try:
             observers.live.recall(list(Recorded(directory.path).events("eval", "warning")))
         except ConfigError as error:
-            observers.warning(f"the screen shows no evals and warnings of before the resume: {error}")
+            observers.warning(
+                f"the screen lacks earlier warnings, and evals from after the checkpoint: {error}"
+            )
     return pipeline
 
 
