@@ -43,6 +43,30 @@ def test_the_origin_of_every_value_is_kept(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("text", "message", "hint"),
+    [
+        ("[run]\nseed = 1\nname = 'a'\nseed = 2\n", "4: run.seed is given twice", "keep one of them"),
+        (
+            "[run]\nseed = 1\n[rollout]\nstop = ['a',\n'b']\nstop = []",
+            "6: rollout.stop is given twice",
+            "keep",
+        ),
+        ("[run]\nseed = 1\n[run]\nname = 'a'\n", "3: [run] is there twice", "into one"),
+        ("[run]\n[rollout\nn = 2\n", "2: [rollout lacks its closing bracket", "line of its own: [run]"),
+        ("[run]\nseed = True\n", "2: invalid value (column 8)", "booleans are true and false"),
+    ],
+)
+def test_a_file_that_is_not_toml_is_refused_with_the_key_and_a_hint_that_fits(
+    text: str, message: str, hint: str, tmp_path: Path
+) -> None:
+    own = write(tmp_path, "own.toml", text)
+    with pytest.raises(ConfigError) as caught:
+        load(own, environ={})
+    assert caught.value.message == f"{own}:{message}"
+    assert hint in caught.value.hint
+
+
+@pytest.mark.parametrize(
     ("text", "value"),
     [
         ("run.name=first", "first"),

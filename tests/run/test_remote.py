@@ -87,6 +87,6 @@ def test_what_a_server_lacks_is_one_error_before_anything_is_started(tmp_path):
         assert "hint: start the server with --set rollout.slots=17, or --set rollout.slots=16 here" in text
         server.end()
         code, _, err = finish(start(tmp_path, "train", *WORDS, sets=sets, verbose=False))
-    unreached = f"error: server {server.url}: /async_rl/server: Cannot connect"
+    unreached = f"error: server {server.url}: cannot be reached: connection refused"
     assert (code, unreached in " ".join(err.split())) == (3, True), err
     assert not (tmp_path / "runs" / "far").exists()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +27,8 @@ Values = Mapping[str, Value]
 MAX_BYTES, MAX_DEPTH = MIB, 32
 """Limits for one file: its size, and the depth of its tables."""
 LONGEST_ECHO = 200
+KEY_LINE = re.compile(r"^[ \t]*([^\s=#\[]{1,200})[ \t]*=", re.MULTILINE)
+SECTION_LINE = re.compile(r"^[ \t]*\[([\w.-]{1,200})\][ \t]*(?:#.*)?$", re.MULTILINE)
 
 
 def read(path: Path) -> Table:
@@ -33,15 +36,29 @@ def read(path: Path) -> Table:
     try:
         return parse_toml(read_text(path, max_bytes=MAX_BYTES))
     except tomli.TOMLDecodeError as error:
-        lines = error.doc.splitlines()
-        line = lines[error.lineno - 1].strip() if error.lineno <= len(lines) else ""
-        hint = "strings are quoted, booleans are true and false, sections are [run], [model], ..."
-        hint += f" (the line is `{line[:60]}`)" if line else ""
-        message = f"{path}:{error.lineno}: {decapitalized(error.msg)} (column {error.colno})"
-        raise ConfigError(message, hint=hint) from None
+        why, hint = _explained(error)
+        raise ConfigError(f"{path}:{error.lineno}: {why}", hint=hint) from None
     except (OSError, ValueError) as error:
         hint = "a profile is a TOML file in UTF-8"
         raise ConfigError(f"{path} cannot be read: {reason(error)}", hint=hint) from None
+
+
+def _explained(error: tomli.TOMLDecodeError) -> tuple[str, str]:
+    """What is wrong with a file that is not TOML, and what to do about it."""
+    lines, before = error.doc.splitlines(), error.doc[: error.pos]
+    line = lines[error.lineno - 1].strip() if error.lineno <= len(lines) else ""
+    if error.msg == "Cannot overwrite a value" and (keys := KEY_LINE.findall(before)):
+        return (
+            f"{'.'.join([*SECTION_LINE.findall(before)[-1:], keys[-1]])} is given twice",
+            "keep one of them",
+        )
+    if error.msg.startswith("Cannot declare"):
+        return f"{shortened(line)} is there twice", "put the keys of both into one"
+    if "declaration" in error.msg:
+        return f"{shortened(line)} lacks its closing bracket", "a section is a line of its own: [run]"
+    hint = "strings are quoted, booleans are true and false, sections are [run], [model], ..."
+    hint += f" (the line is `{line[:60]}`)" if line else ""
+    return f"{decapitalized(error.msg)} (column {error.colno})", hint
 
 
 def parse_toml(text: str) -> Table:

@@ -162,7 +162,6 @@ _LIMITS = {
     "exclusiveMaximum": " and below {}",
     "minLength": " of at least {} character",
     "maxLength": " of at most {} characters",
-    "multipleOf": " in steps of {}",
     "examples": ' like "{0[0]}"',
 }
 

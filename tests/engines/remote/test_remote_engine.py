@@ -220,7 +220,7 @@ def test_a_server_that_hangs_is_lost_within_the_limit(
         ({"slots": 9}, "rollout.slots is 8 there, and 9 here"),
         ({"max_response_tokens": 300}, "rollout.max_response_tokens is 256 there, and 300 here"),
         ({"dtype": "bfloat16"}, "model.dtype is float32 there, and bfloat16 here"),
-        ({"urls": ("http://127.0.0.1:9",)}, "http://127.0.0.1:9: /async_rl/server: Cannot connect"),
+        ({"urls": ("http://127.0.0.1:9",)}, "http://127.0.0.1:9: cannot be reached: connection refused"),
     ],
 )
 def test_a_server_that_does_not_fit_is_refused_by_name(

@@ -16,7 +16,7 @@ import xxhash
 from asyncrl_cli.base.child_process import REMOTE_TOKEN
 from asyncrl_cli.base.errors import ExecutorFailed, PreflightError, first_line, timeout
 from asyncrl_cli.base.paths import expand
-from asyncrl_cli.base.safe_files import key_in
+from asyncrl_cli.base.safe_files import decapitalized, key_in
 from asyncrl_cli.profile.arithmetic import max_context_tokens
 from asyncrl_cli.profile.schema import Profile
 
@@ -123,6 +123,10 @@ class Server:
                 text = await answer.text()
         except TimeoutError:
             raise self.failed(f"no answer to {path} within {limit_s:g} s") from None
+        except aiohttp.ClientConnectorError as error:  # a negative number is of a name that has no address
+            number, why = error.errno or 0, error.os_error.strerror or first_line(error.os_error)
+            why = decapitalized(os.strerror(number) if number > 0 else why)
+            raise self.failed(f"cannot be reached: {why}") from None
         except (aiohttp.ClientError, OSError) as error:
             raise self.failed(f"{path}: {first_line(error)}") from None
         try:
