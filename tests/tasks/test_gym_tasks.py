@@ -20,6 +20,7 @@ from asyncrl_cli.contracts.item import content_uid
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.tasks import gym
 from asyncrl_cli.tasks.gym import make_dataset, stream_seed
+from asyncrl_cli.tasks.reward_functions import build_reward
 from asyncrl_cli.tasks.task import Task, load_task
 
 SOURCE_ROOT = str(Path(__file__).resolve().parents[2] / "src")
@@ -202,6 +203,21 @@ def test_worked_items_come_with_demonstrations_that_survive_pickling():
         texts = [demonstrate(item, Random(0)) for item in task.train]
         assert all(texts)
         assert texts == [demonstrate(item, Random(0)) for item in task.train]
+
+
+def test_only_the_last_list_of_a_worked_response_is_judged_and_samples_say_so():
+    task = load_task(profile_of(task={"adapter": "worked"}))
+    item = next(one for one in task.train if "," in task.expected(one))
+    right = task.expected(item).rpartition(",")[2]
+    score = build_reward(task.reward)
+    assert [score(item, text) for text in (right, f"{right[::-1]},00,{right}", f"{right},00")] == [
+        1.0,
+        1.0,
+        0.0,
+    ]
+    assert task.shown_answer(item) == f"the last list of {task.expected(item)}"
+    plain = load_task(profile_of(task={"adapter": "plain"}))
+    assert plain.shown_answer(plain.train[0]) == plain.train[0]["answer"]
 
 
 def test_a_dataset_without_a_worked_form_is_refused_with_those_that_have_one():

@@ -233,7 +233,7 @@ class Run:
             scorers=task.scorers,
             probe_items=task.train[:PROBE_ITEMS],
             checkpoint=self.checkpoint,
-            expected=lambda uid: task.expected(items[uid]),
+            expected=lambda uid: task.shown_answer(items[uid]),
             say=say,
             warn=warnings,
         )

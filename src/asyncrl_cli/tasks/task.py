@@ -104,6 +104,12 @@ class Task:
         answer: str | None = item["answer"]
         return answer
 
+    def shown_answer(self, item: Item) -> str | None:
+        """`expected`, as samples show it: in a worked response that is matched, only the last list counts."""
+        text, is_matched = self.expected(item), self.reward.kind == "exact-match"
+        is_part = text is not None and self.reward.adapter == "worked" and is_matched and "," in text
+        return f"the last list of {text}" if is_part else text
+
 
 def load_task(profile: Profile, run_dir: Path | None = None) -> Task:
     """The task of a profile. Raises ConfigError for errors in the profile or in a file.
