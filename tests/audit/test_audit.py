@@ -20,11 +20,15 @@ import typer
 from asyncrl_cli.audit.proofs import audit_run
 from asyncrl_cli.audit.run_files import RunFiles
 from asyncrl_cli.cli.app import run as command
+from asyncrl_cli.job.driver_replay import without_servers
 from asyncrl_cli.loop.admission import Admission
 from asyncrl_cli.loop.groups import Groups
 from asyncrl_cli.loop.ledger import Ledger, Stage
 from asyncrl_cli.loop.lending import Lending
 from asyncrl_cli.observe import step_values
+from asyncrl_cli.profile.check import check
+from asyncrl_cli.profile.loaded import load
+from asyncrl_cli.profile.resolved import differing
 from tests.audit import damages as d
 from tests.audit.made_run import made_run
 
@@ -64,6 +68,14 @@ def test_what_a_run_of_each_mode_has_recorded_holds(profile, sets, tmp_path):
     found = verdicts(tmp_path / "run")
     assert {name for name, verdict in found.items() if verdict == "not checked"} == KEPT_BY_REAL_RUNS
     assert "fails" not in found.values()
+
+
+def test_the_last_line_counts_the_claims_that_hold_fail_and_were_not_checked(copy, capsys):
+    assert command(["audit", str(copy)]) == 0
+    assert "14 claims hold, 3 not checked; " in capsys.readouterr().err
+    d.truncated(copy)
+    assert command(["audit", str(copy)]) == 1
+    assert ", 1 fail, 3 not checked; " in capsys.readouterr().err
 
 
 @pytest.fixture(scope="module")
@@ -278,9 +290,10 @@ def test_a_fault_of_the_code_is_noticed(fault, claim, tmp_path, monkeypatch):
 
 def test_a_replay_exits_as_its_last_eval_ends(tmp_path, monkeypatch, capsys):
     class Made:
+        steps = "steps 7-12 of 12, from step-000006"
         run_dir, changes, trains_differently, equal, different = tmp_path, {}, False, [0], []
         loaded = SimpleNamespace(profile=SimpleNamespace(eval=SimpleNamespace(prompts=4)), warnings=())
-        run = to_json = lambda self, *progress: {}
+        run = to_json = lambda self, *progress, **given: {}
 
     def stopped(run, *, as_json):
         raise typer.Exit(3)
@@ -291,4 +304,18 @@ def test_a_replay_exits_as_its_last_eval_ends(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("asyncrl_cli.checkpoint.run_directory.check_free", lambda *args: None)
     monkeypatch.setattr("asyncrl_cli.cli.evidence.run_to_its_end", stopped)
     assert command(["replay", "run", "--json"]) == 3
-    assert json.loads(capsys.readouterr().out)["eval/reward_mean"] is None
+    said = capsys.readouterr()
+    assert json.loads(said.out)["eval/reward_mean"] is None
+    assert "training again steps 7-12 of 12, from step-000006" in said.err
+
+
+def test_the_eval_of_a_replay_needs_no_server_of_the_run(tmp_path):
+    sets = ("rollout.engine=remote", 'rollout.urls=["http://far:8000"]', "rollout.token_file=serve.token")
+    far = load("base", [*sets, "weights.transport=directory", f"weights.url=file://{tmp_path}"], environ={})
+    here = without_servers(far.profile)
+    check(here)
+    assert {*differing(far.profile, here)} == {
+        *("rollout.engine", "rollout.urls", "rollout.token_file", "weights.transport", "weights.url")
+    }
+    assert here.rollout.engine == "transformers"
+    assert without_servers(here) is here

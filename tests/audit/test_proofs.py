@@ -16,7 +16,9 @@ from asyncrl_cli.audit.proofs import audit_run
 from asyncrl_cli.base.errors import ConfigError, RefusedError
 from asyncrl_cli.cli.app import run as command
 from asyncrl_cli.job.driver_replay import Replay
+from asyncrl_cli.loop.ledger import Stage
 from asyncrl_cli.observe.recorded import Recorded
+from asyncrl_cli.observe.run_status import read_status
 from asyncrl_cli.report.side_by_side import compare
 from tests.audit import damages as d
 from tests.run.commands import SMALL, finish, kill, start, wait_for_steps
@@ -87,6 +89,14 @@ def test_a_replay_makes_the_same_weights_bit_for_bit(copy: Path) -> None:
     own, others = (list(Recorded(path).metrics()) for path in (again.run_dir, copy))
     for key in ("train/loss", "train/grad_norm", "correction/kl", "reward/mean", "staleness/mean", "version"):
         assert [line[key] for line in own] == [line[key] for line in others]
+    seen = read_status("again", copy.parent)
+    assert (seen.state, seen.status.ledger["trained"]) == ("stopped", 8 * 4)  # an eval may follow
+    made = Replay(str(copy / "checkpoints" / "step-000004"), copy.parent, name="done")
+    assert made.steps == "steps 5-8 of 8, from step-000004"
+    made.run(is_scored=False)
+    seen = read_status("done", copy.parent)
+    assert (seen.state, seen.replayed[:30]) == ("done", "a replay of steps 5-8 of 'run'")
+    assert [*seen.status.ledger][1:] == [stage.value for stage in Stage]
     with pytest.raises(RefusedError, match="is a replay"):
         audit_run(again.run_dir)
 

@@ -151,7 +151,7 @@ def test_watching_as_json_is_a_line_per_look_until_the_end(tmp_path, capsys):
 
 def test_the_newest_run_is_watched_until_it_ends_and_leaves_its_totals(tmp_path, capsys):
     assert run(["watch", "--runs-dir", str(tmp_path)]) == 2
-    assert "there are no runs" in capsys.readouterr().err
+    assert "has no runs" in capsys.readouterr().err
     for name in ("older", "newer"):
         directory = RunDirectory.create(tmp_path, name, profile_toml="", resolved={})
         write_status(directory.path, phase="done")

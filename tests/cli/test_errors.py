@@ -36,9 +36,9 @@ MISTAKES = [
     ),
     (["profiles", "show", "bas"], 2, "there is no profile 'bas'", "`base`"),
     (["init", "parquet", "x"], 2, "there is no template 'parquet'", "jsonl"),
-    (["status", "--runs-dir", "/nonexistent"], 2, "there are no runs", "asyncrl train"),
-    (["stop", "x", "--runs-dir", "/nonexistent"], 2, "no run 'x'", "none"),
-    (["logs", "x", "--runs-dir", "/nonexistent"], 2, "no run 'x'", "none"),
+    (["status", "--runs-dir", "/nonexistent"], 2, "/nonexistent has no runs", "asyncrl train"),
+    (["stop", "x", "--runs-dir", "/nonexistent"], 2, "no run 'x'", "/nonexistent has no runs"),
+    (["logs", "x", "--runs-dir", "/nonexistent"], 2, "no run 'x'", "/nonexistent has no runs"),
     (["resume", "x", "--runs-dir", "/nonexistent"], 2, "'x'", ""),
 ]
 """Arguments; exit code, part of the message, part of the hint."""
@@ -60,7 +60,7 @@ def test_a_mistake_is_told_with_its_hint_and_exit_code(arguments, code, message,
     [
         (["plan", "-p", "nope", "--json"], "there is no profile 'nope'", 2),
         (["train", "--json"], "missing option '--profile'", 2),
-        (["status", "--json", "--runs-dir", "/nonexistent"], "there are no runs", 2),
+        (["status", "--json", "--runs-dir", "/nonexistent"], "/nonexistent has no runs", 2),
         (["plan", "-p", "base", "--set", "placement.gpus=8", "--gpus", "0", "--json"], "8 GPUs", 3),
     ],
 )

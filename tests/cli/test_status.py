@@ -80,6 +80,8 @@ def test_the_table_of_runs_fits_80_columns_and_names_nothing_in_part(runs_dir, c
     said = " ".join(out.split())
     assert "killed: rollout-0 gave no answer for 600 s asyncrl resume killed --runs-dir" in said
     assert "failed: rollout-0 failed: out of memory asyncrl logs failed" in said
+    assert "next: what to do with the run, as in `asyncrl" in said
+    assert "NEXT RUN" not in said
 
 
 def test_a_killed_run_in_depth_says_its_last_error_and_the_resume_line(runs_dir, capsys, monkeypatch):

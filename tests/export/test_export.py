@@ -301,7 +301,7 @@ def test_a_checkpoint_that_was_copied_out_of_its_run_goes_to_the_working_directo
     shutil.copytree(made.directory / "checkpoints" / "step-000002", away)
     monkeypatch.chdir(tmp_path)
     result = exported(made, str(away))
-    assert result.path == Path("otter-step-000002")
+    assert result.path == tmp_path / "otter-step-000002"
     assert_equal(weights_of(result.path), made.weights[2])
 
 

@@ -306,6 +306,45 @@ def test_plain_lines_are_few_and_close_with_the_totals(status):
     assert any(line.startswith("ledger     admitted 1,912") for line in lines)
 
 
+def test_a_plain_line_says_every_half_minute_what_is_waited_for_if_no_other_line_does(status):
+    now_s, stream = [0.0], io.StringIO()
+    plain = Plain(stream, now=lambda: now_s[0])
+    trainer = replace(
+        next(one for one in status.executors if one.role == "trainer"),
+        name="trainer-0",
+        state="starved",
+        waiting_for="3 of 8 groups",
+    )
+    waiting = replace(
+        status,
+        executors=[trainer],
+        restarting={"rollout-1": "1 of 3", "rollout-2": "no room"},
+        eval=replace(status.eval, running="version 0: 12 of 64 trajectories"),
+    )
+    for second in range(1, 101):
+        now_s[0] = float(second)
+        plain.status(replace(waiting, progress=replace(status.progress, time_s=float(second))))
+        if second == 50:
+            plain.event({"time_s": 50.0, "event": "remark", "message": "hello"})
+    lines = stream.getvalue().splitlines()
+    quiet = [line for line in lines if "still running" in line]
+    assert [line.split()[0] for line in quiet] == ["0:00:31", "0:01:20"]
+    assert quiet[0].endswith(
+        "still running (rollout-1 has no process: restart 1 of 3; rollout-2 has no process: no room; "
+        "eval of version 0: 12 of 64 trajectories; trainer-0 waits for 3 of 8 groups)"
+    )
+    plain.status(replace(waiting, phase="done"))
+    now_s[0] = 200.0
+    plain.status(replace(waiting, phase="done"))
+    assert stream.getvalue().count("still") == 2
+
+
+def test_plain_lines_show_the_reward_also_with_the_groups_that_were_filtered(status):
+    stream = io.StringIO()
+    Plain(stream).status(replace(status, reward={"mean": 0.5, "unfiltered_mean": 0.25}))
+    assert "reward 0.500  with filtered groups 0.250  last" in stream.getvalue()
+
+
 def test_the_last_step_is_shown_with_its_own_figures(facts, make):
     """The trainer is done with the last step long before its line is written, which has the final eval."""
     stream, now_s = io.StringIO(), [0.0]

@@ -71,6 +71,29 @@ def test_rewards_are_compared_at_equal_samples_and_at_equal_time(runs):
     assert found["mode"] == ["on-policy-pipeline", "one-step-off"]
 
 
+def test_rewards_along_samples_and_time_are_left_out_of_replays(runs):
+    (runs[1].files.path / "replay.json").write_text(
+        json.dumps({"of": "runs/a", "from_step": 6, "to_step": 20})
+    )
+    made = compare(runs, target=0.4)
+    found = {figure.label: figure.texts for figure in made.figures}
+    # only a's samples and time count: 40, after 100 s
+    assert found["reward at 40 samples"] == ["1.000", "-"]
+    assert found["reward at 0:01:40"] == ["1.000", "-"]
+    assert found["time to reward 0.400"] == ["0:00:40", "-"]
+    assert found["samples to it"] == ["16", "-"]
+    assert found["train steps"] == ["10", "20"]
+
+
+def test_the_status_of_a_replay_says_which_steps_it_has_trained(runs, tmp_path, capsys):
+    (runs[1].files.path / "replay.json").write_text(
+        json.dumps({"of": "runs/a", "from_step": 6, "to_step": 20})
+    )
+    for name, is_replay in (("a", False), ("b", True)):
+        assert run(["status", name, "--runs-dir", str(tmp_path)]) == 0
+        assert ("a replay of steps 7-20 of 'a'" in capsys.readouterr().out) == is_replay
+
+
 def test_the_target_is_what_all_have_reached_and_longer_steps_have_the_same_window(tmp_path):
     noisy = record(tmp_path, "noisy", [], [0.0, 1.0] * 100, step_s=1.0, groups=1)
     calm = record(tmp_path, "calm", [], [0.5] * 5, step_s=40.0, groups=40)

@@ -61,7 +61,8 @@ def find_run(argument: str, runs_dir: Path) -> Path:
     outputs = (detached_output(run_dir), failed_start(run_dir)) if run_dir.name else ()
     hints = (f"if it failed to start, {path} says why" for path in outputs if os.path.exists(path))
     raise ConfigError(
-        f"no run '{argument}' in {runs_dir}", hint=next(hints, "") or known_runs(runs_dir, argument)
+        f"no run '{argument}' in {runs_dir.absolute()}",
+        hint=next(hints, "") or known_runs(runs_dir, argument),
     )
 
 
@@ -89,7 +90,7 @@ def known_runs(runs_dir: Path, missing: str = "") -> str:
     """Text for a hint: the runs in `runs_dir`, or those whose names `missing` is the beginning of."""
     names = run_names(runs_dir)
     if not names:
-        return f"there are no runs in {runs_dir}; --runs-dir names another place"
+        return f"{runs_dir.absolute()} has no runs; --runs-dir names another place"
     if similar := [name for name in names if missing and name.startswith(missing)]:
         return f"did you mean {first_names(similar)}"
     return f"known runs: {', '.join(names[:8])}" + (", ..." if len(names) > 8 else "")
@@ -215,7 +216,7 @@ def find_run_or_checkpoint(argument: str, runs_dir: Path) -> Path:
         places = {f"{run}/{name}": runs_dir / run / "checkpoints" / name for run in run_names(runs_dir)}
         if having := [known for known, place in places.items() if place.is_dir()]:
             hint = f"did you mean {first_names(having)}"
-    raise ConfigError(f"no run or checkpoint '{argument}' (looked in {runs_dir})", hint=hint)
+    raise ConfigError(f"no run or checkpoint '{argument}' in {runs_dir.absolute()}", hint=hint)
 
 
 def has_checkpoints(directory: Path) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Annotated
 
 import typer
@@ -46,7 +47,9 @@ def audit(
     as_json: JsonOption = False,
 ) -> None:
     """Prove from a run's files what asyncrl promises: each group trained once, no token too old, logprobs
-    of the stamped versions, advantages, metrics, seals."""
+    of the stamped versions, advantages, metrics, seals.
+
+    `cases` says how often a claim was checked: once for each group, line, trajectory or file, for example."""
     from asyncrl_cli.audit.proofs import audit_run
     from asyncrl_cli.checkpoint.lookup import find_run
     from asyncrl_cli.observe.screen import ProgressLine
@@ -70,9 +73,11 @@ def audit(
             warn(f"{claim.name} fails: {'; '.join(claim.wrong)}{more}")
         elif claim.unchecked:
             say(f"{claim.name}: not checked: {claim.unchecked}")
-    failed = sum(bool(claim.num_wrong) for claim in claims)
-    say(f"{failed} of {len(claims)} claims fail; {written} has them, and reports show them")
-    if failed:
+    verdicts = Counter(claim.verdict for claim in claims)
+    found = [f"{verdicts['holds']} claims hold"] + [f"{verdicts['fails']} fail"] * bool(verdicts["fails"])
+    found += [f"{verdicts['not checked']} not checked"] * bool(verdicts["not checked"])
+    say(f"{', '.join(found)}; {written} has them, and reports show them")
+    if verdicts["fails"]:
         raise typer.Exit(1)
 
 
@@ -102,8 +107,10 @@ def replay(
     made = Replay(source, runs_dir, sets or (), name or "")
     check_free(runs_dir, made.run_dir.name)
     warn(*made.loaded.warnings)
+    say(f"training again {made.steps}")
+    is_scored = evals and bool(made.loaded.profile.eval.prompts)
     with ProgressLine(ui) as progress:
-        made.run(progress)
+        made.run(progress, is_scored=is_scored)
     equal = f"{len(made.equal)} of {len(made.equal) + len(made.different)} versions have the run's weights"
     if made.trains_differently:
         say(f"{equal}; with another {', '.join(made.changes)}, on the data that the run sampled without it")
@@ -114,7 +121,7 @@ def replay(
         hint = "bits are equal on the same kind of machine, with the same torch and as many threads"
         raise AsyncrlError(what, hint=hint)
     found, exit_code = made.to_json(), 0
-    if evals and made.loaded.profile.eval.prompts:
+    if is_scored:
         try:
             run_to_its_end(Run.resume(str(made.run_dir), runs_dir=runs_dir, ui=ui), as_json=False)
         except typer.Exit as ended:

@@ -140,7 +140,7 @@ def _write(
         path, notes = write_report(runs, out, runs_dir, progress, target)
     warn(*notes)
     say(f"{size(path.stat().st_size)}; the file needs no network")
-    print_text(str(path))
+    print_text(str(path.absolute()))
     if open_it:
         typer.launch(path.resolve().as_uri())
 
@@ -214,7 +214,7 @@ def trace(
 
     first, last = parse_steps(steps)
     recorded = Recorded.find(run, runs_dir)
-    path = out or recorded.files.path / "trace.json"
+    path = (out or recorded.files.path / "trace.json").absolute()
     counted = write_trace(recorded, path, first, last)
     warn(*recorded.damage.notes)
     if as_json:

@@ -96,7 +96,7 @@ def export(
         written = write_adapter(source, target, chosen)
     else:
         written = write_model(source, target, model_files, model, chosen, max_file_bytes, progress)
-    return Exported(path=target, source=source, dtype=chosen, **written._asdict())
+    return Exported(path=target.absolute(), source=source, dtype=chosen, **written._asdict())
 
 
 def _check_target(target: Path) -> None:

@@ -29,6 +29,7 @@ from asyncrl_cli.checkpoint.writer import CheckpointStore
 from asyncrl_cli.contracts.events import Event, StepRecord
 from asyncrl_cli.contracts.ports import Json, LoopSnapshot
 from asyncrl_cli.job.host_process import set_up_process
+from asyncrl_cli.loop.ledger import Stage
 from asyncrl_cli.models.model_directory import further_models, resolve_model
 from asyncrl_cli.models.model_files import keep_model_files
 from asyncrl_cli.observe.live_status import facts_of
@@ -40,6 +41,7 @@ from asyncrl_cli.plan.compiler import compile_job
 from asyncrl_cli.plan.job_plan import TRAINER, place_of
 from asyncrl_cli.profile.arithmetic import CRITIC, PROX, Schedule, is_apart
 from asyncrl_cli.profile.resolved import differing, laid_over, read_document, to_document, to_toml
+from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.tasks.code_choice import keep_record
 from asyncrl_cli.tasks.task import load_task
 
@@ -49,6 +51,20 @@ MAY_CHANGE = (*TRAINS, "eval.", "logging.", "checkpoint.")
 NOT = ("algorithm.filter_groups", "algorithm.max_num_gen_batches")
 OTHER_DATA = "a replay trains on the recorded trajectories: start a run for that, or leave it out"
 Say = Callable[[str], object]
+
+
+def without_servers(profile: Profile) -> Profile:
+    """The profile with an engine of the run's own, if its was `remote`: the eval at the end of a replay must
+    not depend on servers of others."""
+    if profile.rollout.engine != "remote":
+        return profile
+    rollout, weights = type(profile.rollout)(), type(profile.weights)()  # with the defaults
+    here = {key: getattr(rollout, key) for key in ("engine", "urls", "token_file", "workers")}
+    sections = {
+        "rollout": profile.rollout.model_copy(update=here),
+        "weights": profile.weights.model_copy(update={"transport": weights.transport, "url": weights.url}),
+    }
+    return profile.model_copy(update=sections)
 
 
 class Replay:
@@ -112,9 +128,13 @@ class Replay:
         found = {"equal_versions": self.equal, "different_versions": self.different}
         return {"of": str(self._run.files.path), "changes": dict(self.changes), **steps, **found}
 
-    def run(self, say: Say = lambda text: None) -> None:
+    @property
+    def steps(self) -> str:
+        return f"steps {self._begin.step + 1}-{self._last} of {self._last}, from {self._begin.directory.name}"
+
+    def run(self, say: Say = lambda text: None, *, is_scored: bool = True) -> None:
         """Train the recorded steps again, in a new run directory that ends with a checkpoint. Nothing is left
-        of a replay that fails."""
+        of a replay that fails. `is_scored`: a resume follows, and until then the replay is not done."""
         profile, origins = self.loaded.profile, self.loaded.origins
         job = compile_job(profile, local_cluster())
         set_up_process(threads=job.role(TRAINER).threads, log_path=None)
@@ -126,7 +146,9 @@ class Replay:
         place = replace(place_of(job, TRAINER, model_dir), workers=1, **further_models(profile, model_dir))
         # a resume has nothing left but one eval
         ends = {"train_steps": self._last, "total_rollout_steps": None, "name": self._name}
-        self._ending = profile.model_copy(update={"run": profile.run.model_copy(update=ends)})
+        self._ending = without_servers(
+            profile.model_copy(update={"run": profile.run.model_copy(update=ends)})
+        )
         documents = {"profile_toml": to_toml(self._ending, origins)}
         resolved = to_document(self._ending, origins)
         directory = RunDirectory.create(self._runs_dir, self._name, **documents, resolved=resolved)
@@ -143,7 +165,7 @@ class Replay:
                 )
                 try:
                     trainer.load(self._begin.directory)
-                    self._train_all(trainer, directory, say)
+                    self._train_all(trainer, directory, say, "stopped" if is_scored else "done")
                 finally:
                     trainer.close()
             replace_text(directory.path / REPLAY, json.dumps(self.to_json(), indent=1) + "\n")
@@ -153,7 +175,7 @@ class Replay:
         finally:
             directory.close()
 
-    def _train_all(self, trainer: Any, directory: RunDirectory, say: Say) -> None:
+    def _train_all(self, trainer: Any, directory: RunDirectory, say: Say, phase: str) -> None:
         sinks = [MetricsFile(directory.metrics), EventsFile(directory.events)]
         further = [TimelineFile(directory.timeline), StatusFile(directory.status)]
         facts, began_s = facts_of(self._ending, directory.path, 1), time.monotonic()
@@ -185,7 +207,7 @@ class Replay:
         trainer.snapshot(step)
         progress = {"time_s": time.monotonic() - began_s, "observers": [observers.state()]}
         self._checkpoint(trainer, directory, version, tokens, progress)
-        observers.close("stopped")
+        observers.close(phase)
 
     def _trained(self, trainer: Any, path: Path) -> StepRecord:
         from asyncrl_cli.data.step_files import read_step
@@ -201,7 +223,6 @@ class Replay:
         indexed = {index: of_key[group.key] for index, group in enumerate(groups)}
         report = trainer.train(batch.step_in_window, plan, indexed, batch.columns)
         step_s, trained = time.monotonic() - began_s, batch.step * self._size
-        counts = dict.fromkeys(("running", "finished", "training", "dropped", "requeued"), 0)
         return StepRecord(
             **when,
             version=batch.window,
@@ -214,7 +235,7 @@ class Replay:
             spans={},
             sync={},
             evals=(),
-            ledger={**counts, "admitted_total": trained, "trained": trained},
+            ledger={"admitted_total": trained, **{stage.value: 0 for stage in Stage}, "trained": trained},
             tokens_discarded=0,
             tokens_trained=sum(group.response_tokens for group in groups),
         )

@@ -21,6 +21,7 @@ NOTHING = "-"
 SHOWN_WARNINGS = 3
 MOST_SHOWN = 1e15
 """From here on, numbers are shown as powers of ten, and are no figures of a chart."""
+MOST_WAITS = 4
 T = TypeVar("T")
 
 
@@ -142,9 +143,11 @@ def step_text(status: Status) -> str:
     progress, use, staleness, periods = status.progress, status.utilization, status.staleness, status.periods
     assert periods.steps is not None
     current = periods.utilization if periods.utilization != periods.steps else None
+    unfiltered = status.reward.get("unfiltered_mean")
     figures = [
         f"step {progress.step}/{progress.train_steps} v{progress.version}",
         f"reward {number(status.reward.get('mean'), 3)}",
+        *([] if unfiltered is None else [f"with filtered groups {number(unfiltered, 3)}"]),
         f"{periods.steps.words}: staleness {number(staleness.get('mean'))}/{staleness.get('max', NOTHING)}",
         *([f"{current.words}:"] if current else []),
         f"slots used {share(use.get('rollouter_slot_utilization'))}",
@@ -153,6 +156,21 @@ def step_text(status: Status) -> str:
         f"tokens/s {count(use.get('rollouter_tokens_per_s'))}",
     ]
     return "  ".join(figures)
+
+
+def waits_text(status: Status) -> str:
+    """What is being waited for, as far as the status knows."""
+    restarts = {
+        name: f"restart {why}" if why[0].isdigit() else why for name, why in status.restarting.items()
+    }
+    waits = [f"{name} has no process: {why}" for name, why in restarts.items()]
+    waits += [f"eval of {status.eval.running}"] if status.eval.running else []
+    waits += [
+        f"{one.name} waits for {one.waiting_for}" if one.waiting_for else f"{one.name} is {one.state}"
+        for one in status.executors
+        if one.role in ("trainer", "rollout") and one.name not in status.restarting
+    ][:MOST_WAITS]
+    return "; ".join(waits) or "nothing is known yet"
 
 
 def line_text(line: Mapping[str, Any]) -> str:

@@ -19,7 +19,7 @@ from asyncrl_cli.base.paths import ADDRESS_VARIABLE, as_typed
 from asyncrl_cli.base.safe_files import MIB, UnsafeFile, open_regular, parse_json, read_bytes, reason
 from asyncrl_cli.checkpoint.lookup import find_run, is_locked, run_names
 from asyncrl_cli.checkpoint.reader import checkpoints_in
-from asyncrl_cli.checkpoint.run_directory import never_began
+from asyncrl_cli.checkpoint.run_directory import REPLAY, never_began
 from asyncrl_cli.contracts.events import ENDED
 from asyncrl_cli.contracts.status import Status, parse_status
 
@@ -108,6 +108,16 @@ class RunStatus:
         errors = (match[1] for line in reversed(lines) if (match := ERROR_LINE.match(line)))
         return next(errors, "")
 
+    @property
+    def replayed(self) -> str:
+        """The steps that a replay has trained, in words; "" for a run."""
+        try:
+            made = parse_json(read_bytes(self.directory / REPLAY, max_bytes=MIB), dict[str, Any])
+            first, last, run = made["from_step"] + 1, made["to_step"], Path(made["of"]).name
+        except (OSError, ValueError, LookupError, TypeError):
+            return ""
+        return f"a replay of steps {first}-{last} of '{run}': counts include what came before them"
+
     @classmethod
     def from_json(cls, directory: Path, text: str) -> RunStatus:
         """The inverse of `to_json`. Raises ValueError for anything else."""
@@ -165,7 +175,7 @@ def _liveness(status: Status, age_s: float, is_held: bool) -> Liveness:
 
 
 def no_runs(runs_dir: Path) -> ConfigError:
-    return ConfigError(f"there are no runs in {runs_dir}", hint="start one with `asyncrl train`")
+    return ConfigError(f"{runs_dir.absolute()} has no runs", hint="start one with `asyncrl train`")
 
 
 def next_command(directory: Path, state: str) -> str:

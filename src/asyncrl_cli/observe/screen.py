@@ -19,7 +19,16 @@ from rich.text import Text
 
 from asyncrl_cli.contracts.events import ENDED
 from asyncrl_cli.contracts.status import Status
-from asyncrl_cli.observe.format import NOTHING, clock, event_text, number, share, step_text, summary_rows
+from asyncrl_cli.observe.format import (
+    NOTHING,
+    clock,
+    event_text,
+    number,
+    share,
+    step_text,
+    summary_rows,
+    waits_text,
+)
 from asyncrl_cli.observe.render import PHASE_STYLES, render, render_summary
 from asyncrl_cli.observe.run_lines import Line
 from asyncrl_cli.observe.run_status import RunRow, RunStatus
@@ -31,6 +40,8 @@ REDRAWS_PER_S = 2
 CLOSE_TIMEOUT_S = 5.0
 PLAIN_EVERY_S = 5.0
 """Minimum time between two lines of a start, or of steps: a fast run must not flood a log."""
+QUIET_S = 30.0
+"""After so long without a line of a run, one says what the run waits for."""
 AROUND_WORDS = 1 + 1 + 7 + 4
 """Cells of spinner, shortest bar and clock, and of the four gaps between the columns."""
 PACE_OVER_S = 15.0
@@ -45,9 +56,7 @@ STYLES = {
     "silent": "bold yellow",
     "stopped": "yellow",
 }
-LEGEND = (
-    "idle: trainer, rollouter; stale: versions per token; age: of the last report\nnext: asyncrl NEXT RUN"
-)
+LEGEND = "idle: trainer, rollouter; stale: versions per token; age: of the last report"
 
 
 class ProgressLine:
@@ -177,6 +186,7 @@ class Plain(Sink):
         self._stream = stream
         self._now = now
         self._shown_s = float("-inf")
+        self._written_s = now()
         self._shown_step = 0
         self._phase = ""
 
@@ -198,6 +208,8 @@ class Plain(Sink):
             self._write(status.progress.time_s, f"{status.name} ({status.mode}): {self._phase}")
         if status.phase not in ENDED and self._now() - self._shown_s >= PLAIN_EVERY_S:
             self._write_step(status)
+        if status.phase not in ENDED and self._now() - self._written_s >= QUIET_S:
+            self._write(status.progress.time_s, f"still {status.phase} ({waits_text(status)})")
 
     def close(self, status: Status) -> None:
         self._write_step(status)
@@ -214,6 +226,7 @@ class Plain(Sink):
             self._shown_s, self._shown_step = self._now(), step
 
     def _write(self, time_s: float, text: str) -> None:
+        self._written_s = self._now()
         self._stream.write(neutral(f"{clock(time_s)}  {text}\n"))
         self._stream.flush()
 
@@ -243,6 +256,8 @@ def print_status(found: RunStatus, console: Console, *, error: str = "", go_on: 
 
     `error`: what ended the run, if its status does not say so; `go_on`: the next command."""
     console.print(render(found.status, width=console.width, height=200, remark=found.remark), highlight=False)
+    if found.replayed:
+        console.print(Text(found.replayed), soft_wrap=True)
     if found.liveness == "ended":
         console.print(render_summary(found.status))
     elif error:
@@ -292,7 +307,8 @@ def table_of(rows: Sequence[RunRow]) -> Group:
         )
         if row.error:
             below.append(Text.assemble((f"{row.name}: ", "bold red"), f"{row.error}\n  {row.next}"))
-    return Group(table, *below, Text(LEGEND, "dim"))
+    legend = f"{LEGEND}\nnext: what to do with the run, as in `{rows[0].next}`"
+    return Group(table, *below, Text(legend, "dim"))
 
 
 def since(seconds: float) -> str:
