@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 
-from asyncrl_cli.base.errors import ConfigError, Interrupted
+from asyncrl_cli.base.errors import AsyncrlError, ConfigError, Interrupted
+from asyncrl_cli.bench import comparison
 from asyncrl_cli.bench.comparison import compare, remarks_of
 from asyncrl_cli.bench.contest import contest_of
 from asyncrl_cli.bench.simulated_runs import SimulatedJob, simulate_all
@@ -103,6 +104,21 @@ def test_the_first_run_of_each_profile_is_recorded(tmp_path: Path) -> None:
     compare(contest, tmp_path, Quiet())
     recorded = sorted(path.name for path in (tmp_path / "runs").iterdir())
     assert recorded == ["colocate-s0", "partial-rollout-s0"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("error", [Interrupted("interrupted"), AsyncrlError("no such run")])
+def test_what_comes_after_all_runs_loses_none_of_them(
+    error: AsyncrlError, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def outlook(*_: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(comparison, "outlook", outlook)
+    contest = contest_of("colocate", ["partial-rollout"], groups=64, workload=workload())
+    compared = compare(contest, tmp_path, Quiet())
+    assert [result.seeds for result in compared.results] == [(0,), (0,)]
+    assert type(compared.error) is type(error)
 
 
 PARENT = """

@@ -41,7 +41,8 @@ KINDS: dict[int, type[AsyncrlError]] = {2: ConfigError, 3: PreflightError}
 
 def compare(contest: Contest, directory: Path, bars: Bars) -> Comparison:
     """Make all runs, in `directory`/runs. Raises AsyncrlError if the first run fails. The error of a later
-    real run becomes the comparison's `error`; of simulated runs nothing is kept after an error."""
+    real run becomes the comparison's `error`; of simulated runs nothing is kept after an error. What comes
+    after all simulated runs ends with an `error`, too."""
     runs_dir, workload, groups = directory.resolve() / "runs", contest.workload, contest.groups
     if workload is None:
         return _compare_real(contest, runs_dir, bars)
@@ -61,14 +62,20 @@ def compare(contest: Contest, directory: Path, bars: Bars) -> Comparison:
     except BaseException:
         remove(runs_dir)
         raise
-    outlooks, scalings = dict[str, str](), []
-    with simulators(usable_cores()) as pool:
-        for entry in contest.entries:
-            limit, scaling = outlook(pool, workload, entry.reference, entry.sets, entry.profile)
-            outlooks[entry.name] = f"limited by {limit}" + (f"; {scaling}" if scaling else "")
-            scalings += [scaling.to_json()] if scaling else []
-    made = comparison_of(contest, runs, remarks_of(workload, fit))
-    return replace(made, outlooks=outlooks, scalings=scalings)
+    made, outlooks, scalings = comparison_of(contest, runs, remarks_of(workload, fit)), dict[str, str](), []
+    error: AsyncrlError | None = None
+    try:
+        with simulators(usable_cores()) as pool:
+            for entry in contest.entries:
+                bars.say(f"simulating what limits {entry.name}, and how it scales")
+                limit, scaling = outlook(pool, workload, entry.reference, entry.sets, entry.profile)
+                outlooks[entry.name] = f"limited by {limit}" + (f"; {scaling}" if scaling else "")
+                scalings += [scaling.to_json()] if scaling else []
+    except Interrupted:
+        error = Interrupted("interrupted: the runs are compared, but what limits each profile is not known")
+    except AsyncrlError as failure:
+        error = failure
+    return replace(made, outlooks=outlooks, scalings=scalings, error=error)
 
 
 def remarks_of(workload: Workload, fit: Sequence[Residual]) -> tuple[str, ...]:
