@@ -88,8 +88,8 @@ def test_the_logs_of_earlier_attempts_are_within_reach(directory, tmp_path, caps
     of_driver = ["logs", "first", "--runs-dir", str(tmp_path), "--role", "driver"]
     assert run(of_driver) == 0
     said = capsys.readouterr()
-    told = "this was attempt 2, the newest; --attempt 1 shows the earlier one\n"
-    assert (said.out, said.err) == ("resumed\n", told)
+    hint = "attempt 2 is the newest; --attempt 1 shows the earlier one\n"
+    assert (said.out, said.err) == ("resumed\n", hint)
     assert run([*of_driver, "--attempt", "1"]) == 0
     assert capsys.readouterr().out == "one\ntwo\n"
     assert run([*of_driver, "--attempt", "3"]) == 2

@@ -118,8 +118,8 @@ def test_a_local_session_may_ask_for_more_cpus_than_cores_and_is_warned():
     plan = job(workers=2)
     assert plan.cpus == 3
     assert plan.warnings == (
-        "the job asks for 3 CPUs on 2 cores and starts all the same, but its 3 threads slow each other down: "
-        "ask for fewer workers",
+        "the job asks for 3 CPUs on 2 cores and starts all the same; 3 threads on 2 cores slow each "
+        "other down: ask for fewer workers",
     )
 
 
@@ -314,8 +314,8 @@ def test_logical_gpus_are_counted_and_claimed_as_gpus_and_the_job_computes_on_cp
     assert rehearsal.groups == real.groups
     assert (real.device, rehearsal.device) == ("cuda", "cpu")
     assert rehearsal.warnings == (
-        "the job asks for 5 CPUs on 2 cores and starts all the same, but its 5 threads slow each other down: "
-        "ask for fewer workers",
+        "the job asks for 5 CPUs on 2 cores and starts all the same; 5 threads on 2 cores slow each "
+        "other down: ask for fewer workers",
     )
     with pytest.raises(PreflightError) as refused:
         job(nodes((16, 4)), device="cpu", gpu_bundles=True, **asked)

@@ -97,8 +97,9 @@ def test_by_nccl_workers_load_one_after_another_and_wait_while_they_generate(tra
     load_s = work.syncing.parameter_bytes / (40e6 if transport == "nccl" else 50e6)
 
     async def all_load() -> list[tuple[float, float]]:
-        times, loop = Costs(workload=work, profile=shape, ranks=1, workers=4).worker_times(), now()
-        workers = [SimulatedWorker(f"rollout-{i}", 8, times, 0, SharedMachine()) for i in range(4)]
+        loop = asyncio.get_running_loop()
+        shared = Costs(workload=work, profile=shape, ranks=1, workers=4).worker_times()
+        workers = [SimulatedWorker(f"rollout-{i}", 8, shared, 0, SharedMachine()) for i in range(4)]
 
         async def load(worker: SimulatedWorker) -> tuple[float, float]:
             await worker.prefetch(Published(version=1, num_bytes=0, publish_s=0.0, handle=None))
@@ -114,7 +115,6 @@ def test_by_nccl_workers_load_one_after_another_and_wait_while_they_generate(tra
     assert paused == pytest.approx([load_s] * 4)
 
 
-now = asyncio.get_running_loop
 FIVE_GPUS = workload().profile | {"placement": {"device": "cuda", "gpus": 5}}
 
 

@@ -191,9 +191,8 @@ def _rehearsed(profile: Profile, model_dir: Path | None) -> Rehearsal | AsyncrlE
     is_whole = (is_file and profile.task.rehearsal_items) or profile.task.curriculum is not None
     few = profile
     if not is_whole:
-        items = max(
-            1, profile.task.rehearsal_items
-        )  # without a rehearsal one tells whether the task can be loaded
+        # without a rehearsal one tells whether the task can be loaded
+        items = max(1, profile.task.rehearsal_items)
         few = with_values(profile, {"task.train_prompts": min(items, profile.task.train_prompts or items)})
     try:
         task = load_task(few)

@@ -222,13 +222,18 @@ def logs(
         raise ConfigError(what, hint=f"logs: {known}")
     is_one = len(found) == 1 and (not follow or role == found[0].stem)
     look, wait = partial(logs_of, place, role), partial(time.sleep, LOGS_POLL_S)
+    others = ""
+    if attempt is None and attempts > 1:
+        earlier = "1 shows the earlier one" if attempts == 2 else f"1 to {attempts - 1} show earlier ones"
+        others = f"attempt {attempts} is the newest; --attempt {earlier}"
+    if others and follow:
+        say(others)
     for name, line in follow_lines(directory, look, follow=follow, wait=wait):
         print_text(uncoloured(line if is_one else f"{name:<10} | {line}"))
         if follow:
             sys.stdout.flush()
-    if attempt is None and attempts > 1:
-        earlier = "1 shows the earlier one" if attempts == 2 else f"1 to {attempts - 1} show earlier ones"
-        say(f"this was attempt {attempts}, the newest; --attempt {earlier}")
+    if others and not follow:
+        say(others)
 
 
 def logs_of(directory: Path, role: str | None) -> list[Path]:

@@ -298,7 +298,10 @@ def _warnings(profile: Profile, plan: JobPlan, cluster: ClusterResources) -> Ite
     others = tensor_parallel_size(profile, plan.device) - 1 if on_cpus else 0
     threads = plan.cpus - len(plan.servers) + rollout.workers * rollout.threads * others
     if cluster.elastic_cpus and max(threads, plan.cpus) > cluster.cpus:
-        asks = f"the job asks for {counted(plan.cpus, 'CPU')} on {counted(cluster.cpus, 'core')} and starts"
-        slow = f"but its {threads} threads slow each other down: ask for fewer workers"
-        light = "because workers whose servers generate hardly compute"
-        yield f"{asks} all the same, {slow if threads > cluster.cpus else light}"
+        cores = counted(cluster.cpus, "core")
+        asks = f"the job asks for {counted(plan.cpus, 'CPU')} on {cores} and starts all the same"
+        slow = f"{threads} threads on {cores} slow each other down: ask for fewer workers"
+        slow += " or a lower rollout.tensor_parallel_size" if others else ""
+        light = f"{asks}, because workers whose servers generate hardly compute"
+        slow = f"{asks}; {slow}" if plan.cpus > cluster.cpus else slow
+        yield slow if threads > cluster.cpus else light
