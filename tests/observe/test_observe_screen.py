@@ -330,7 +330,7 @@ def test_a_plain_line_says_every_half_minute_what_is_waited_for_if_no_other_line
     quiet = [line for line in lines if "still running" in line]
     assert [line.split()[0] for line in quiet] == ["0:00:31", "0:01:20"]
     assert quiet[0].endswith(
-        "still running (rollout-1 has no process: restart 1 of 3; rollout-2 has no process: no room; "
+        "still running (rollout-1 is down (restart 1 of 3); rollout-2 is down (no room); "
         "eval of version 0: 12 of 64 trajectories; trainer-0 waits for 3 of 8 groups)"
     )
     plain.status(replace(waiting, phase="done"))

@@ -146,8 +146,8 @@ class Replay:
         place = replace(place_of(job, TRAINER, model_dir), workers=1, **further_models(profile, model_dir))
         # a resume has nothing left but one eval
         ends = {"train_steps": self._last, "total_rollout_steps": None, "name": self._name}
-        self._ending = without_servers(
-            profile.model_copy(update={"run": profile.run.model_copy(update=ends)})
+        self._ending = without_servers(profile).model_copy(
+            update={"run": profile.run.model_copy(update=ends)}
         )
         documents = {"profile_toml": to_toml(self._ending, origins)}
         resolved = to_document(self._ending, origins)

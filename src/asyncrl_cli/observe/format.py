@@ -21,7 +21,6 @@ NOTHING = "-"
 SHOWN_WARNINGS = 3
 MOST_SHOWN = 1e15
 """From here on, numbers are shown as powers of ten, and are no figures of a chart."""
-MOST_WAITS = 4
 T = TypeVar("T")
 
 
@@ -156,21 +155,6 @@ def step_text(status: Status) -> str:
         f"tokens/s {count(use.get('rollouter_tokens_per_s'))}",
     ]
     return "  ".join(figures)
-
-
-def waits_text(status: Status) -> str:
-    """What is being waited for, as far as the status knows."""
-    restarts = {
-        name: f"restart {why}" if why[0].isdigit() else why for name, why in status.restarting.items()
-    }
-    waits = [f"{name} has no process: {why}" for name, why in restarts.items()]
-    waits += [f"eval of {status.eval.running}"] if status.eval.running else []
-    waits += [
-        f"{one.name} waits for {one.waiting_for}" if one.waiting_for else f"{one.name} is {one.state}"
-        for one in status.executors
-        if one.role in ("trainer", "rollout") and one.name not in status.restarting
-    ][:MOST_WAITS]
-    return "; ".join(waits) or "nothing is known yet"
 
 
 def line_text(line: Mapping[str, Any]) -> str:

@@ -72,6 +72,7 @@ LEAST_ROWS = 5
 ROW_LABEL = 13
 MOST_STATES = 4
 """Limit for the states that are named. A worker has less room."""
+MOST_WAITS = 6
 SYNC_PARTS = ("gather", "send", "load", "pause")
 STEP_PARTS = (
     *("step", "train", "wait_data", "wait_scores", "old_logprob", "ref", "teacher"),
@@ -153,6 +154,18 @@ def _blocks(status: Status, moment: str, width: int, room: int) -> list[Text]:
                 return lines
             lines, above = [*lines, *above, *block], []
     return lines
+
+
+def waits_text(status: Status) -> str:
+    """What is being waited for, as far as the status knows, in one line."""
+    waits = [
+        f"{name} is down ({'restart ' * why[0].isdigit()}{why})" for name, why in status.restarting.items()
+    ]
+    waits += [f"eval of {status.eval.running}"] if status.eval.running else []
+    for one in status.executors:
+        if one.role in SIDES and one.name not in status.restarting:
+            waits.append(f"{one.name} {f'waits for {one.waiting_for}' if one.waiting_for else one.state}")
+    return "; ".join(waits[:MOST_WAITS])
 
 
 def _header(status: Status, width: int) -> list[Text]:

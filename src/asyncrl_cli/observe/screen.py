@@ -19,17 +19,8 @@ from rich.text import Text
 
 from asyncrl_cli.contracts.events import ENDED
 from asyncrl_cli.contracts.status import Status
-from asyncrl_cli.observe.format import (
-    NOTHING,
-    clock,
-    event_text,
-    number,
-    share,
-    step_text,
-    summary_rows,
-    waits_text,
-)
-from asyncrl_cli.observe.render import PHASE_STYLES, render, render_summary
+from asyncrl_cli.observe.format import NOTHING, clock, event_text, number, share, step_text, summary_rows
+from asyncrl_cli.observe.render import PHASE_STYLES, render, render_summary, waits_text
 from asyncrl_cli.observe.run_lines import Line
 from asyncrl_cli.observe.run_status import RunRow, RunStatus
 from asyncrl_cli.observe.sinks import Sink

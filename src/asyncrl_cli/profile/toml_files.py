@@ -48,10 +48,8 @@ def _explained(error: tomli.TOMLDecodeError) -> tuple[str, str]:
     lines, before = error.doc.splitlines(), error.doc[: error.pos]
     line = lines[error.lineno - 1].strip() if error.lineno <= len(lines) else ""
     if error.msg == "Cannot overwrite a value" and (keys := KEY_LINE.findall(before)):
-        return (
-            f"{'.'.join([*SECTION_LINE.findall(before)[-1:], keys[-1]])} is given twice",
-            "keep one of them",
-        )
+        key = ".".join([*SECTION_LINE.findall(before)[-1:], keys[-1]])
+        return f"{key} is given twice", "keep one of them"
     if error.msg.startswith("Cannot declare"):
         return f"{shortened(line)} is there twice", "put the keys of both into one"
     if "declaration" in error.msg:

@@ -23,7 +23,6 @@ from asyncrl_cli.profile.schema import Profile
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 GUESSES = " Some common causes include"
-CONNECTION_ENDED = "connection error code"
 OWNER_DIED = "owner has died"
 """Ray says so although the actor's owner, this process, lives: the raylet is just ending, and the lifeline
 will see it."""
@@ -141,7 +140,7 @@ def _failure(executor: str, call: str, limit: Limit, error: Exception, host: str
         why = (reasons or lines or [type(error).__name__])[0].partition(GUESSES)[0]
         if isinstance(error, ActorUnavailableError):
             why = "it cannot be reached"
-        elif CONNECTION_ENDED in why:  # Ray knows no more
+        elif "connection error code" in why:  # Ray knows no more
             why = "a signal ended it (kill -9, or too little memory), or it crashed"
         return ExecutorLost(f"{what} during {call}: {why}", executor=executor)
     cause = error.cause
