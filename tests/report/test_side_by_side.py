@@ -111,9 +111,10 @@ def test_compare_prints_the_figures_as_json_and_doubts_tasks_that_differ(runs, t
     assert run(["compare", "a", "--runs-dir", str(tmp_path)]) == 2
 
 
-def test_compare_writes_the_report_of_the_runs_side_by_side(runs, tmp_path, capsys):
+def test_compare_writes_the_report_of_the_runs_side_by_side(runs, tmp_path, capsys, monkeypatch):
     out = tmp_path / "two.html"
-    assert run(["compare", "a", "b", "--reward", "0.4", "--out", str(out), "--runs-dir", str(tmp_path)]) == 0
+    monkeypatch.chdir(tmp_path)
+    assert run(["compare", "a", "b", "--reward", "0.4", "--out", "two.html", "--runs-dir", "."]) == 0
     *table, path = capsys.readouterr().out.splitlines()
     assert path == str(out)
     rows = {" ".join(row.split()[:-2]): row.split()[-2:] for row in table}
