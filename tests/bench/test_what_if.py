@@ -83,8 +83,9 @@ def test_one_change_of_each_kind_is_tried(tmp_path: Path) -> None:
     workload = small(tmp_path)
     profile = profile_for(workload, "partial-rollout", groups=1).profile
     tried = {one.label: one for one in changes(workload, profile)}
-    kinds = {"K = 8", "K = 2", "eta = 1", "eta = 0.25", "split 3:1", "split 1:3", "slots = 8", "slots = 32"}
-    assert kinds | {"dispatch by group", "+8 GPUs", "longest response 48"} <= tried.keys()
+    splits = ("split 3:1 (trainer:rollout)", "split 1:3 (trainer:rollout)")
+    kinds = {"K = 8", "K = 2", "eta = 1", "eta = 0.25", *splits, "slots = 8", "slots = 32"}
+    assert kinds | {"dispatch by group", "+8 GPUs, divided as before", "longest response 48"} <= tried.keys()
     for one in tried.values():  # each is a profile that can be planned
         changed = profile_for(workload, "partial-rollout", one.sets, groups=1).profile
         compile_job(changed, virtual_cluster(changed))

@@ -249,7 +249,7 @@ def changes(workload: Workload, profile: Profile) -> Iterator[Change]:
             if setting.devices[giver] > unit:
                 moved = {giver: setting.devices[giver] - unit, taker: setting.devices[taker] + unit}
                 split = replace(setting, devices={**setting.devices, **moved})
-                yield Change(label=f"split {split.split}", sets=tuple(split.sets))
+                yield Change(label=f"split {split.split} ({split.split_names})", sets=tuple(split.sets))
     yield Change(label=f"slots = {rollout.slots // 2}", sets=(f"rollout.slots={rollout.slots // 2}",))
     yield Change(label=f"slots = {rollout.slots * 2}", sets=(f"rollout.slots={rollout.slots * 2}",))
     dispatch = "group" if rollout.placement == "response" else "response"
@@ -260,7 +260,7 @@ def changes(workload: Workload, profile: Profile) -> Iterator[Change]:
     if profile.placement.gpus:
         with suppress(ConfigError):  # as many cannot be divided
             more_gpus = resized(workload, profile, (), profile.placement.gpus + ADDED_GPUS)
-            yield Change(label=f"+{ADDED_GPUS} GPUs", sets=more_gpus)
+            yield Change(label=f"+{ADDED_GPUS} GPUs, divided as before", sets=more_gpus)
     if workload.lengths.prompt_tokens and not profile.trainer.shared_prefixes:
         yield Change(label="shared prefixes", sets=("trainer.shared_prefixes=true",))
     longest = rollout.max_response_tokens // 2

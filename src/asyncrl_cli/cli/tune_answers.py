@@ -76,9 +76,13 @@ def _print_effects(found: WhatIf) -> None:
     first, *others = found.effects
     assert first.groups_per_s is not None
     assert first.staleness is not None
-    print_prose(f"SIMULATED: {found.workload.name}, {found.profile}; in brackets, 90% intervals")
-    rate, stale = _shown(first.groups_per_s), _shown(first.staleness)
-    print_prose(f"{rate} groups/s, {stale} versions of staleness")
+    print_prose(
+        f"SIMULATED: {found.workload.name}, {found.profile}; in brackets, 90% intervals without the model's "
+        "own error"
+    )
+    assert first.cost_s is not None
+    rate, stale, cost = map(_shown, (first.groups_per_s, first.staleness, first.cost_s))
+    print_prose(f"{rate} groups/s, {stale} versions of staleness, {cost} device s per group")
     print_prose(f"limited by {found.limit}\n")
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for heading in ("change", "groups/s", "staleness", "device s per group"):
@@ -104,7 +108,12 @@ def _print_effects(found: WhatIf) -> None:
 def _print_scalings(name: str, scaled: list[Scaling]) -> None:
     from rich.table import Table
 
-    print_prose(f"SIMULATED: {name}, the same batch on more GPUs; linearity: against the fewest\n")
+    from asyncrl_cli.bench.what_if import PAYS
+
+    print_prose(
+        f"SIMULATED: {name}, the same batch on more GPUs; linearity: against the fewest. More pay if twice "
+        f"as many make at least {PAYS:g} times as many groups per second\n"
+    )
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for heading in ("profile", "GPUs", "groups/s", "linearity", "GPU s per group"):
         table.add_column(heading, justify="left" if heading == "profile" else "right", no_wrap=True)
