@@ -96,10 +96,10 @@ def known_runs(runs_dir: Path, missing: str = "") -> str:
     return f"known runs: {', '.join(names[:8])}" + (", ..." if len(names) > 8 else "")
 
 
-def last_status(run_dir: Path) -> Mapping[str, object]:
-    """The content of a run's status.json; empty if it cannot be read."""
+def last_status(run_dir: Path, file: str = "status.json") -> Mapping[str, object]:
+    """The content of a run's status.json, or of another of its files; empty if it cannot be read."""
     with contextlib.suppress(OSError, ValueError):
-        return parse_json(read_bytes(run_dir / "status.json", max_bytes=MAX_JSON_BYTES), dict[str, object])
+        return parse_json(read_bytes(run_dir / file, max_bytes=MAX_JSON_BYTES), dict[str, object])
     return {}
 
 

@@ -17,7 +17,7 @@ import psutil
 from asyncrl_cli.base.errors import ConfigError, RefusedError
 from asyncrl_cli.base.paths import ADDRESS_VARIABLE, as_typed
 from asyncrl_cli.base.safe_files import MIB, UnsafeFile, open_regular, parse_json, read_bytes, reason
-from asyncrl_cli.checkpoint.lookup import find_run, is_locked, run_names
+from asyncrl_cli.checkpoint.lookup import find_run, is_locked, last_status, run_names
 from asyncrl_cli.checkpoint.reader import checkpoints_in
 from asyncrl_cli.checkpoint.run_directory import REPLAY, never_began
 from asyncrl_cli.contracts.events import ENDED
@@ -110,13 +110,10 @@ class RunStatus:
 
     @property
     def replayed(self) -> str:
-        """The steps that a replay has trained, in words; "" for a run."""
-        try:
-            made = parse_json(read_bytes(self.directory / REPLAY, max_bytes=MIB), dict[str, Any])
-            first, last, run = made["from_step"] + 1, made["to_step"], Path(made["of"]).name
-        except (OSError, ValueError, LookupError, TypeError):
-            return ""
-        return f"a replay of steps {first}-{last} of '{run}': counts include what came before them"
+        """What a replay has trained, in words; "" for a run."""
+        made = last_status(self.directory, REPLAY)
+        what = f"a replay of {made.get('of')}, of its steps after {made.get('from_step')}"
+        return f"{what}: counts include those before" if made else ""
 
     @classmethod
     def from_json(cls, directory: Path, text: str) -> RunStatus:

@@ -96,8 +96,8 @@ def compare(runs: Sequence[Recorded], target: float | None = None) -> SideBySide
     Raises RefusedError or ConfigError if a run's configuration or metrics cannot be read.
     """
     steps = [_steps(run) for run in runs]
-    own = [ended for run, ended in zip(runs, steps, strict=True) if not run.replay_of]
-    samples = min(ended[-1][0] for ended in own or steps) if all(steps) else None
+    own = [at for at, run in enumerate(runs) if not run.replay_of] or range(len(runs))
+    samples = min(steps[at][-1][0] for at in own) if all(steps) else None
     curves = [_curve(ended, SMOOTHING * (samples or 0)) for ended in steps]
     statuses = [run.status for run in runs]
     ends = [(one.samples[-1], one.time_s[-1]) if one.samples else (None, None) for one in curves]
@@ -114,9 +114,8 @@ def compare(runs: Sequence[Recorded], target: float | None = None) -> SideBySide
     time_s = reward = None
     if samples is not None:
         sampled = [None if run.replay_of else curve for run, curve in zip(runs, curves, strict=True)]
-        known = [curve for curve in sampled if curve] or curves
-        time_s = min(curve.time_s[-1] for curve in known)
-        reward = min(max(curve.reward) for curve in known) if target is None else target
+        time_s = min(curves[at].time_s[-1] for at in own)
+        reward = min(max(curves[at].reward) for at in own) if target is None else target
         at_samples = [curve and curve.reward_at(curve.samples, samples) for curve in sampled]
         at_time = [curve and curve.reward_at(curve.time_s, time_s) for curve in sampled]
         reached_s = [curve and curve.reached_at(reward, curve.time_s) for curve in sampled]
