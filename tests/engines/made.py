@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from asyncrl_cli.engines.port import Sampling
 from asyncrl_cli.profile.schema import (
+    LoraSection,
     ModelSection,
     PlacementSection,
     ProcessPlace,
@@ -33,12 +34,14 @@ def made_for(
     version: int = 0,
     timeout_s: float = 300.0,
     deterministic: bool = False,
+    lora: LoraSection | None = None,
     **rollout: Any,
 ) -> tuple[Profile, ProcessPlace]:
     """`rollout`: its keys."""
     profile = Profile(
         run=RunSection(deterministic=deterministic),
         model=ModelSection(dtype=dtype),
+        lora=lora or LoraSection(),
         rollout=RolloutSection(**rollout),
         placement=PlacementSection(colocate=colocate),
         weights=WeightsSection(transport=transport, timeout_s=timeout_s, load_bucket_size_mb=1),

@@ -213,6 +213,24 @@ def test_the_base_of_an_adapters_deltas_is_as_large_as_the_adapters():
     assert 0 < adapters == sizes(estimate, ROLLOUT)["base of deltas"]
 
 
+def test_where_vllm_applies_adapters_they_alone_wait_to_be_loaded():
+    sets = ("builtin:tiny", "rollout.engine=vllm", "lora.rank=8", "model.dtype=bfloat16")
+    merged, alone, joined = (
+        planned(*sets, *more)[2]
+        for more in (
+            (),
+            ("lora.sync=adapter",),
+            ("lora.sync=adapter", "rollout.engine_args={enable_lora=false}"),
+        )
+    )
+    values = adapter_parameters(alone.profile, alone.shape)
+    assert sizes(merged, ROLLOUT) == sizes(joined, ROLLOUT)
+    without = {what: size for what, size in sizes(alone, ROLLOUT).items() if what != "adapters"}
+    assert without == {**sizes(merged, ROLLOUT), "load buffer": 4 * values}
+    assert sizes(alone, ROLLOUT)["adapters"] == 2 * values
+    assert [sizes(one, TRAINER)["published weights"] for one in (alone, joined)] == 2 * [2 * 4 * values]
+
+
 def test_vllm_holds_what_it_loads_once_as_the_other_engine_does():
     one, other = (
         planned("builtin:tiny", f"rollout.engine={engine}")[2] for engine in ("vllm", "transformers")

@@ -10,16 +10,19 @@ import time
 from types import SimpleNamespace
 
 import pytest
+import torch
 from pydantic import ValidationError
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from asyncrl_cli.base.errors import AsyncrlError, RefusedError
 from asyncrl_cli.envs.gateway.admin_routes import LoadPost, admin_routes
 from asyncrl_cli.envs.gateway.async_rl_routes import PathPost, UpdatePost, in_daemon
 from asyncrl_cli.job import serving
-from asyncrl_cli.profile.schema import ProcessPlace, Profile, RolloutSection
-from asyncrl_cli.weights.buckets import Spec
+from asyncrl_cli.profile.schema import LoraSection, ProcessPlace, Profile, RolloutSection
+from asyncrl_cli.weights.buckets import Spec, Unpacked
 from asyncrl_cli.weights.group import WeightGroup
 from tests.envs.gateways import CHAT, ScriptedEngine
+from tests.packed import pack
 from tests.waiting import until
 
 
@@ -37,11 +40,11 @@ class Starting(ScriptedEngine):
         self.num_closed += 1
 
 
-async def serve(tmp_path, monkeypatch, engine: Starting, token_file, said: list[str], **rollout):
-    monkeypatch.setattr(serving, "make_engine", lambda *given: engine)
+async def serve(tmp_path, monkeypatch, starting: Starting, token_file, said: list[str], lora=None, **rollout):
+    monkeypatch.setattr(serving, "make_engine", lambda *given: starting)
     monkeypatch.setattr(serving, "load_chat", lambda *given, **more: CHAT)
     monkeypatch.setattr(serving, "facts_of", lambda *given: {})  # reads a model's config.json
-    profile = Profile(rollout=RolloutSection(**rollout))
+    profile = Profile(rollout=RolloutSection(**rollout), lora=lora or LoraSection())
     place = ProcessPlace(model_dir=str(tmp_path), device="cpu", threads=1)
     with serving.bound("127.0.0.1", 0) as listening:
         await serving.serve_until_stopped(profile, place, listening, token_file, said.append)
@@ -106,6 +109,33 @@ def test_a_served_request_asks_for_no_kept_tokens(tmp_path, monkeypatch):
     with pytest.raises(RefusedError):
         asyncio.run(serve(tmp_path, monkeypatch, Starting(says=str), file, [], top_k=8))
     assert (given[0].top_k, given[0].returns_kept) == (8, False)
+
+
+@pytest.mark.parametrize("engine", ["transformers", "vllm"])
+def test_adapters_are_merged_into_the_served_model_unless_the_engine_applies_them(
+    tmp_path, monkeypatch, engine
+):
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=8, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2
+        )
+    )
+    model.save_pretrained(tmp_path)
+    made, real = [], serving.Loader
+    monkeypatch.setattr(serving, "Loader", lambda *given: made.append(given[-1]) or real(*given))
+    lora = LoraSection(rank=2, alpha=6.0, target_modules=("v_proj",), sync="adapter")
+    file = tmp_path / "missing" / "token"  # ends it before the model is loaded
+    with pytest.raises(RefusedError):
+        asyncio.run(serve(tmp_path, monkeypatch, Starting(says=str), file, [], lora, engine=engine))
+    name = "model.layers.0.self_attn.v_proj"
+    sent = {f"{name}.lora_A.weight": torch.rand(2, 16), f"{name}.lora_B.weight": torch.rand(16, 2)}
+    arrived = Unpacked(made[0](pack(sent, 10_000)))
+    if engine == "vllm":
+        assert arrived.keys() == sent.keys()
+        return
+    a, b = sent.values()
+    torch.testing.assert_close(arrived[f"{name}.weight"], model.state_dict()[f"{name}.weight"] + 3 * b @ a)
+    assert arrived.keys() == model.state_dict().keys()
 
 
 @pytest.mark.parametrize(

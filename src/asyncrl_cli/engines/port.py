@@ -288,6 +288,9 @@ class EngineKind:
     taking the worker's name before its other arguments."""
     loads_in_place: bool = False
     """Whether the engine implements `Engine.load_in_place`, which needs no second buffer."""
+    takes_adapters: Callable[[Profile, str], bool] = lambda profile, device: False
+    """Whether, with `lora.sync = "adapter"`, an engine on that device takes the adapters as they are sent.
+    Otherwise its worker merges them into the base model's weights."""
     returns_kept_tokens: bool = False
     """Whether the engine supports `Sampling.returns_kept`."""
     returns_routed_experts: bool = False
@@ -319,6 +322,11 @@ def kind_of(profile: Profile) -> EngineKind:
 def can_continue_responses(profile: Profile) -> bool:
     """Whether the profile's engine can continue responses that another run began, or another engine."""
     return not profile.rollout.stop or kind_of(profile).finds_stops_in_continued
+
+
+def worker_merges(profile: Profile, device: str) -> bool:
+    """Whether adapters arrive at a rollout worker that must make whole weights of them."""
+    return profile.lora.sync == "adapter" and not kind_of(profile).takes_adapters(profile, device)
 
 
 def make_engine(profile: Profile, place: ProcessPlace, on_running: Callable[[int], None]) -> Engine:

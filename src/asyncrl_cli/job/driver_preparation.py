@@ -196,8 +196,7 @@ def check_adapters(profile: Profile, model_dir: Path) -> None:
     """ConfigError if `lora.target_modules` names a layer that the model lacks, or workers cannot merge
     adapters into its files."""
     if profile.lora.target_modules:
-        from asyncrl_cli.models.saved_form import skeleton
-        from asyncrl_cli.train.policy_model import adapted_layers
+        from asyncrl_cli.models.saved_form import adapted_layers, skeleton
 
         adapted_layers(skeleton(model_dir, trust_remote_code=profile.model.trust_remote_code), profile.lora)
     if profile.lora.sync == "adapter":

@@ -148,8 +148,8 @@ def _in_order(
 
 
 def merging(profile: Profile, place: ProcessPlace) -> Whole:
-    """How a receiver converts the buckets that arrive: with `lora.sync = "adapter"` it makes whole weights of
-    them."""
+    """How a receiver that needs whole weights converts the buckets that arrive: with `lora.sync = "adapter"`
+    it merges them into the base model's."""
     if profile.lora.sync == "merged":
         return iter
     from asyncrl_cli.weights.receivers import BaseFiles

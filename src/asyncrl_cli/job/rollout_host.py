@@ -40,7 +40,7 @@ from asyncrl_cli.data.sample_fields import TEACHER_NAME
 from asyncrl_cli.data.store import Stored
 from asyncrl_cli.data.trajectories import GroupPayload, Trajectory
 from asyncrl_cli.data.transferqueue_client import Address
-from asyncrl_cli.engines.port import Sampling, make_engine
+from asyncrl_cli.engines.port import Sampling, make_engine, worker_merges
 from asyncrl_cli.envs import find_environment
 from asyncrl_cli.envs.slots import Slots, VersionGate
 from asyncrl_cli.envs.tool_environment import SUFFIX, CallLog, ToolEnvironment
@@ -141,7 +141,8 @@ class RolloutHost:
                 raise ExecutorFailed(f"environments cannot start: {why}") from None
             self._places = Slots(profile.rollout.slots, hold=profile.rollout.hold_slots)
             self._gate = VersionGate(lambda: self._engine.version)
-            whole = await asyncio.to_thread(merging, profile, place)
+            merges = worker_merges(profile, place.device)
+            whole = await asyncio.to_thread(merging, profile, place) if merges else iter
             # one version less than the engine has: the first load may bring that same version, to verify it
             self._loader = Loader(
                 self._engine,

@@ -24,7 +24,7 @@ from pydantic import BaseModel, Field
 
 from asyncrl_cli.base.errors import ExecutorFailed, PreflightError, RefusedError
 from asyncrl_cli.base.safe_files import key_in
-from asyncrl_cli.engines.port import Engine, Sampling, make_engine
+from asyncrl_cli.engines.port import Engine, Sampling, make_engine, worker_merges
 from asyncrl_cli.engines.remote.server import FACTS, facts_of
 from asyncrl_cli.envs.chat import load_chat
 from asyncrl_cli.envs.episode import Limits
@@ -33,7 +33,7 @@ from asyncrl_cli.envs.gateway.async_rl_routes import Updates, async_rl_routes
 from asyncrl_cli.envs.gateway.openai_api import Refused
 from asyncrl_cli.envs.gateway.server import BACKLOG, Gateway, body_of
 from asyncrl_cli.envs.slots import Slots
-from asyncrl_cli.job.host_process import no_collection_while_starting
+from asyncrl_cli.job.host_process import merging, no_collection_while_starting
 from asyncrl_cli.job.rollout_weights import Loader
 from asyncrl_cli.measure.meters import RolloutMeter
 from asyncrl_cli.profile.schema import ProcessPlace, Profile
@@ -91,7 +91,8 @@ async def serve_until_stopped(
         limits = Limits.of(profile)
         trusted, max_tokens = profile.model.trust_remote_code, limits.max_context_tokens
         chat = load_chat(place.model_dir, trust_remote_code=trusted, max_tokens=max_tokens)
-        loader = Loader(engine, profile.weights, meter, place.version, Slots(slots, hold=True))
+        whole = merging(profile, place) if worker_merges(profile, place.device) else iter
+        loader = Loader(engine, profile.weights, meter, place.version, Slots(slots, hold=True), whole)
     key = key_in(token_file)
     gateway = Gateway(engine, chat, sampling, limits, key=key, follows_requests=True)
     facts = facts_of(profile, Path(place.model_dir)) | {"engine": profile.rollout.engine}

@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import PrefixChange, revert_weight_conversion
 
-from asyncrl_cli.base.errors import first_names
+from asyncrl_cli.base.errors import ConfigError, first_names
 from asyncrl_cli.profile.schema import LoraSection
 
 Tensors = dict[str, torch.Tensor]
@@ -41,6 +41,20 @@ def merged(weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float)
     return torch.addmm(weight.float(), b, a, alpha=scale)
 
 
+def adapted_layers(model: PreTrainedModel, lora: LoraSection) -> dict[str, torch.nn.Linear]:
+    """The layers that get an adapter, by name. Raises ConfigError if a name in `lora.target_modules` matches
+    no linear layer."""
+    head = model.get_output_embeddings()
+    linears = {name: m for name, m in model.named_modules() if type(m) is torch.nn.Linear and m is not head}
+    ends = {name.rpartition(".")[2] for name in linears}
+    if unknown := [end for end in lora.target_modules if end not in ends]:
+        why = f"lora.target_modules: the model has no linear layer {', '.join(unknown)}"
+        hint = f"it has {', '.join(sorted(ends))}; without this key all of them get an adapter"
+        raise ConfigError(why, hint=hint)
+    chosen = lora.target_modules or ends
+    return {name: layer for name, layer in linears.items() if name.rpartition(".")[2] in chosen}
+
+
 def skeleton(model_dir: Path | str, *, trust_remote_code: bool) -> PreTrainedModel:
     """The model that a configuration describes, on the meta device: tensors with names and shapes, but
     without memory."""
@@ -58,7 +72,10 @@ def persistent_buffers(model: torch.nn.Module) -> Tensors:
 
 class SavedForm:
     """Conversions for one model. `converts`: whether its files differ from memory; if not, tensors pass
-    through unchanged."""
+    through unchanged. `adapted`: names of the layers whose adapters make up a version; none if versions are
+    whole."""
+
+    adapted: tuple[str, ...] = ()
 
     def __init__(self, empty: PreTrainedModel) -> None:
         """`empty`: the model's `skeleton`. (A loaded model would convert to the form of the files that it was
@@ -121,3 +138,24 @@ class SavedForm:
         if problems := [f"{what} {first_names(names)}" for what, names in found.items() if names]:
             why = f"do not fit the engine's model: {'; '.join(problems)}"
             raise ValueError(f"weights of version {version} {why}")
+
+
+class AdapterForm(SavedForm):
+    """For versions that have LoRA's adapters alone, by the same names everywhere."""
+
+    def __init__(self, empty: PreTrainedModel, lora: LoraSection) -> None:
+        super().__init__(empty)
+        layers = adapted_layers(empty, lora)
+        self.adapted, self._adapters = tuple(layers), Tensors()
+        for name, layer in layers.items():
+            a, b = adapter_names(name)
+            self._adapters[a] = torch.empty(lora.rank, layer.in_features, device="meta")
+            self._adapters[b] = torch.empty(layer.out_features, lora.rank, device="meta")
+
+    @property
+    def required(self) -> Tensors:
+        return self._adapters
+
+    @property
+    def known(self) -> Tensors:
+        return self._adapters

@@ -21,7 +21,7 @@ from math import ceil
 from typing import Literal
 
 from asyncrl_cli.base.errors import counted
-from asyncrl_cli.engines.port import EngineMemory, cache_bytes_left, kind_of
+from asyncrl_cli.engines.port import EngineMemory, cache_bytes_left, kind_of, worker_merges
 from asyncrl_cli.engines.transformers import CACHE_SHARE_OF_MEMORY, PAGE_TOKENS, PREFILL_TOKENS_PACKED
 from asyncrl_cli.models.shape import BYTES_OF, FAMILY, ModelShape, shape_of
 from asyncrl_cli.plan.job_plan import LENT, ROLLOUT, TRAINER, JobPlan
@@ -128,7 +128,7 @@ class MemoryEstimate:
     @property
     def store_bytes(self) -> int:
         """Size of a local session's object store."""
-        return object_store_bytes(self.profile, published_parameters(self.profile, self.shape))
+        return object_store_bytes(self.profile, published_bytes(self.profile, self.shape))
 
 
 def estimate_memory(
@@ -178,21 +178,23 @@ def adapter_parameters(profile: Profile, shape: ModelShape) -> int:
     return shape.num_layers * profile.lora.rank * sum(sides.get(name, 2 * h) for name in chosen)
 
 
-def published_parameters(profile: Profile, shape: ModelShape) -> int:
-    """How many values a version has on its way to the workers."""
-    return adapter_parameters(profile, shape) if profile.lora.sync == "adapter" else shape.parameters
+def published_bytes(profile: Profile, shape: ModelShape) -> int:
+    """Size of a version on its way to the workers: adapters are float32."""
+    if profile.lora.sync == "adapter":
+        return MASTER_BYTES * adapter_parameters(profile, shape)
+    return BYTES_OF[profile.model.dtype] * shape.parameters
 
 
-def object_store_bytes(profile: Profile, parameters: int) -> int:
-    """Size of a local session's object store: the payloads in flight and, if versions of so many parameters
-    travel through it, two of them, and a third for their deltas."""
-    versions = (3 if sends_deltas(profile) else 2) * BYTES_OF[profile.model.dtype] * parameters
+def object_store_bytes(profile: Profile, version_bytes: int) -> int:
+    """Size of a local session's object store: the payloads in flight and, if versions of that size travel
+    through it, two of them, and a third for their deltas."""
+    versions = (3 if sends_deltas(profile) else 2) * version_bytes
     return PAYLOAD_BYTES + (versions if profile.weights.transport == "object-store" else 0)
 
 
 def _trainer(job: MemoryEstimate) -> Iterator[MemoryItem]:
     """The policy in training, its published versions, and the models that share the trainer's processes."""
-    profile, e, ranks = job.profile, job.value_bytes, job.plan.role(TRAINER).workers
+    profile, ranks = job.profile, job.plan.role(TRAINER).workers
     device, host = (partial(MemoryItem, TRAINER, ranks, kind) for kind in ("device", "host"))
     recomputes = profile.algorithm.old_logprobs == "recompute" and PROX not in job.plan.scorers
     keeps_first = recomputes and profile.async_training.trigger_parameter_sync_step > 1
@@ -209,11 +211,11 @@ def _trainer(job: MemoryEstimate) -> Iterator[MemoryItem]:
     held = 3 if sends_deltas(profile) else 2
     which = "new version and two that deltas may start from" if held == 3 else "new and previous version"
     who, senders = ("each rank's rows", ranks) if job.is_sent_by_rows else ("rank 0", 1)
-    buckets = counted(ceil(e * job.shape.parameters / senders / (bucket_mb * MIB)), "gather bucket")
+    version = ceil(published_bytes(profile, job.shape) / senders)
+    buckets = counted(ceil(version / (bucket_mb * MIB)), "gather bucket")
     how = f"{who}: {buckets} at most {bucket_mb} MB each, {which}"
     how += f"{holder} holds as much again" if holder else ""
-    sent = held * ceil(e * job.shape.parameters / senders)
-    yield MemoryItem(TRAINER, senders, "host", "sync", "published weights", sent, how)
+    yield MemoryItem(TRAINER, senders, "host", "sync", "published weights", held * version, how)
     if profile.algorithm.has_reference and REF not in job.plan.scorers:
         shape = shape_of(profile.ref.path) if profile.ref.path else job.shape
         shard = MASTER_BYTES * ceil(shape.parameters / ranks)
@@ -461,14 +463,18 @@ def _rollout(job: MemoryEstimate, left_bytes: int | None, role: str = ROLLOUT) -
     if engine:
         yield host("always", engine.name, engine.process_bytes, engine.process_names)
     yield device("always", name, cache, how)
+    merges, version = worker_merges(profile, job.plan.device), published_bytes(profile, shape)
+    if profile.lora.sync == "adapter" and not merges:
+        adapters = e * adapter_parameters(profile, shape)
+        yield device("always", "adapters", adapters, f"{dtype}, beside the weights")
     yield device("step", "prefill", prefill, f"{batch_tokens} tokens in one pass")
     yield device("step", "sampling", sampled, f"{rollout.slots} slots * {shape.vocab_size} of vocabulary")
     if profile.weights.transport in DIRECT_TRANSPORTS:
         yield from _wires(job, role, workers)
     elif profile.weights.dual_buffer:  # a version that waits to be loaded
         mapped = f", which {engine.name}'s processes map" if engine else ""
-        yield of_node("sync", "load buffer", whole, f"received weights of a node's workers{mapped}")
+        waits = whole if merges else version
+        yield of_node("sync", "load buffer", waits, f"received weights of a node's workers{mapped}")
     if sends_deltas(profile):
-        base = e * published_parameters(profile, shape)
         how = "the newest version, of a node's workers; the next one's are applied to it"
-        yield of_node("always", "base of deltas", base, how)
+        yield of_node("always", "base of deltas", version, how)

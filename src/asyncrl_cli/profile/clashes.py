@@ -353,7 +353,7 @@ CLASHES = (
         "without a rank there are no adapters",
         "--set lora.rank=8"),
     Clash({"lora.sync": "adapter", TRANSPORT: direct},
-        "weights go directly to the engine's processes, which have no base model to merge adapters into",
+        "what goes directly to the engine's processes are whole weights",
         "--set lora.sync=merged, or weights.transport=object-store"),
     Clash({"lora.sync": "adapter", "weights.keep_versions": _other_than(0)},
         "versions are kept as whole models, but rank 0 does not assemble them",

@@ -329,8 +329,9 @@ class LoraSection(Section):
     Default: all but the head."""
     sync: Literal["merged", "adapter"] = "merged"
     """What a weight sync sends. `merged`: the whole model with the adapters merged in. `adapter`: only the
-    adapters, far fewer bytes; each rollout worker merges them into the base model's files, which it reads at
-    each sync."""
+    adapters, far fewer bytes. vLLM applies them by its own LoRA support, beside the base model that it has;
+    with the engine `transformers`, or `rollout.engine_args={enable_lora=false}`, each rollout worker merges
+    them into the base model's files, which it reads at each sync."""
 
 
 Strategy = Literal["pack", "spread", "strict_pack", "strict_spread"]

@@ -22,9 +22,9 @@ from torch.distributed.tensor import DTensor
 from torch.nn.functional import linear
 from transformers import PreTrainedModel
 
-from asyncrl_cli.base.errors import ConfigError, ExecutorFailed
+from asyncrl_cli.base.errors import ExecutorFailed
 from asyncrl_cli.models.experts import Routing
-from asyncrl_cli.models.saved_form import ADAPTER, merged, persistent_buffers, scale_of
+from asyncrl_cli.models.saved_form import ADAPTER, adapted_layers, merged, persistent_buffers, scale_of
 from asyncrl_cli.models.shape import LAYER
 from asyncrl_cli.profile.arithmetic import MAX_LOGPROB_DIFF, PROX, REF, sends_rows
 from asyncrl_cli.profile.schema import LoraSection, ProcessPlace, Profile
@@ -218,8 +218,8 @@ class LoraLinear(torch.nn.Linear):
 
     Names follow peft: beside `...q_proj.weight` there are `...q_proj.lora_A.weight` and
     `...q_proj.lora_B.weight`. Engines get W + alpha / rank * B A under W's name, merged here or by the
-    workers (models/saved_form.py). peft's own layers are not used: they rename W to `base_layer.weight`, and
-    only these few lines of them are needed (tests compare the two).
+    workers (models/saved_form.py), or A and B themselves. peft's own layers are not used: they rename W to
+    `base_layer.weight`, and only these few lines of them are needed (tests compare the two).
     """
 
     def __init__(self, base: torch.nn.Linear, lora: LoraSection, generator: torch.Generator) -> None:
@@ -247,17 +247,3 @@ def add_adapters(model: PreTrainedModel, lora: LoraSection, seed: int) -> None:
     for name, base in layers.items():
         parent, _, end = name.rpartition(".")
         setattr(model.get_submodule(parent), end, LoraLinear(base, lora, generator))
-
-
-def adapted_layers(model: PreTrainedModel, lora: LoraSection) -> dict[str, torch.nn.Linear]:
-    """The layers that get an adapter, by name. Raises ConfigError if a name in `lora.target_modules` matches
-    no linear layer."""
-    head = model.get_output_embeddings()
-    linears = {name: m for name, m in model.named_modules() if type(m) is torch.nn.Linear and m is not head}
-    ends = {name.rpartition(".")[2] for name in linears}
-    if unknown := [end for end in lora.target_modules if end not in ends]:
-        why = f"lora.target_modules: the model has no linear layer {', '.join(unknown)}"
-        hint = f"it has {', '.join(sorted(ends))}; without this key all of them get an adapter"
-        raise ConfigError(why, hint=hint)
-    chosen = lora.target_modules or ends
-    return {name: layer for name, layer in linears.items() if name.rpartition(".")[2] in chosen}

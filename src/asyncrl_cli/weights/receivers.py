@@ -4,7 +4,8 @@ is senders.py.
     object-store, disk   refs -> buckets -> verified -> SharedWeights(buckets)  bytes, in this node's memory
     a path               read_version(directory) -> manifest, buckets -> the same
     nccl, ipc            refs are layouts: AnnouncedWeights(layouts)            no bytes until the load
-    lora.sync = adapter  verified -> BaseFiles.whole(buckets): adapters in, whole weights out
+    lora.sync = adapter  verified -> BaseFiles.whole(buckets): adapters in, whole weights out (if the engine
+                         does not apply adapters itself)
 
 The engine's processes, and the other workers of the node (node_buffer.py), map the memory of SharedWeights:
 an anonymous file (memfd), one flat buffer. Processes of the same user open it through /proc. It does not
@@ -12,8 +13,8 @@ count against the size of /dev/shm, and it disappears when the last process that
 SIGKILL. Once it is full it is sealed: the kernel then refuses every write to it, so that what one process has
 verified is what all of them read.
 
-With `lora.sync = "adapter"` a worker reads the base model's files again for each version, tensor by tensor,
-and keeps no copy. The result is what rank 0 would have sent, so engines and probes need not know of adapters.
+A worker that merges adapters reads the base model's files again for each version, tensor by tensor, and keeps
+no copy. The result is what rank 0 would have sent, so its engine need not know of adapters.
 """
 
 from __future__ import annotations

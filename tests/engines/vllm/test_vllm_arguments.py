@@ -10,13 +10,21 @@ import sys
 from collections.abc import Collection
 from pathlib import Path
 from types import SimpleNamespace
+from typing import get_args
 
 import pytest
 
 from asyncrl_cli.base.errors import ConfigError
-from asyncrl_cli.engines.vllm.launch import OURS, check_engine_args, engine_arguments, set_environment
+from asyncrl_cli.engines.vllm.launch import (
+    ADAPTER_RANKS,
+    OURS,
+    OURS_WITH_ADAPTERS,
+    check_engine_args,
+    engine_arguments,
+    set_environment,
+)
 from asyncrl_cli.engines.vllm.vllm_kind import names_in_source
-from asyncrl_cli.profile.schema import ProcessPlace, Profile
+from asyncrl_cli.profile.schema import LoraSection, ProcessPlace, Profile
 from tests.engines.made import made_for
 from tests.engines.needs import needs_vllm
 
@@ -148,6 +156,35 @@ def test_gpus_prefill_more_tokens_per_step_than_vllms_default_which_is_2048_for_
     assert engine_arguments(*made)["max_num_batched_tokens"] == tokens
     whole = made_for("x", device="cuda", engine_args={"enable_chunked_prefill": False}, max_model_len=10_000)
     assert engine_arguments(*whole)["max_num_batched_tokens"] == 10_000
+
+
+@pytest.mark.parametrize(("rank", "held"), [(1, 1), (3, 8), (64, 64), (257, 320), (512, 512)])
+def test_adapters_are_vllms_to_apply_unless_the_profile_or_a_gpu_that_it_leaves_forbids_it(
+    rank: int, held: int
+) -> None:
+    lora, layers = (
+        LoraSection(rank=rank, sync="adapter"),
+        ["model.layers.0.mlp.up_proj", "a.up_proj", "q_proj"],
+    )
+    given = engine_arguments(*made_for("x", lora=lora), layers)
+    assert (given["enable_lora"], given["max_lora_rank"]) == (True, held)
+    assert given["lora_target_modules"] == ["q_proj", "up_proj"]
+    merging = [
+        made_for("x", lora=lora, engine_args={"enable_lora": False}),
+        made_for("x", lora=lora, device="cuda", colocate=True),
+        made_for("x", lora=LoraSection(rank=rank)),
+    ]
+    for made in merging:
+        assert engine_arguments(*made).keys().isdisjoint(OURS_WITH_ADAPTERS)
+    assert "max_lora_rank" in engine_arguments(*made_for("x", lora=lora, colocate=True)), "on CPUs"
+
+
+@pytest.mark.slow
+@needs_vllm
+def test_the_ranks_are_those_that_vllm_accepts() -> None:
+    from vllm.config.lora import MaxLoRARanks
+
+    assert get_args(MaxLoRARanks) == ADAPTER_RANKS
 
 
 @pytest.mark.slow

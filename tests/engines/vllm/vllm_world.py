@@ -135,7 +135,9 @@ def replace(worker: Any, name: str, how: str) -> None:
 
 
 @contextmanager
-def world(model: Qwen3ForCausalLM, directory: Path, **changes: Any) -> Iterator[World]:
+def world(
+    model: Qwen3ForCausalLM, directory: Path, kind: type[World] = World, **changes: Any
+) -> Iterator[World]:
     with asyncio.Runner() as runner, tempfile.NamedTemporaryFile() as beats:
         beats.write(bytes(8))
         beats.flush()
@@ -145,7 +147,7 @@ def world(model: Qwen3ForCausalLM, directory: Path, **changes: Any) -> Iterator[
             **changes.pop("engine_args", {}),
         }
         engine = VllmEngine(*made_for(directory, engine_args=engine_args, **(settings | changes)))
-        there = World(model, engine, runner, Path(beats.name))
+        there = kind(model, engine, runner, Path(beats.name))
         try:
             runner.run(engine.start())
             assert engine.llm is not None

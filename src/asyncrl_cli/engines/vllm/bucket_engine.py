@@ -1,7 +1,7 @@
-"""In the vLLM processes that hold the model: loads weights from memory that the rollout worker shares with
-them (weights/receivers.py), on CPUs and GPUs.
+"""In the vLLM processes that hold the model: loads weights, or LoRA's adapters alone, from memory that the
+rollout worker shares with them (weights/receivers.py), on CPUs and GPUs.
 
-vLLM's layerwise reload loads the weights, while generation is paused. Each layer is processed as at startup
+vLLM's layerwise reload loads whole weights, while generation is paused. Each layer is processed as at startup
 (on CPUs, linear weights are packed into a special layout), then copied into its old storage, which captured
 graphs refer to. On CPUs the reload misses experts and tied layers, so they are handled here.
 """
@@ -9,6 +9,7 @@ graphs refer to. On CPUs the reload misses experts and tied layers, so they are 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from vllm.distributed.weight_transfer.base import (
@@ -16,10 +17,14 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
 )
+from vllm.lora.lora_model import LoRAModel
+from vllm.lora.peft_helper import PEFTHelper
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
+from asyncrl_cli.base.errors import first_names
+from asyncrl_cli.engines.vllm.plugin import ADAPTER_ID
 from asyncrl_cli.weights.buckets import mapped_tensors
 
 
@@ -63,6 +68,33 @@ class BucketEngine(WeightTransferEngine[WeightTransferInitInfo, BucketUpdateInfo
 
     receive_weights = init_transfer_engine = start_weight_update = _nothing
     finish_weight_update = shutdown = _nothing
+
+
+class AdapterWorker:
+    """vLLM mixes it into its worker class (`worker_extension_cls`), with `lora.sync = "adapter"`."""
+
+    def load_adapters(self: Any, update_info: dict[str, Any], rank: int, alpha: float) -> None:
+        """Put these adapters in the last ones' place, for running requests, too. Not a weight update of
+        vLLM's, at whose end it would drop all adapters.
+
+        ValueError, with nothing changed, if vLLM would leave one of them out without a word.
+        """
+        info, manager = BucketUpdateInfo(**update_info), self.get_model().lora_manager
+        mapper = getattr(manager.model, "hf_to_vllm_mapper", None)
+        adapters = LoRAModel.from_lora_tensors(
+            ADAPTER_ID,
+            dict(mapped_tensors(info.path, info.num_bytes, info.tensors)),
+            PEFTHelper(r=rank, lora_alpha=alpha, target_modules=[]),
+            device="cpu",
+            dtype=manager.lora_config.lora_dtype,
+            weights_mapper=mapper and mapper.get_rename_mapper(),
+        )
+        reached = {part for name in manager.modules for part in manager.packed_modules.get(name, [name])}
+        if foreign := sorted(adapters.loras.keys() - reached):
+            raise ValueError(f"vLLM's LoRA does not reach {first_names(foreign)}")
+        manager.remove_adapter(ADAPTER_ID)
+        manager.add_adapter(adapters)
+        manager.activate_adapter(ADAPTER_ID)
 
 
 def pack_tied_layers(model: torch.nn.Module) -> None:

@@ -18,14 +18,14 @@ import asyncio
 import dataclasses
 import logging
 import re
-from collections.abc import Awaitable, Mapping
+from collections.abc import Awaitable, Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar, cast
 from weakref import WeakKeyDictionary
 
 from asyncrl_cli.base.child_process import how_it_ended
 from asyncrl_cli.base.errors import AsyncrlError, ExecutorFailed, timeout
-from asyncrl_cli.engines.vllm.launch import check_engine_args, engine_arguments, weight_backend
+from asyncrl_cli.engines.vllm.launch import MERGE, check_engine_args, engine_arguments, weight_backend
 from asyncrl_cli.engines.vllm.requests import VllmCounters
 from asyncrl_cli.profile.schema import ProcessPlace, Profile
 
@@ -98,9 +98,11 @@ _logs: WeakKeyDictionary[AsyncLLM, EngineLog] = WeakKeyDictionary()
 """The log of each running engine, from its start on."""
 
 
-def start_llm(profile: Profile, place: ProcessPlace, counters: VllmCounters) -> AsyncLLM:
+def start_llm(
+    profile: Profile, place: ProcessPlace, counters: VllmCounters, adapted: Collection[str] = ()
+) -> AsyncLLM:
     """Start vLLM; blocks until the model is loaded and the cache allocated. `counters` becomes its stat
-    logger.
+    logger. `adapted`: names of the layers with an adapter.
 
     ExecutorFailed, with the reason from the log, if one of vLLM's processes ends instead.
     """
@@ -110,13 +112,16 @@ def start_llm(profile: Profile, place: ProcessPlace, counters: VllmCounters) -> 
 
     check_engine_args(profile, place.device, {entry.name for entry in dataclasses.fields(AsyncEngineArgs)})
     transfer = WeightTransferConfig(backend=weight_backend(profile))
-    engine_args = AsyncEngineArgs(**engine_arguments(profile, place), weight_transfer_config=transfer)
+    arguments = engine_arguments(profile, place, adapted)
+    engine_args = AsyncEngineArgs(**arguments, weight_transfer_config=transfer)
     log, factory = EngineLog(), cast("StatLoggerFactory", lambda config, index: counters)
     try:
         llm = AsyncLLM.from_engine_args(engine_args, stat_loggers=[factory])
     # says only "see root cause above": the cause, in another process, is in the log
     except RuntimeError as error:
-        raise ExecutorFailed(f"vLLM did not start: {log.why() or error}") from error
+        why = log.why() or str(error)
+        hint = MERGE if adapted and "LoRA" in why else ""
+        raise ExecutorFailed(f"vLLM did not start: {why}", hint=hint) from error
     _logs[llm] = log
     return llm
 

@@ -42,6 +42,15 @@ OURS = {
 }
 """Arguments of vLLM that users cannot set in `engine_args` -> the profile key to use instead; "" if asyncrl
 needs its own value."""
+OURS_WITH_ADAPTERS = {
+    "max_lora_rank": "lora.rank",
+    "lora_target_modules": "lora.target_modules",
+    "worker_extension_cls": "",
+}
+"""Likewise, if vLLM applies adapters (`takes_adapters`)."""
+ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""The values of `max_lora_rank` that vLLM accepts. Adapters of a lower rank are filled up with zeros."""
+MERGE = "--set 'rollout.engine_args={enable_lora=false}': workers merge the adapters into the base model"
 PAGE_TOKENS = 32
 """Page of vLLM's KV cache on CPUs. Responses share whole pages of their prompt; in vLLM's own 128 tokens most
 prompts would have none."""
@@ -100,6 +109,13 @@ def weight_backend(profile: Profile) -> str:
     return profile.weights.transport if profile.weights.transport in DIRECT_TRANSPORTS else BACKEND
 
 
+def takes_adapters(profile: Profile, device: str) -> bool:
+    """Whether vLLM applies LoRA's adapters by its own LoRA support, beside base weights that stay as they
+    are. Under colocate on GPUs it loses these when it sleeps, so the worker merges."""
+    chosen = profile.rollout.engine_args.get("enable_lora", True)
+    return profile.lora.sync == "adapter" and bool(chosen) and not sleeps(profile, device)
+
+
 def is_eager(profile: Profile, device: str) -> bool:
     """`rollout.enforce_eager`; by default true on a CPU, where compilation takes a minute at each start."""
     chosen = profile.rollout.enforce_eager
@@ -133,9 +149,9 @@ def set_environment(profile: Profile, place: ProcessPlace) -> None:
         os.environ.setdefault(name, value)
 
 
-def engine_arguments(profile: Profile, place: ProcessPlace) -> dict[str, Any]:
+def engine_arguments(profile: Profile, place: ProcessPlace, adapted: Collection[str] = ()) -> dict[str, Any]:
     """Arguments for `AsyncEngineArgs`. The user's `engine_args` override the others; `kind.conflicts` refuses
-    names in OURS."""
+    names in OURS. `adapted`: names of the layers with an adapter."""
     rollout, device = profile.rollout, place.device
     processes, longest = tensor_parallel_size(profile, device), max_model_len(profile)
     arguments: dict[str, Any] = {
@@ -168,6 +184,12 @@ def engine_arguments(profile: Profile, place: ProcessPlace) -> dict[str, Any]:
         arguments["distributed_executor_backend"] = "mp"
     elif device == "cpu":
         arguments["distributed_executor_backend"] = IN_ENGINE_PROCESS
+    if takes_adapters(profile, device):
+        arguments["enable_lora"] = True
+        arguments["max_lora_rank"] = next(rank for rank in ADAPTER_RANKS if rank >= profile.lora.rank)
+        # Other layers, such as the head, would take time for nothing.
+        arguments["lora_target_modules"] = sorted({name.rpartition(".")[2] for name in adapted})
+        arguments["worker_extension_cls"] = "asyncrl_cli.engines.vllm.bucket_engine.AdapterWorker"
     if sleeps(profile, device):
         arguments["enable_sleep_mode"] = True
     if rollout.gpu_memory_utilization is not None or sleeps(profile, device):
@@ -214,9 +236,10 @@ def check_engine_args(profile: Profile, device: str, known: Collection[str] | No
 
 def instead(name: str) -> str:
     """A hint that names what to write instead of this vLLM argument."""
-    if name not in OURS:
+    ours = OURS | OURS_WITH_ADAPTERS
+    if name not in ours:
         return f"did you mean {name}?"
-    return f"--set {OURS[name]}=..." if OURS[name] else "asyncrl sets it, and relies on it"
+    return f"--set {ours[name]}=..." if ours[name] else "asyncrl sets it, and relies on it"
 
 
 def memory(profile: Profile, device: str) -> EngineMemory:

@@ -19,6 +19,8 @@ from asyncrl_cli.base.child_process import end_with_parent
 
 BACKEND = "asyncrl-buckets"
 """Name of the weight transfer engine, as `WeightTransferConfig.backend` gives it."""
+ADAPTER_ID = 1
+"""Of LoRA's adapters in vLLM (`lora.sync = "adapter"`): each version takes the last one's place."""
 OWNER_VARIABLE = "_ASYNCRL_ENGINE_OWNER"
 """Environment variable with the pid of the process that started the engine. Unset if vLLM is used without
 asyncrl."""

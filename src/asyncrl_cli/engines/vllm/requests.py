@@ -13,10 +13,12 @@ from asyncrl_cli.contracts.environment import EpisodeFailed
 from asyncrl_cli.data.sample_fields import KEPT_TOKENS
 from asyncrl_cli.engines.port import EngineCounters
 from asyncrl_cli.engines.slotted_engine import Track
+from asyncrl_cli.engines.vllm.plugin import ADAPTER_ID
 
 if TYPE_CHECKING:
     from vllm import SamplingParams
     from vllm.logprobs import FlatLogprobs
+    from vllm.lora.request import LoRARequest
     from vllm.outputs import CompletionOutput, RequestOutput
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.engine.output_processor import RequestState
@@ -157,6 +159,13 @@ def prompt(tokens: list[int], version: int) -> Any:
     return tokens_input(tokens, cache_salt=f"version {version}")
 
 
+def adapter_request() -> LoRARequest:
+    """The adapters of whatever version is loaded. vLLM has them, so it does not look for the path."""
+    from vllm.lora.request import LoRARequest
+
+    return LoRARequest(lora_name="adapter", lora_int_id=ADAPTER_ID, lora_path="loaded")
+
+
 def parameters(track: VllmTrack) -> SamplingParams:
     """vLLM's parameters: stream tokens with their logprobs; decode text only if stop strings must be found in
     it.
@@ -185,7 +194,11 @@ def parameters(track: VllmTrack) -> SamplingParams:
 
 
 async def score(
-    llm: AsyncLLM, name: str, sequences: Sequence[list[int]], temperature: float
+    llm: AsyncLLM,
+    name: str,
+    sequences: Sequence[list[int]],
+    temperature: float,
+    adapter: LoRARequest | None = None,
 ) -> list[list[float]]:
     """Logprobs of the tokens 1, 2, ... of each sequence.
 
@@ -200,7 +213,8 @@ async def score(
     async def last_output(request_id: str, tokens: list[int], salt: str, **asked: Any) -> RequestOutput:
         kind = RequestOutputKind.FINAL_ONLY
         params = SamplingParams(max_tokens=1, detokenize=False, output_kind=kind, **asked)
-        outputs = llm.generate(tokens_input(tokens, cache_salt=salt), params, request_id)
+        scored = tokens_input(tokens, cache_salt=salt)
+        outputs = llm.generate(scored, params, request_id, lora_request=adapter)
         return [output async for output in outputs][-1]
 
     async def scored_as_sample(salt: str, tokens: list[int], count: int) -> float:

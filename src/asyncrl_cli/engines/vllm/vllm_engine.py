@@ -8,6 +8,10 @@ port.
 
 (With tensor_parallel_size > 1 the model is in worker processes of the engine process.)
 
+With `lora.sync = "adapter"` versions are adapters, which vLLM applies by its own LoRA support. It starts with
+adapters of zero effect, and every request names them by the id that all versions share. So a running request
+goes on with the adapters of a new version as it would with new weights.
+
 Who waits for whom: `generate` waits for a slot (freed when another request leaves, or when a drain ends),
 then for its tokens. `load` with `drain` waits for the running responses; otherwise its pause waits for one
 forward pass. If an engine process dies, all of these waits end with the error that engine_processes.py finds,
@@ -32,19 +36,27 @@ from typing import TYPE_CHECKING, cast, get_args
 
 import torch
 
-from asyncrl_cli.base.errors import ExecutorFailed, timeout
+from asyncrl_cli.base.errors import ConfigError, ExecutorFailed, timeout
 from asyncrl_cli.engines.port import Completion, EngineCounters, FinishReason, PauseReport, Sampling, Scores
 from asyncrl_cli.engines.slotted_engine import SlottedEngine
 from asyncrl_cli.engines.vllm import requests
 from asyncrl_cli.engines.vllm.engine_processes import answer, dead, end_processes, message_of, start_llm
-from asyncrl_cli.engines.vllm.launch import has_raw_logprobs, set_environment, sleeps
+from asyncrl_cli.engines.vllm.launch import (
+    MERGE,
+    has_raw_logprobs,
+    set_environment,
+    sleeps,
+    takes_adapters,
+)
 from asyncrl_cli.engines.vllm.requests import SCORE_PREFIX, VllmCounters, VllmTrack
 from asyncrl_cli.engines.vllm.worker_transports import DIRECT, SharedMemory, paused
-from asyncrl_cli.models.saved_form import SavedForm, skeleton
+from asyncrl_cli.models.saved_form import AdapterForm, SavedForm, skeleton
 from asyncrl_cli.profile.schema import Interrupt, ProcessPlace, Profile
+from asyncrl_cli.weights.receivers import SharedWeights, packed
 from asyncrl_cli.weights.versions import RankZero
 
 if TYPE_CHECKING:
+    from vllm.lora.request import LoRARequest
     from vllm.outputs import RequestOutput
     from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -70,6 +82,7 @@ class VllmEngine(SlottedEngine[VllmTrack]):
         self._cache_sleeps = False
         self.llm: AsyncLLM | None = None
         self.form: SavedForm
+        self._adapter: LoRARequest | None = None
 
     @property
     def decode_steps(self) -> int:  # type: ignore[override]
@@ -93,13 +106,21 @@ class VllmEngine(SlottedEngine[VllmTrack]):
         # callers. An engine that such a frame refers to would live until the interpreter exits, too late to
         # clean up.
         await asyncio.to_thread(importlib.import_module, "vllm.v1.engine.async_llm")
-        starting = asyncio.to_thread(start_llm, profile, place, self._counters)
         trusts = profile.model.trust_remote_code
-        reading = asyncio.to_thread(skeleton, place.model_dir, trust_remote_code=trusts)
-        empty, llm = await asyncio.gather(reading, starting)
-        self.form = SavedForm(empty)
+        empty = await asyncio.to_thread(skeleton, place.model_dir, trust_remote_code=trusts)
+        adapts = takes_adapters(profile, place.device)
+        self.form = AdapterForm(empty, profile.lora) if adapts else SavedForm(empty)
+        llm = await asyncio.to_thread(start_llm, profile, place, self._counters, self.form.adapted)
         self.llm = llm  # from here on, `close` shuts it down
-        await answer(llm, llm.update_weight_version(str(self.version)))
+        if not adapts:
+            await answer(llm, llm.update_weight_version(str(self.version)))
+            return
+        self._adapter = requests.adapter_request()
+        zeros = {name: torch.zeros(tensor.shape) for name, tensor in self.form.required.items()}
+        try:
+            await self._bring(llm, SharedWeights([packed(zeros)]), self.version)
+        except Exception as error:
+            raise ConfigError(f'lora.sync = "adapter": {message_of(error)}', hint=MERGE) from error
 
     async def connect(self, rank_zero: RankZero) -> None:
         weights, llm = self._profile.weights, self._running_llm()
@@ -173,9 +194,7 @@ class VllmEngine(SlottedEngine[VllmTrack]):
                             self._counters.caches_cleared()
                         async with self._failure_ends_it(llm, version):
                             try:
-                                await answer(llm, llm.start_weight_update())
-                                await self.transport.bring(llm, weights, version, self.form.required.keys())
-                                await answer(llm, llm.finish_weight_update(weight_version=str(version)))
+                                await self._bring(llm, weights, version)
                             finally:
                                 await self.transport.leave()
                             if self._cache_sleeps:
@@ -190,6 +209,20 @@ class VllmEngine(SlottedEngine[VllmTrack]):
                     raise
                 return PauseReport(load_s=load_s, pause_s=time.perf_counter() - stopped_s)
 
+    async def _bring(self, llm: AsyncLLM, weights: Mapping[str, torch.Tensor], version: int) -> None:
+        """Load a version that fits into vLLM, which is paused, and name it."""
+        required = self.form.required.keys()
+        if self.form.adapted:
+            assert isinstance(weights, SharedWeights)
+            lora = self._profile.lora
+            given = (weights.describe(required), lora.rank, lora.alpha)
+            await answer(llm, llm.collective_rpc("load_adapters", args=given))
+            await answer(llm, llm.update_weight_version(str(version)))
+            return
+        await answer(llm, llm.start_weight_update())
+        await self.transport.bring(llm, weights, version, required)
+        await answer(llm, llm.finish_weight_update(weight_version=str(version)))
+
     async def score(self, sequences: list[list[int]], temperature: float) -> Scores:
         """Score in vLLM's own forward passes, during generation; `pause_s` is 0 because nothing stops."""
         async with self._weights_lock:
@@ -197,7 +230,7 @@ class VllmEngine(SlottedEngine[VllmTrack]):
             self._num_scored += 1
             name = f"{SCORE_PREFIX}{self._num_scored}"
             with self._death_ends_it(self._running_llm()) as llm:
-                logprobs = await requests.score(llm, name, sequences, temperature or 1.0)
+                logprobs = await requests.score(llm, name, sequences, temperature or 1.0, self._adapter)
             return Scores(logprobs=logprobs, pause_s=0.0)
 
     async def sleep(self) -> None:
@@ -225,7 +258,8 @@ class VllmEngine(SlottedEngine[VllmTrack]):
             prompt = requests.prompt([*track.prompt_tokens, *track.tokens], salt)
             params = requests.parameters(track)
             with self._death_ends_it(self._running_llm()) as llm:
-                async with contextlib.aclosing(llm.generate(prompt, params, track.request_id)) as outputs:
+                answers = llm.generate(prompt, params, track.request_id, lora_request=self._adapter)
+                async with contextlib.aclosing(answers) as outputs:
                     reason = await self._sampled(llm, track, outputs, salt)
             self._raise_failure()
         return reason

@@ -18,12 +18,16 @@ from typing import TYPE_CHECKING, Any
 from asyncrl_cli.base.errors import ConfigError, PreflightError
 from asyncrl_cli.engines.port import Engine, EngineKind
 from asyncrl_cli.engines.vllm.launch import (
+    ADAPTER_RANKS,
+    MERGE,
     MOST_TOP_K,
     OURS,
+    OURS_WITH_ADAPTERS,
     check_engine_args,
     has_raw_logprobs,
     instead,
     memory,
+    takes_adapters,
 )
 from asyncrl_cli.profile.arithmetic import max_context_tokens, tensor_parallel_size
 from asyncrl_cli.profile.rollout_sections import WeightsSection
@@ -93,8 +97,12 @@ def broken_packages() -> list[str]:
 def conflicts(profile: Profile) -> Iterator[ConfigError]:
     """Yields an error for each setting that vLLM cannot honour, as far as the profile alone shows."""
     rollout = profile.rollout
+    adapts, rank = takes_adapters(profile, profile.placement.device), profile.lora.rank
+    if adapts and rank > ADAPTER_RANKS[-1]:
+        why = f"vLLM's own LoRA, which applies the adapters, takes ranks up to {ADAPTER_RANKS[-1]}"
+        yield ConfigError(f'lora.rank = {rank} with lora.sync = "adapter": {why}', hint=MERGE)
     for name in rollout.engine_args:
-        if name in OURS:
+        if name in OURS or (adapts and name in OURS_WITH_ADAPTERS):
             yield ConfigError(f"rollout.engine_args.{name} is set by asyncrl", hint=instead(name))
     probe_tokens = PROBE_TOKENS + 1 if profile.weights.probe_sequences else 0
     needed = max(max_context_tokens(profile), probe_tokens)
@@ -173,6 +181,7 @@ KIND = EngineKind(
     direct_transports=frozenset(DIRECT_TRANSPORTS),
     finds_stops_in_continued=False,
     returns_kept_tokens=True,
+    takes_adapters=takes_adapters,
     rank_zero_end=_rank_zero_end,
     memory=memory,
     conflicts=conflicts,

@@ -27,12 +27,12 @@ from asyncrl_cli.base.errors import ConfigError, PreflightError, first_line
 from asyncrl_cli.job.ray.lifeline import ClusterHead, ended_daemons, lifeline
 from asyncrl_cli.job.ray.reaper_handle import Reaper
 from asyncrl_cli.job.submit.cluster_token import token_variables
-from asyncrl_cli.models.shape import ShapeUnknown, shape_of_directory
+from asyncrl_cli.models.shape import BYTES_OF, ShapeUnknown, shape_of_directory
 from asyncrl_cli.plan.cluster import ClusterResources, local_cluster
 from asyncrl_cli.plan.compiler import compile_job
 from asyncrl_cli.plan.job_plan import JobPlan
 from asyncrl_cli.plan.machine import SHARED_MEMORY, free_shared_memory
-from asyncrl_cli.plan.memory import object_store_bytes, published_parameters
+from asyncrl_cli.plan.memory import object_store_bytes, published_bytes
 from asyncrl_cli.profile.schema import Profile
 
 CONNECT_TIMEOUT_S = 10.0
@@ -65,13 +65,14 @@ def ray_session(
         else:
             cluster = cluster or local_cluster()
             plan = compile_job(profile, cluster)
-            parameters = 0
+            version_bytes = 0
             if model_dir is not None:
                 try:
-                    parameters = published_parameters(profile, shape_of_directory(model_dir))
+                    version_bytes = published_bytes(profile, shape_of_directory(model_dir))
                 except ShapeUnknown:  # no file has less than two bytes per parameter
                     parameters = sum(path.stat().st_size for path in model_dir.glob("*.safetensors")) // 2
-            store_bytes = object_store_bytes(profile, parameters)
+                    version_bytes = BYTES_OF[profile.model.dtype] * parameters
+            store_bytes = object_store_bytes(profile, version_bytes)
             check_shared_memory(profile, store_bytes)
             _start_here(stack, cluster, plan, store_bytes)
         yield plan
