@@ -6,6 +6,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import re
 import signal
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -130,6 +131,47 @@ def test_what_a_killed_worker_has_fetched_stays_with_those_that_hold_it(tmp_path
     assert source.fetches == 0
     on(tmp_path / "node.json").weights(manifest, source)  # the note names the killed one
     assert source.fetches == 1
+
+
+@pytest.mark.parametrize("is_held", [True, False])
+def test_others_find_the_newest_version_that_is_held(is_held, tmp_path):
+    path, (_, newer, buckets), (_, older, older_buckets) = tmp_path / "node.json", published(4), published(3)
+    sources = {4: Source(newer, buckets), 3: Source(older, older_buckets)}
+    held = [on(path).weights(newer, sources[4])]
+    if not is_held:  # as after a trainer's restart: its versions begin again at an older one
+        held.clear()
+    held.append(on(path).weights(older, sources[3]))
+    sought = newer if is_held else older
+    held.append(on(path).weights(sought, sources[sought.version]))
+    assert [source.fetches for source in sources.values()] == [1, 1]
+
+
+def test_pages_are_mapped_when_the_next_worker_may_have_the_lock(monkeypatch, tmp_path):
+    """Else the workers would map a version one after another, and the last ones might find it gone."""
+    buckets, path, before = pack({"a": torch.ones(2**20)}, 2**23), tmp_path / "node.json", []
+    touch = SharedWeights.touch
+
+    def touches(weights: SharedWeights) -> None:
+        with path.open() as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        before.append(mapped_bytes(weights))
+        touch(weights)
+
+    monkeypatch.setattr(SharedWeights, "touch", touches)
+    manifest = manifest_of(buckets, 3)
+    fetched = on(path).weights(manifest, Source(manifest, buckets))
+    assert mapped_bytes(fetched) == 2**22
+    opened = on(path).weights(manifest, Source(manifest, buckets))
+    assert before == [0, 2**22]  # of both, of which one is mapped
+    assert mapped_bytes(opened) == 2**23
+
+
+def mapped_bytes(weights: SharedWeights) -> int:
+    """Of all this process's mappings of the buffer, the pages that are there (proc_pid_smaps(5))."""
+    mappings = re.split(r"^(?=[\da-f]+-[\da-f]+ )", Path("/proc/self/smaps").read_text(), flags=re.M)
+    of_buffer = [one for one in mappings if f" {inode(weights)} " in one.partition("\n")[0]]
+    assert of_buffer
+    return sum(1024 * int(re.search(r"^Rss: +(\d+) kB", one, flags=re.M)[1]) for one in of_buffer)
 
 
 def test_after_a_damaged_fetch_the_next_worker_fetches(tmp_path):

@@ -1,8 +1,10 @@
 """One buffer per node and version. The first worker of a node that is told of a version fetches, verifies and
 seals it; the others map the same memory.
 
-    worker 1   lock | fetch, verify, seal | note where it is  | unlock
-    worker 2   lock ... waits ............................... | open /proc/<pid>/fd/<n> | unlock
+    worker 1   lock | fetch, verify, seal | note where it is  | unlock | touch
+    worker 2   lock ... waits ............................... | open /proc/<pid>/fd/<n> | unlock | touch
+
+To touch maps the pages, which takes long: workers do it side by side, each holding the buffer by then.
 
 What the others trust is the seal: the kernel refuses every write since then, so the bytes are those that were
 held against the manifest's fingerprints. They check that the file is sealed and has the version's fingerprint
@@ -53,12 +55,18 @@ class NodeBuffer:
         errors are raised here, and the next worker tries."""
         file = self._locked(manifest.version)
         try:
-            found = None if file is None else self._noted(file, manifest)
-            if found is None or found.version != manifest.version:
-                kept = (one for one in (found, self._kept) if one is not None)
-                base = max(kept, key=attrgetter("version"), default=None)
+            found = None if file is None else self._noted(file)
+            if found is None or (found.version, found.fingerprint) != (
+                manifest.version,
+                manifest.fingerprint,
+            ):
+                is_newest = found is None or found.version <= manifest.version
+                here = [one for one in (found, self._kept) if one is not None and self._keeps]
+                older = (one for one in here if one.version < manifest.version)
+                base = max(older, key=attrgetter("version"), default=None)
+                del found, here
                 found = SharedWeights(fetch(base), manifest.version, manifest.fingerprint)
-                if file is not None:
+                if file is not None and is_newest:  # others may still look for a newer one
                     os.ftruncate(file, 0)
                     os.pwrite(file, json.dumps(asdict(found.place)).encode(), 0)
         finally:
@@ -66,6 +74,7 @@ class NodeBuffer:
                 fcntl.flock(file, fcntl.LOCK_UN)  # also for processes that were forked meanwhile
                 os.close(file)
         self._kept = found if self._keeps else None
+        found.touch()
         return found
 
     def _locked(self, version: int) -> int | None:
@@ -88,11 +97,8 @@ class NodeBuffer:
             logger.warning("version %d is fetched for this worker alone: %s: %s", version, self._path, error)
             return None
 
-    def _noted(self, file: int, manifest: Manifest) -> SharedWeights | None:
-        """What the file says is here: this version, or one that its deltas may be for."""
+    def _noted(self, file: int) -> SharedWeights | None:
+        """The version that the file says is here."""
         with suppress(OSError, ValueError):  # the file is new, a worker died over it, or nobody holds it now
-            note = parse_json(os.pread(file, os.fstat(file).st_size, 0), SharedPlace)
-            is_it = (note.version, note.fingerprint) == (manifest.version, manifest.fingerprint)
-            if is_it or (self._keeps and note.version < manifest.version):
-                return SharedWeights.opened(note)
+            return SharedWeights.opened(parse_json(os.pread(file, os.fstat(file).st_size, 0), SharedPlace))
         return None

@@ -123,7 +123,7 @@ class SharedWeights(dict[str, torch.Tensor]):
 
     def __init__(self, buckets: Iterable[Bucket], version: int = 0, fingerprint: str = "") -> None:
         """Copy each bucket as it arrives, so that the whole version is never held twice."""
-        self.version, self._fingerprint, self._num_bytes = version, fingerprint, 0
+        self.version, self.fingerprint, self._num_bytes = version, fingerprint, 0
         self._entries: dict[str, BucketEntry] = {}
         self._hold(os.memfd_create(FILE_NAME + fingerprint, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
         try:
@@ -148,7 +148,7 @@ class SharedWeights(dict[str, torch.Tensor]):
         is there is not this sealed buffer."""
         weights = cls.__new__(cls)
         weights._hold(os.open(place.path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC))
-        weights.version, weights._fingerprint = place.version, place.fingerprint
+        weights.version, weights.fingerprint = place.version, place.fingerprint
         weights._num_bytes = os.fstat(weights._descriptor).st_size
         weights._entries = {entry.spec.name: entry for entry in place.entries}
         name = os.readlink(f"/proc/self/fd/{weights._descriptor}")
@@ -168,7 +168,7 @@ class SharedWeights(dict[str, torch.Tensor]):
         return SharedPlace(
             path=f"/proc/{os.getpid()}/fd/{self._descriptor}",
             version=self.version,
-            fingerprint=self._fingerprint,
+            fingerprint=self.fingerprint,
             num_bytes=self._num_bytes,
             entries=tuple(self._entries.values()),
         )
@@ -201,14 +201,17 @@ class SharedWeights(dict[str, torch.Tensor]):
             data[entry.offset_bytes : entry.end_bytes] = self._mapped[begin : begin + entry.spec.num_bytes]
         return Bucket(data=data, entries=entries)
 
+    def touch(self) -> None:
+        """Map all pages now, and not in the pause in which they are loaded. Blocks, but not other threads:
+        numpy releases the GIL, which a mapping with MAP_POPULATE would hold."""
+        self._mapped[:: mmap.PAGESIZE].max()
+
     def _hold(self, descriptor: int) -> None:
         self._descriptor = descriptor
         self._close = weakref.finalize(self, os.close, descriptor)
 
     def _map(self) -> None:
-        # with all pages at once, here and not in the pause in which they are loaded
-        flags = mmap.MAP_PRIVATE | mmap.MAP_POPULATE
-        mapped = mmap.mmap(self._descriptor, self._num_bytes, flags=flags, prot=mmap.PROT_READ)
+        mapped = mmap.mmap(self._descriptor, self._num_bytes, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ)
         self._mapped = np.frombuffer(mapped, dtype=np.uint8)
         for entry in self._entries.values():
             self |= dict.fromkeys(entry.spec.names, view_of(self._mapped, entry))
