@@ -121,15 +121,15 @@ def node_needs_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[s
 
 def test_a_nodes_host_memory_is_counted_with_all_that_its_processes_hold(qwen_7b, capsys):
     # Rank 0 has two versions, and so has the object store; a checkpoint's copy is 12 bytes per parameter;
-    # a node's workers have a buffer of a version, and each 0.44 GiB of vLLM's own. Payloads in flight take
+    # a node's workers have two buffers of a version, and each 0.44 GiB of vLLM's own. Payloads in flight take
     # 0.25 GiB.
     version, state, payloads, engine = 14.18, 85.1, 0.25, 0.44
-    one = 4 * version + state + version + 4 * engine + payloads
+    one = 4 * version + state + 2 * version + 4 * engine + payloads
     gpus = [*qwen_7b, "--gpus", "8", "--gpu-memory", "80"]
     assert node_needs_of(capsys, *gpus) == {"4 trainer 4 rollout": pytest.approx(one, abs=0.2)}
     assert node_needs_of(capsys, *gpus, "--nodes", "2") == {
         "8 trainer": pytest.approx(4 * version + state + payloads, abs=0.2),
-        "8 rollout": pytest.approx(2 * version + version + 8 * engine + payloads, abs=0.2),
+        "8 rollout": pytest.approx(2 * version + 2 * version + 8 * engine + payloads, abs=0.2),
     }
     less = 4 * version - 2 * version  # nothing through the store, no buffers
     direct = [*gpus, "--set", "weights.transport=nccl", "--set", "placement.device=cuda"]

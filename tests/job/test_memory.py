@@ -165,6 +165,22 @@ def test_the_kv_cache_is_that_of_the_slots_at_full_length(config, tmp_path):
     assert sizes(estimate, ROLLOUT)["weights"] == num_bytes(model.parameters())
 
 
+@pytest.mark.parametrize(
+    ("sets", "buffers"),
+    [
+        (("rollout.workers=1",), 1),
+        (("rollout.workers=3",), 2),  # one drains for a version while the others get the next
+        (("rollout.workers=3", "weights.encoding=delta"), 1),  # the other one is the deltas' base
+        (("rollout.workers=3", "weights.mode=sync"), 1),
+    ],
+)
+def test_the_workers_of_a_node_hold_two_versions_that_wait_to_be_loaded_unless_they_load_together(
+    sets, buffers
+):
+    items = planned("builtin:tiny", *sets)[2].items
+    assert [item.processes for item in items if item.what == "load buffer"] == [buffers]
+
+
 def test_without_a_second_buffer_a_load_holds_nothing_beside_the_model():
     weights = sizes(planned("builtin:tiny")[2], ROLLOUT)["weights"]
     assert 2**20 < weights < 2**27

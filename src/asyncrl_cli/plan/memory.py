@@ -57,8 +57,8 @@ MemoryKind = Literal["device", "host"]
 
 @dataclass(frozen=True, slots=True)
 class MemoryItem:
-    """Something that each of a role's `processes` holds, and when; at rollout workers, if it is 1, one for
-    the workers of each node. On CPUs the device is the host, too."""
+    """Something that each of a role's `processes` holds, and when. At rollout workers a smaller
+    number is that of each node, for its workers together. On CPUs the device is the host, too."""
 
     role: str
     processes: int
@@ -458,7 +458,6 @@ def _rollout(job: MemoryEstimate, left_bytes: int | None, role: str = ROLLOUT) -
 
     workers = job.plan.role(role).workers
     device, host = (partial(MemoryItem, role, workers, kind) for kind in ("device", "host"))
-    of_node = partial(MemoryItem, role, 1, "host")
     yield device("always", "weights", weights, f"{dtype}{over}")
     if engine:
         yield host("always", engine.name, engine.process_bytes, engine.process_names)
@@ -472,9 +471,13 @@ def _rollout(job: MemoryEstimate, left_bytes: int | None, role: str = ROLLOUT) -
     if profile.weights.transport in DIRECT_TRANSPORTS:
         yield from _wires(job, role, workers)
     elif profile.weights.dual_buffer:  # a version that waits to be loaded
-        mapped = f", which {engine.name}'s processes map" if engine else ""
+        how = f"received weights of a node's workers{f', which {engine.name} maps' if engine else ''}"
+        # One worker may still wait with the version before, which with deltas is counted as their base.
+        is_alone = profile.weights.mode == "sync" or (sends_deltas(profile) and not merges)
+        buffers = 1 if is_alone else min(2, workers)
+        how += "; two, while one of them still drains for the version before" if buffers == 2 else ""
         waits = whole if merges else version
-        yield of_node("sync", "load buffer", waits, f"received weights of a node's workers{mapped}")
+        yield MemoryItem(role, buffers, "host", "sync", "load buffer", waits, how)
     if sends_deltas(profile):
         how = "the newest version, of a node's workers; the next one's are applied to it"
-        yield of_node("always", "base of deltas", version, how)
+        yield MemoryItem(role, 1, "host", "always", "base of deltas", version, how)
