@@ -13,10 +13,11 @@ from typing import Any
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
+from transformers import AutoTokenizer
 
 from asyncrl_cli.base.child_process import REMOTE_TOKEN
-from asyncrl_cli.base.errors import ExecutorFailed
-from asyncrl_cli.engines.remote import remote_engine
+from asyncrl_cli.base.errors import ExecutorFailed, PreflightError
+from asyncrl_cli.engines.remote import KIND, remote_engine
 from asyncrl_cli.engines.remote.remote_engine import RemoteEngine
 from asyncrl_cli.engines.remote.server import FACTS, Server, facts_of
 from asyncrl_cli.profile.schema import EnvSection
@@ -195,3 +196,24 @@ async def test_facts_of_another_kind_end_the_poll_with_an_error(
         assert engine._watching is not None
         await asyncio.wait_for(engine._watching, 10)
         assert "no `asyncrl serve` of this version" in engine.failure
+
+
+def test_the_tokenizer_is_read_once_for_all_servers(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    urls = ("http://one:8000", "http://two:8000")
+    profile, _ = made_for(model_dir, transport="disk", engine="remote", urls=urls)
+    there = {**facts_of(profile, model_dir), "engine": "transformers", "vocabulary": "another"}
+    read, load = [], AutoTokenizer.from_pretrained
+
+    async def facts(server: Server) -> dict[str, Any]:
+        return there
+
+    def loads(*given: Any, **options: Any) -> Any:
+        read.append(given)
+        return load(*given, **options)
+
+    monkeypatch.setenv(REMOTE_TOKEN, "a-token")
+    monkeypatch.setattr(Server, "facts", facts)
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", loads)
+    with pytest.raises(PreflightError, match=r"one:8000: vocabulary .*two:8000: vocabulary"):
+        KIND.check_servers(profile, model_dir)
+    assert read == [(model_dir,)]

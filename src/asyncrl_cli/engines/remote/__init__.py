@@ -50,7 +50,7 @@ def check_servers(profile: Profile, model_dir: Path | None = None) -> None:
     """Ask all servers. Raises PreflightError that names each one that cannot be reached, or lacks what the
     run needs, such as the model's vocabulary if its directory is known; RefusedError for a token that others
     may read."""
-    from asyncrl_cli.engines.remote.server import Server, ServerFailed, check_facts
+    from asyncrl_cli.engines.remote.server import Server, ServerFailed, check_facts, facts_of
 
     async def facts_at(server: Server) -> dict[str, Any] | ServerFailed:
         try:
@@ -65,12 +65,13 @@ def check_servers(profile: Profile, model_dir: Path | None = None) -> None:
         answers = await asyncio.gather(*map(facts_at, servers))
         return {server.url: answer for server, answer in zip(servers, answers, strict=True)}
 
-    refusals = list[PreflightError | ServerFailed]()
-    for url, answer in asyncio.run(ask()).items():
+    refusals, answers = list[PreflightError | ServerFailed](), asyncio.run(ask())
+    ours = facts_of(profile, model_dir)  # once: it reads a tokenizer
+    for url, answer in answers.items():
         try:
             if isinstance(answer, ServerFailed):
                 raise answer
-            check_facts(url, answer, profile, model_dir)
+            check_facts(url, answer, ours, profile, model_dir)
         except (PreflightError, ServerFailed) as refusal:
             refusals.append(refusal)
     if refusals:

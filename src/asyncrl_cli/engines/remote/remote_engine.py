@@ -27,7 +27,7 @@ import torch
 
 from asyncrl_cli.base.errors import ExecutorFailed, PreflightError
 from asyncrl_cli.engines.port import EngineCounters, FinishReason, PauseReport, Scores
-from asyncrl_cli.engines.remote.server import Server, ServerFailed, check_facts
+from asyncrl_cli.engines.remote.server import Server, ServerFailed, check_facts, facts_of
 from asyncrl_cli.engines.slotted_engine import SlottedEngine, Track
 from asyncrl_cli.profile.schema import Interrupt, ProcessPlace, Profile
 
@@ -74,8 +74,9 @@ class RemoteEngine(SlottedEngine[Track]):
                     raise
             await asyncio.sleep(RETRY_S)
         model_dir = Path(self._place.model_dir)
+        ours = await asyncio.to_thread(facts_of, self._profile, model_dir)
         try:
-            await asyncio.to_thread(check_facts, self._server.url, self._facts, self._profile, model_dir)
+            check_facts(self._server.url, self._facts, ours, self._profile, model_dir)
         except PreflightError as misfit:  # a restart may find another server there: the worker stays lost
             raise ExecutorFailed(misfit.message, hint=misfit.hint) from None
         self._held = self._facts["version"]

@@ -58,10 +58,16 @@ def facts_of(profile: Profile, model_dir: Path | None = None) -> dict[str, Any]:
     return facts | {"vocab_size": config.vocab_size, "vocabulary": fingerprint}
 
 
-def check_facts(url: str, there: Mapping[str, Any], profile: Profile, model_dir: Path | None = None) -> None:
-    """Raises PreflightError for the first thing that the run needs and the server lacks. Tensors are compared
-    when the first version is loaded, before anything is generated."""
-    for key, ours in facts_of(profile, model_dir).items():
+def check_facts(
+    url: str,
+    there: Mapping[str, Any],
+    here: Mapping[str, Any],
+    profile: Profile,
+    model_dir: Path | None = None,
+) -> None:
+    """Raises PreflightError for the first thing that the run needs and the server lacks. `here`: the run's
+    `facts_of`. Tensors are compared when the first version is loaded, before anything is generated."""
+    for key, ours in here.items():
         has = there[key]
         fits = has >= ours if key in LIMITS else has == ours or (key == "rollout.stop" and not has)
         if not fits:
