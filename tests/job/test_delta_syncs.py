@@ -23,7 +23,7 @@ from asyncrl_cli.weights.buckets import Bucket, DamagedWeights
 from asyncrl_cli.weights.directory import Directory
 from asyncrl_cli.weights.directory_buckets import DirectorySender
 from asyncrl_cli.weights.receivers import SharedWeights
-from asyncrl_cli.weights.senders import DeltaSender, DeltasToo
+from asyncrl_cli.weights.senders import DeltaSender, DeltaTransport
 from asyncrl_cli.weights.versions import Manifest, send
 from tests.packed import copied, pack
 
@@ -91,7 +91,7 @@ class Worker(Loader):
 class Trainer:
     """Trains a little in each version."""
 
-    def __init__(self, sender: DeltasToo | None = None) -> None:
+    def __init__(self, sender: DeltaTransport | None = None) -> None:
         self.sender, self.version = DeltaSender(sender or ObjectStoreSender()), -1
         generator = torch.Generator().manual_seed(0)
         self.weights = {

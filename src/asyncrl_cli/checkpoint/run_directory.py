@@ -210,8 +210,9 @@ def never_began(run_dir: Path) -> bool:
         return False
     if any((run_dir / "checkpoints").glob("*")):
         return False
-    passing = ("*.tmp", "scorers-*.json")
-    return all(entry.name in START_FILES or any(map(entry.match, passing)) for entry in run_dir.iterdir())
+    also_written = ("*.tmp", "scorers-*.json")
+    entries = run_dir.iterdir()
+    return all(entry.name in START_FILES or any(map(entry.match, also_written)) for entry in entries)
 
 
 def clear_lost(run_dir: Path) -> Path | None:

@@ -201,9 +201,9 @@ class RankHost:
         from asyncrl_cli.train.policy_trainer import PolicyTrainer
         from asyncrl_cli.weights.directory import versions_at
         from asyncrl_cli.weights.directory_buckets import DirectorySender
-        from asyncrl_cli.weights.senders import DeltaSender, DeltasToo, DiskSender, HeldVersions
+        from asyncrl_cli.weights.senders import DeltaSender, DeltaTransport, DiskSender, HeldVersions
 
-        def with_deltas(sender: DeltasToo) -> Sender:
+        def with_deltas(sender: DeltaTransport) -> Sender:
             return DeltaSender(sender) if sends_deltas(self._profile) else sender
 
         self.trainer = PolicyTrainer(

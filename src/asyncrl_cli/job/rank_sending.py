@@ -6,6 +6,9 @@ ranks other than 0 have buckets to send.
                                   | send 0   | send 1   | send 2 |  (a thread)   publish: waits for the rest
     no overlap  gather | bucket 0 | bucket 1 | bucket 2 | probes |               publish: sends 0, 1, 2
 
+With deltas and `weights.mode = "async"` nothing overlaps, whatever `weights.overlap` says: comparing with the
+version before would slow the gather down (rank_host.py).
+
 Either way the same buckets arrive, in the same order. `object-store` keeps buckets as Ray objects, `disk` as
 files; `nccl` and `ipc` leave them on rank 0 (weights/senders.py).
 """

@@ -197,7 +197,7 @@ def keep_version(
             remove_tree(version_directory(root, old))
 
 
-class DeltasToo(Sender, Protocol):
+class DeltaTransport(Sender, Protocol):
     """A sender that can send a delta beside its bucket, whose ref is `whole`."""
 
     def put_delta(self, delta: Delta, whole: Any) -> Ref: ...
@@ -208,7 +208,7 @@ class DeltaSender(Sender):
     smaller. For this it keeps the buckets of the finished versions that workers may want, and compares with
     the newest of them."""
 
-    def __init__(self, sender: DeltasToo) -> None:
+    def __init__(self, sender: DeltaTransport) -> None:
         self._sender = sender
         self._held: dict[int, list[Bucket]] = {}
         self._begun: list[Bucket] = []
