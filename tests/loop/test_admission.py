@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl_cli.contracts.prompt_group import PartResult, Prompt
+from asyncrl_cli.contracts.prompt_group import PartialResponse, PartResult, Prompt
 from asyncrl_cli.loop.admission import Admission, Closed, takeable_in_time
 from asyncrl_cli.loop.fleet import WorkerSlots
 from asyncrl_cli.loop.ledger import Attempt, Stage
@@ -133,6 +133,20 @@ def test_groups_start_on_the_newest_weights():
     machine.version = 1
     machine.workers["rollout-1"].end_load(1)
     assert machine.choose() == ({"rollout-1": 2}, 1)
+
+
+def test_kept_tokens_continue_on_no_older_weights_than_theirs():
+    machine = admission(workers=2, slots=2, eta=Fraction(1), max_staleness=2)
+    group = start(machine, 0)
+    lent, own = machine.workers.values()
+    assert workers_of(group) == [(lent.name, (0,)), (own.name, (1,))]
+    machine.version = 1
+    lent.set_down(True)
+    machine.lose(lent.name)
+    group.partial[0] = PartialResponse(((0, 2), (1, 3)))
+    assert machine.choose() is None, "the other worker has version 0"
+    own.end_load(1)
+    assert machine.choose() == ({own.name: 1}, 1)
 
 
 def test_the_worked_example_of_placing():

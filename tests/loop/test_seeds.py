@@ -443,7 +443,6 @@ mistake("weights count as travelling fast for ever", Travel, "arrived", "admissi
 mistake("a dead worker keeps its responses", Admission, "lose", "restarts", "admission")(nothing)
 mistake("an eval forgets what a lost worker had", RunningEval, "put_back", "evals")(nothing)
 mistake("a recall forgets what it stopped", Groups, "recalled", "admission", "ends", "ledger")(nothing)
-mistake("kept tokens continue on any weights", Attempt, "least_version", "slots", "admission")(-1)
 mistake("a limit ends no run", Groups, "check_limits", "limits")(nothing)
 
 
