@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from asyncrl_cli.base.errors import AsyncrlError, ExecutorFailed, Interrupted
+from asyncrl_cli.base.errors import AsyncrlError, ExecutorFailed, Interrupted, StallError
 from asyncrl_cli.checkpoint.writer import PROFILE_FILES, CheckpointStore
 from asyncrl_cli.contracts.ports import LoopSnapshot
 from asyncrl_cli.job.driver_loop import RunResult, run_to_the_end
@@ -22,6 +22,8 @@ DIRECTORY: Any = SimpleNamespace(name="otter", path=Path("otter"), stop_requests
 
 
 class FakePipeline:
+    grace_s = 60.0
+
     def __init__(self, error: Exception | None = None, lasts_s: float = 0.0) -> None:
         self.error = error
         self.lasts_s = lasts_s
@@ -116,7 +118,18 @@ def test_a_first_request_is_answered_on_the_screen(number, again):
         await running
         return observers.remarks
 
-    assert asyncio.run(main()) == [f"stopping after this train step; {again} ends the run at once"]
+    assert asyncio.run(main()) == [
+        f"stopping after this train step, within 60 s; {again} ends the run at once"
+    ]
+
+
+def test_a_stop_that_took_too_long_names_the_steps_that_are_lost(tmp_path):
+    directory: Any = SimpleNamespace(path=tmp_path, checkpoints=tmp_path / "checkpoints")
+    pipeline: Any = FakePipeline(StallError("the stop took longer than 60 s", hint="more time"))
+    ending = run_to_the_end(pipeline, FakeTrainer(), directory, FakeObservers(), StopRequests())  # type: ignore[arg-type]
+    error = asyncio.run(ending).error
+    assert error is not None
+    assert error.hint == "there is no checkpoint yet, and a resume has nothing to continue from; more time"
 
 
 @pytest.mark.parametrize(

@@ -65,6 +65,18 @@ def test_all_notices_of_machines_are_one_request_and_only_people_insist():
     assert done == ["stop", "abort"]
 
 
+def test_a_running_loop_says_how_long_a_stop_may_take():
+    requests = StopRequests(lambda: None)
+    requests.allow(lambda: 0.0)  # nothing limits this process
+    requests.request()
+    with requests.within(60.0):
+        requests.allow(lambda: 3600.0)
+        assert requests._limit is None
+        requests.request()
+        assert requests._limit is not None
+        assert requests._limit.interval == 3600.0
+
+
 HANGING = """
 import time
 from asyncrl_cli.job.driver_process import StopRequests

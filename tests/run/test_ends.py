@@ -155,7 +155,7 @@ def test_the_first_interrupt_checkpoints_and_the_death_of_the_raylet_is_what_the
     code, _, err = finish(process)
     assert code == 130
     assert "asyncrl resume stopped" in err
-    assert "stopping after this train step; another Ctrl-C ends the run at once" in err
+    assert "stopping after this train step, within 60 s; another Ctrl-C ends the run at once" in err
     assert not wait_until_gone(family)
     assert "ERROR" not in (run / "logs/attempt-1/rollout-0.log").read_text()
     first = len(lines(run / "metrics.jsonl"))

@@ -146,7 +146,7 @@ async def run_to_the_end(
                 f"stopping after this train step, {limit}; {requests.again} ends the run at once"
             )
 
-    requests.limit_s = lambda: pipeline.grace_s + END_S
+    requests.allow(lambda: pipeline.grace_s + END_S)
     why = "ended at once: finished checkpoints are kept; the reaper ends this run's processes"
     requests.set_actions(partial(in_loop, stop), partial(in_loop, running.cancel), partial(leave, why=why))
     error: AsyncrlError | None = None

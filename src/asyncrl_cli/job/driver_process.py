@@ -84,8 +84,7 @@ class StopRequests:
         self._actions = list(actions or [_interrupt])
         self.again = "a second request"
         self._is_stopping = False
-        self.limit_s: Callable[[], float] = lambda: math.inf
-        """Seconds that the process has from the first request on."""
+        self._limit_s: Callable[[], float] = lambda: math.inf
         self._limit: threading.Timer | None = None
 
     def set_actions(self, *actions: Callable[[], object]) -> None:
@@ -103,7 +102,7 @@ class StopRequests:
             return
         self._is_stopping = True
         self.again = "another Ctrl-C" if number == signal.SIGINT else "a second request"
-        if self._limit is None and (limit_s := self.limit_s()) < math.inf:
+        if self._limit is None and (limit_s := self._limit_s()) < math.inf:
             why = f"{limit_s:.3g} s after the stop request the run is ended at once"
             ending = {"why": f"{why}; finished checkpoints are kept"}
             self._limit = threading.Timer(limit_s, leave, kwargs=ending)
@@ -114,15 +113,20 @@ class StopRequests:
 
     @contextmanager
     def within(self, limit_s: float) -> Iterator[None]:
-        """Within the block a first request gives the process `limit_s`, or what `self.limit_s` is set to.
-        After that it is out, whatever hangs."""
-        self.limit_s = lambda: limit_s
+        """Within the block a first request gives the process `limit_s` to end, or what `allow` says. After
+        that it is out, whatever hangs."""
+        self._limit_s = lambda: limit_s
         try:
             yield
         finally:
-            self.limit_s = lambda: math.inf
+            self._limit_s = lambda: math.inf
             if self._limit is not None:
                 self._limit.cancel()
+
+    def allow(self, limit_s: Callable[[], float]) -> None:
+        """From now on the limit of `within` is this one, as it is at the first request."""
+        if self._limit_s() < math.inf:
+            self._limit_s = limit_s
 
     def take_signals(self) -> dict[signal.Signals, Callable[[int, FrameType | None], object] | int | None]:
         """Make the signals stop requests, and return their previous handlers. A second call changes nothing
