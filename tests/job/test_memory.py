@@ -415,6 +415,13 @@ def test_a_lent_worker_shares_the_ranks_gpu_with_one_of_its_own():
     assert shared.num_bytes == peak(estimate.of(TRAINER, "device"))[0] + plain.num_bytes
 
 
+def test_a_lent_worker_that_sleeps_holds_merged_weights_and_no_adapters():
+    sets = ("placement.lend=true", "rollout.engine=vllm", "lora.rank=4", "lora.sync=adapter")
+    estimate = planned("builtin:tiny", *sets, gpus=2)[2]
+    assert "adapters" in sizes(estimate, ROLLOUT)
+    assert "adapters" not in sizes(estimate, "lent")
+
+
 def test_a_tensor_parallel_worker_shares_weights_and_cache():
     one = sizes(planned("builtin:tiny", gpus=2)[2], ROLLOUT)
     two = sizes(

@@ -462,7 +462,8 @@ def _rollout(job: MemoryEstimate, left_bytes: int | None, role: str = ROLLOUT) -
     if engine:
         yield host("always", engine.name, engine.process_bytes, engine.process_names)
     yield device("always", name, cache, how)
-    merges, version = worker_merges(profile, job.plan.device), published_bytes(profile, shape)
+    merges = worker_merges(of_lent(profile) if role == LENT else profile, job.plan.device)
+    version = published_bytes(profile, shape)
     if profile.lora.sync == "adapter" and not merges:
         adapters = e * adapter_parameters(profile, shape)
         yield device("always", "adapters", adapters, f"{dtype}, beside the weights")

@@ -10,7 +10,7 @@ import inspect
 import pickle
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -300,6 +300,21 @@ async def test_each_load_brings_all_bytes_of_its_version_within_one_pause(
         assert there.memory.collected == (version if backend == "ipc" else 0)
     assert there.llm.init_info["packed"]
     assert there.llm.init_info.get("world_size") == (2 if backend == "nccl" else None)
+
+
+async def test_a_colocated_engine_that_cannot_wake_up_has_failed(
+    direct: MakeDirect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def wake_up(tags: Sequence[str]) -> None:
+        raise RuntimeError("CUDA out of memory")
+
+    there = await direct("ipc", device="cuda", colocate=True).connected()
+    await there.engine.sleep()
+    monkeypatch.setattr(there.llm, "wake_up", wake_up)
+    with pytest.raises(ExecutorFailed, match=r"vLLM's waking up failed half-way: .*CUDA out of memory"):
+        await there.engine.wake()
+    with pytest.raises(ExecutorFailed, match="out of memory"):
+        await there.load(1, "drain")
 
 
 async def test_a_colocated_engine_gets_its_cache_and_requests_only_after_the_next_load(

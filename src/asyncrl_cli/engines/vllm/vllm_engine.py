@@ -192,7 +192,7 @@ class VllmEngine(SlottedEngine[VllmTrack]):
                         paused_s = time.perf_counter()
                         if interrupt == "recompute-kv":
                             self._counters.caches_cleared()
-                        async with self._failure_ends_it(llm, version):
+                        async with self._failure_ends_it(llm, f"loading version {version} into vLLM"):
                             try:
                                 await self._bring(llm, weights, version)
                             finally:
@@ -240,7 +240,8 @@ class VllmEngine(SlottedEngine[VllmTrack]):
             self._raise_failure()
             self.gate.close()
             llm = self._running_llm()
-            await answer(llm, llm.sleep(level=2, mode="wait"))
+            async with self._failure_ends_it(llm, "vLLM's sleep"):
+                await answer(llm, llm.sleep(level=2, mode="wait"))
 
     async def wake(self) -> None:
         """Allocate the weights, whose values come with the next load; the cache gets its memory once they
@@ -249,7 +250,8 @@ class VllmEngine(SlottedEngine[VllmTrack]):
             self._raise_failure()
             llm = self._running_llm()
             self._cache_sleeps = True
-            await answer(llm, llm.wake_up(tags=["weights"]))
+            async with self._failure_ends_it(llm, "vLLM's waking up"):
+                await answer(llm, llm.wake_up(tags=["weights"]))
 
     async def _respond(self, track: VllmTrack) -> FinishReason:
         reason, track.vocab_size = None, self._running_llm().model_config.get_vocab_size()
@@ -294,11 +296,11 @@ class VllmEngine(SlottedEngine[VllmTrack]):
         return reason
 
     @contextlib.asynccontextmanager
-    async def _failure_ends_it(self, llm: AsyncLLM, version: int) -> AsyncIterator[None]:
+    async def _failure_ends_it(self, llm: AsyncLLM, doing: str) -> AsyncIterator[None]:
         try:
             yield
         except BaseException as error:
-            half_way = "" if llm.errored else f"loading version {version} into vLLM failed half-way: "
+            half_way = "" if llm.errored else f"{doing} failed half-way: "
             self._fail(half_way + message_of(error))
             # vLLM's processes may still be waiting for bytes, and would not react to a resume
             await end_processes(llm)
