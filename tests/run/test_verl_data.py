@@ -123,7 +123,7 @@ def test_a_file_in_verls_layout_trains_every_version_arrives_over_the_disk_and_t
     monkeypatch.chdir(tmp_path)
     assert asyncrl(["export", "verl"]) == 0
     said = capsys.readouterr()
-    assert said.out == "runs/verl/exports/step-000006\n"
+    assert said.out == f"{run}/exports/step-000006\n"
     assert "version 6 (step 6) of run 'verl'" in said.err
     exported = load_file(run / "exports" / "step-000006" / "model.safetensors")
     kept = load_file(run / "versions" / "version-000006" / "model.safetensors")
