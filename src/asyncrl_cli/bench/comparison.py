@@ -34,7 +34,8 @@ ENOUGH_WINDOWS = 3
 """How many windows (of the longest W) must be measured for a speedup without a warning."""
 POLL_S = 0.5
 STOP_EXTRA_S = 30.0
-"""Added to `run.stop_grace_s`, the time that a stopped run has: ending Ray takes longer."""
+"""Added to `run.stop_grace_s`, the least that a stopped run has: ending Ray takes longer. A run that is ended
+in a longer train step loses nothing: an interrupted run of a comparison is not resumed."""
 KINDS: dict[int, type[AsyncrlError]] = {2: ConfigError, 3: PreflightError}
 """The error of a run by its exit code; others are an AsyncrlError."""
 

@@ -196,6 +196,7 @@ class Pipeline:
 
     @property
     def grace_s(self) -> float:
+        """Seconds that a stop may take, from when it is asked for."""
         run = self.state
         return max(run.settings.profile.run.stop_grace_s, _GRACE_STEPS * run.progress.longest_step_s)
 

@@ -47,7 +47,7 @@ MARK = "@asyncrl"
 COMMAND = "python3 -m asyncrl_cli"
 VARIABLES = {"RAY_JOB_STOP_WAIT_TIME_S": "3600"}
 """Seconds between SIGTERM and SIGKILL when Ray stops a job (default: 3). The driver itself keeps to
-`run.stop_grace_s`."""
+the limit of a stop (`run.stop_grace_s`)."""
 RUN_KEY, RUNS_DIR_KEY = "asyncrl_run", "asyncrl_runs_dir"
 """Keys of a job's metadata."""
 Write = Callable[[str], None]
