@@ -1,13 +1,14 @@
 """What a weight sync costs, by the number of trainer ranks and of rollout workers.
 
-    python benchmarks/weight_sync.py [--mb 100] [--ranks 1 2 4] [--workers 1 2 4] [--encoding full delta]
-        [--gather rows rank-0] [--syncs 5] [--changed 0.008] [--probes 0] [--engine transformers] [--json]
+    python benchmarks/weight_sync.py [--mb 100] [--cells 1x1 2x1 4x4] [--encoding full delta] [--syncs 5]
+        [--gather rows rank-0] [--changed 0.008] [--probes 0] [--engine transformers] [--models DIR] [--json]
 
-Ranks (gloo) and workers are the actors of a run, each a process of its own, and Ray's object store is between
-them. Only the training is left out: before each sync a random share of all elements changes by a last bit or
-two. A worker receives a version into its second buffer and loads it into its engine (keep-kv; nothing runs
-there meanwhile). The fingerprint that it has loaded is compared with the published one and, with `--probes`,
-its logprobs with the trainer's.
+A cell is RANKSxWORKERS; all encodings are measured in it before the next cell, so that they meet the same
+other work of the machine. Ranks (gloo) and workers are the actors of a run, each a process of its own, and
+Ray's object store is between them. Only the training is left out: before each sync a random share of all
+elements changes by a last bit or two. A worker receives a version into its second buffer and loads it into
+its engine (keep-kv; nothing runs there meanwhile). The fingerprint that it has loaded is compared with the
+published one and, with `--probes`, its logprobs with the trainer's.
 
     stall       the gather, of the slowest rank: the trainer stands still
     rank CPU    CPU time of the rank that took most, of all its threads: gather, fingerprints, differences,
@@ -19,6 +20,8 @@ its logprobs with the trainer's.
     memcpy      the same bytes from memory to memory in one worker, both warm, for comparison with `pause`
     rank 0      the most memory that rank 0 took beyond what it had before the first sync, and `worker` the
                 same of a worker; without what either sees of the object store, which is the node's
+    node        the same of all processes together, with the object store and the workers' shared buffer, at
+                most, looked at every 50 ms in two further syncs
 
 `--gather rank-0` has all ranks gather the whole model, which rank 0 sends, as with `disk` or `directory`.
 
@@ -35,7 +38,9 @@ import logging
 import statistics
 import sys
 import tempfile
+import threading
 import time
+from contextlib import suppress
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -60,7 +65,10 @@ FIRST = 3
 LARGEST_DIFFERENCE = 0.1
 """Median of the probes' logprobs between a worker and the trainer, in bfloat16."""
 SECONDS = ("stall", "rank CPU", "send", "worker CPU", "pause", "memcpy")
-SIZES = ("fetched", "rank 0", "worker")
+SIZES = ("fetched", "rank 0", "worker", "node")
+LOOK_S = 0.05
+LOOKED_AT = 2
+"""Further syncs, in which memory is looked at and nothing is timed."""
 Figures = dict[str, float]
 
 
@@ -78,6 +86,36 @@ class Memory:
         fields = {line.split(":")[0]: int(line.split()[1]) for line in lines if line.endswith("kB")}
         store = sum(one.rss for one in psutil.Process().memory_maps() if "plasma" in one.path)
         return 1024 * (fields["VmHWM"] - fields["RssFile"]) - store - self._before
+
+
+def node_bytes() -> int:
+    """Anonymous and shared memory of this process's descendants, each page once (proportional set sizes)."""
+    total = 0
+    for process in psutil.Process().children(recursive=True):
+        with suppress(OSError):  # it has ended
+            lines = Path(f"/proc/{process.pid}/smaps_rollup").read_text().splitlines()
+            total += sum(int(line.split()[1]) for line in lines if line.startswith(("Pss_Anon", "Pss_Shmem")))
+    return 1024 * total
+
+
+class NodeMemory:
+    """The most that `node_bytes` finds while it is entered."""
+
+    most_bytes = 0
+
+    def __enter__(self) -> NodeMemory:
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._look)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def _look(self) -> None:
+        while not self._ended.wait(LOOK_S):
+            self.most_bytes = max(self.most_bytes, node_bytes())
 
 
 class Rank(RankHost):
@@ -164,9 +202,13 @@ async def measured(order: driver_crew.CrewOrder, num_bytes: int, options: argpar
     async with driver_crew.started_crew(order) as crew:
         workers = [worker.actor for worker in crew.workers]
         await all_of(worker.began.remote() for worker in workers)
-        newest, versions = list[Published](), range(FIRST + options.syncs)
-        found = [await sync(crew, version, options.changed, newest) for version in versions]
+        newest, timed, before_bytes = list[Published](), FIRST + options.syncs, node_bytes()
+        found = [await sync(crew, version, options.changed, newest) for version in range(timed)]
         median = {key: statistics.median(one[key] for one in found[FIRST:]) for key in found[0]}
+        with NodeMemory() as memory:
+            for version in range(timed, timed + LOOKED_AT):
+                await sync(crew, version, options.changed, newest)
+        median["node"] = memory.most_bytes - before_bytes
         copies_s = [await workers[0].memcpy_s.remote(num_bytes) for _ in range(3)]
     return median | {"memcpy": statistics.median(copies_s)}
 
@@ -194,14 +236,15 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--mb", type=int, nargs="+", default=[100], help="of the model in bfloat16")
-    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
-    parser.add_argument("--workers", type=int, nargs="+", default=[1, 2, 4])
+    cells = [f"{ranks}x{workers}" for ranks in (1, 2, 4) for workers in (1, 2, 4)]
+    parser.add_argument("--cells", nargs="+", default=cells, help="RANKSxWORKERS")
     parser.add_argument("--encoding", nargs="+", choices=["full", "delta"], default=["full", "delta"])
     parser.add_argument("--gather", nargs="+", choices=["rows", "rank-0"], default=["rows"])
     parser.add_argument("--syncs", type=int, default=5)
     parser.add_argument("--changed", type=float, default=0.008, help="share of the elements")
     parser.add_argument("--probes", type=int, default=0)
     parser.add_argument("--engine", choices=["vllm", "transformers"], default="transformers")
+    parser.add_argument("--models", type=Path, help="directory of random models, made where one is missing")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     if options.engine == "vllm":
@@ -213,17 +256,19 @@ def main() -> None:
     for mb in options.mb:
         with tempfile.TemporaryDirectory() as name:
             directory = Path(name)
-            num_bytes = make_random_model(directory / "model", mb * MB // 2).num_bytes // 2
-            for encoding, gather, ranks, workers in product(
-                options.encoding, options.gather, options.ranks, options.workers
-            ):
+            model = (options.models or directory).absolute() / f"{mb}-mb"
+            if not model.exists():
+                make_random_model(model, mb * MB // 2)
+            num_bytes = (model / "model.safetensors").stat().st_size // 2
+            for cell, gather, encoding in product(options.cells, options.gather, options.encoding):
+                ranks, workers = map(int, cell.split("x"))
                 driver_crew.RankHost = Rank if gather == "rows" else WholeRank  # type: ignore[misc]
-                profile = profile_of(directory / "model", ranks, workers, encoding, options)
-                with ray_session(profile, cluster=cluster, model_dir=directory / "model") as plan:
+                profile = profile_of(model, ranks, workers, encoding, options)
+                with ray_session(profile, cluster=cluster, model_dir=model) as plan:
                     order = driver_crew.CrewOrder(
                         plan=plan,
                         profile=profile,
-                        model_dir=directory / "model",
+                        model_dir=model,
                         further={},
                         run_dir=directory / "run",
                         log_dir=directory / "logs",
