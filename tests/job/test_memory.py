@@ -22,7 +22,7 @@ from asyncrl_cli.plan.memory import (
     kv_cache_bytes,
     peak,
 )
-from asyncrl_cli.plan.memory_fit import cache_warnings, device_needs, shortage
+from asyncrl_cli.plan.memory_fit import cache_warnings, device_needs, shortage, transfer_warnings
 from asyncrl_cli.profile.loaded import load
 from asyncrl_cli.profile.schema import ProcessPlace, Profile
 from tests.marks import one_in
@@ -396,6 +396,21 @@ def test_a_cache_that_the_engine_would_cut_is_warned_of():
     available = weights + int(cache * 1.5)
     warnings = cache_warnings(estimate_memory(profile, plan, shape_of("builtin:tiny"), available))
     assert any("rollout.slots = 48 fits" in warning for warning in warnings)
+
+
+@pytest.mark.parametrize(
+    ("sets", "warned"),
+    [
+        ((), "weights.timeout_s=880"),
+        (("weights.transport=disk",), "weights.timeout_s=880"),
+        (("weights.timeout_s=450",), None),
+    ],
+)
+def test_a_version_that_a_node_cannot_have_in_time_is_warned_of(sets, warned):
+    estimate = planned("builtin:tiny", "model.dtype=bfloat16", *sets)[2]
+    warnings = transfer_warnings(replace(estimate, shape=replace(estimate.shape, parameters=220 * 10**9)))
+    assert [warned in one for one in warnings] == ([True] if warned else []), warnings
+    assert not transfer_warnings(estimate)
 
 
 def test_colocated_sides_share_a_gpu():

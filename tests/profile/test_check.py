@@ -223,6 +223,9 @@ TABLE = (
      ['lora.sync = "adapter"', "weights.keep_versions = 2"], "lora.sync=merged"),
     ("base", "weights.transport=disk weights.encoding=delta",
      ['weights.encoding = "delta"', 'weights.transport = "disk"'], "weights.encoding=auto"),
+    ("base", "weights.encoding=delta weights.transport=directory weights.url=file:///versions "
+     'rollout.engine=remote rollout.urls=["http://a:1"]',
+     ['weights.encoding = "delta"', 'rollout.engine = "remote"', "whole versions"], "weights.encoding=full"),
     ("base", "weights.transport=nccl placement.device=cuda",
      ['transport = "nccl"', 'engine = "transformers"'], "engine=vllm"),
     ("base", "weights.transport=nccl rollout.engine=vllm",

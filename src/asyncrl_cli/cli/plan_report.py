@@ -102,7 +102,7 @@ def print_plan(
         needs = [*memory_fit.device_needs(memory), *memory_fit.node_needs(memory, there.all)]
         refusal = memory_fit.cannot_fit(memory) or memory_fit.shortage(needs)
         if refusal is None:
-            warnings += memory_fit.cache_warnings(memory)
+            warnings += [*memory_fit.cache_warnings(memory), *memory_fit.transfer_warnings(memory)]
             try:
                 if is_here:
                     check_shared_memory(memory.profile, memory.store_bytes)

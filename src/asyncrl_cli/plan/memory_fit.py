@@ -26,8 +26,9 @@ from asyncrl_cli.plan.memory import (
     estimate_memory,
     kv_cache_bytes,
     peak,
+    published_bytes,
 )
-from asyncrl_cli.profile.schema import Profile
+from asyncrl_cli.profile.schema import DIRECT_TRANSPORTS, Profile
 
 GIB = 2**30
 SMALLER = "a smaller model, more GPUs or larger ones"
@@ -35,6 +36,8 @@ GPU, MACHINE, NODE, SHARE = "GPU", "machine", "node", "engine's share"
 """Names of devices. On CPUs all processes share the machine's memory. An engine may have a share of a GPU."""
 STORE = "object store"
 PROBE_TIMEOUT_S = 10.0
+FETCHED_BYTES_PER_S = 1e9
+"""What the one thread of a node fetches, checks and copies (docs/weights.md, "At size")."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,6 +190,19 @@ def cache_warnings(estimate: MemoryEstimate) -> list[str]:
     return [
         f"a KV cache for {rollout.slots} slots at full length is {needed / GIB:.1f} GiB, and {leaves} "
         f"({room / GIB:.1f} GiB): long responses may be {then} ({way_out})"
+    ]
+
+
+def transfer_warnings(estimate: MemoryEstimate) -> list[str]:
+    """A warning if a version is too large for a node to have it within `weights.timeout_s`."""
+    weights, num_bytes = estimate.profile.weights, published_bytes(estimate.profile, estimate.shape)
+    expected_s = num_bytes / FETCHED_BYTES_PER_S
+    if weights.transport in DIRECT_TRANSPORTS or expected_s <= weights.timeout_s:
+        return []
+    return [
+        f"a version has {num_bytes / GIB:.0f} GiB, and a node must have it within weights.timeout_s = "
+        f"{weights.timeout_s:g} s: one thread, which does about {FETCHED_BYTES_PER_S / 1e9:g} GB/s, fetches, "
+        f"checks and copies it, and a slow link takes longer (--set weights.timeout_s={ceil(2 * expected_s)})"
     ]
 
 
