@@ -7,33 +7,24 @@ import sys
 import threading
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
+from asyncrl_cli.data.sample_fields import BUILT_IN
+from asyncrl_cli.data.trajectories import GroupPayload, trajectory_of
 from asyncrl_cli.observe import service_sinks
 from asyncrl_cli.observe.service_sinks import tags_of
 from asyncrl_cli.observe.sinks import to_json
 from asyncrl_cli.profile.loaded import load
+from asyncrl_cli.train.sample_dump import SampledGroup, dump_samples
 
-SAMPLE = {
-    "step": 10,
-    "window": 2,
-    "group": "p@0.0",
-    "trajectory": 0,
-    "reward": 0.5,
-    "finish_reason": "stop",
-    "text": "a b",
-    "versions": [-1, 1, 1, 2],
-    "mask": [0, 1, 1, 1],
-    "logprobs": [0.0, -0.5, -0.5, -0.5],
-    "segment_lengths": [4],
-}
 BLOCK_BYTES = 32768
 """The file is a LevelDB log: 7 bytes of its own, then blocks of records (checksum 4, length 2, type 1,
 data)."""
 
 SETTINGS = ["logging.wandb=offline", "logging.wandb_project=asyncrl-test"]
 START = """
-import json, logging, sys, threading, time
+import json, logging, shutil, sys, threading, time
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -49,8 +40,7 @@ PROGRAM = (
 has_room, write = threading.Event(), Wandb.write
 Wandb.write = lambda sink, line: has_room.wait(30) and write(sink, line)
 sink = Wandb(profile, directory)
-(directory / "samples").mkdir()
-(directory / "samples" / "step-000010.jsonl").write_text(sys.argv[5])
+shutil.copytree(sys.argv[5], directory / "samples")
 for step in range(1, 101):
     figures = {"reward/mean": step / 100, "staleness/histogram": [3, 1], "trainer/idle_ratio": 1.0}
     sink.line({"step": step, **figures})
@@ -129,6 +119,24 @@ def summary(path):
     return {key: value for part in contents(path, "summary") for key, value in figures(part.update).items()}
 
 
+def dump(directory):
+    """Of step 10, as a run writes it: a trajectory with four tokens, of which three are sampled; and a
+    damaged line."""
+    segment = {
+        "tokens": np.array([5, 6, 7, 8], np.int32),
+        "logprobs": np.array([0.0, -0.5, -0.5, -0.5], np.float32),
+        "versions": np.array([-1, 1, 1, 2], np.int32),
+        "mask": np.array([False, True, True, True]),
+    }
+    trajectory = trajectory_of((segment,), BUILT_IN, reward=0.5, finish_reason="stop")
+    payload = GroupPayload(uid="p", epoch=0, attempt=0, trajectories=(trajectory,))
+    group = SampledGroup(payload=payload, advantages=[None])
+    path = dump_samples(directory, 10, [group], window=2, decode=lambda ids: "".join(f"<{i}>" for i in ids))
+    with path.open("a") as file:
+        file.write("{}\n")
+    return directory
+
+
 @pytest.mark.slow
 def test_an_offline_run_holds_every_line_and_the_loop_never_waited(tmp_path, done):
     """All lines are handed over while W&B takes none yet: a loop that waited for one would lose it."""
@@ -139,7 +147,7 @@ def test_an_offline_run_holds_every_line_and_the_loop_never_waited(tmp_path, don
         str(tmp_path),
         to_json(done.to_json()),
         *SETTINGS,
-        json.dumps(SAMPLE),
+        str(dump(tmp_path / "dumps")),
     ]
     ended = subprocess.run(arguments, capture_output=True, text=True, timeout=120, check=False)
     assert ended.returncode == 0, ended.stderr
@@ -153,7 +161,10 @@ def test_an_offline_run_holds_every_line_and_the_loop_never_waited(tmp_path, don
     rows.remove(table)
     (media,) = path.parent.glob("files/media/table/samples_*.table.json")
     assert (table["step"], table["samples._type"]) == (10, "table-file")
-    assert json.loads(media.read_text())["data"] == [[10, "p@0.0", 0, 0.5, "1: 2, 2: 1", 1, 3, "stop", "a b"]]
+    text = "<5><6><7><8>"
+    assert json.loads(media.read_text())["data"] == [[10, "p@0.0", 0, 0.5, "1: 2, 2: 1", 1, 3, "stop", text]]
+    assert "damaged lines of" in ended.stderr
+    assert "step-000010.jsonl left out: 1; line 2" in ended.stderr
     assert summary(path)["trainer/idle_ratio"] == 0.25, "of the whole run, not of its last step"
     assert summary(path).get("reward/mean", 1.0) == 1.0
     assert [row["reward/mean"] for row in rows] == [step / 100 for step in range(1, 101)]

@@ -265,6 +265,8 @@ class Wandb(Background):
 
     def finish(self, status: Status) -> None:
         self._write_samples()  # the last dump may have come after the last line
+        for note in self._recorded.damage.notes:
+            log.warning("%s's tables: %s", self.service, note)
         if whole_run := {key: value for key, value in status.totals.items() if key in LEADING}:
             self._run.summary.update(whole_run)
         self._run.finish()
