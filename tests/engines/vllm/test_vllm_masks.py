@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+import math
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +15,7 @@ from transformers import Qwen3ForCausalLM
 from asyncrl_cli.contracts.environment import EpisodeFailed
 from asyncrl_cli.data.sample_fields import KEPT_TOKENS
 from asyncrl_cli.engines.port import Completion
+from asyncrl_cli.engines.vllm.requests import VllmTrack
 from tests.engines.made import prompts, sampling
 from tests.engines.needs import runs_vllm
 from tests.engines.vllm.vllm_world import World, world
@@ -65,6 +68,28 @@ async def test_kept_tokens_and_logprobs_are_of_the_scaled_truncated_distribution
     requests, version = prompts(12), there.engine.version
     for prompt, completion in zip(requests, await there.all_of(requests, sampling(**HOW)), strict=True):
         check(there, prompt, completion, version)
+
+
+def test_an_output_that_waited_and_was_appended_to_has_every_sampled_token_among_the_kept() -> None:
+    """vLLM lists a sampled token only once in what it appends."""
+    from vllm.logprobs import FlatLogprobs
+    from vllm.outputs import CompletionOutput, RequestOutput
+
+    def output(sampled: int, likely: list[int]) -> RequestOutput:
+        listed = FlatLogprobs()
+        logprobs = [-1.0, *[-1.0] * 3, *[-math.inf] * 3]
+        listed.append_fast([sampled, *likely], logprobs, itertools.count(), itertools.repeat(None))
+        part = CompletionOutput(0, "", [sampled], None, listed)
+        return RequestOutput("r", None, [1], None, [part], finished=False)
+
+    how = sampling(**{**HOW, "top_k": 3})
+    track = VllmTrack(request_id="r", prompt_tokens=[1], sampling=how, seed=0, vocab_size=64)
+    waiting = output(5, [4, 5, 6, 7, 8, 9])
+    for sampled, likely in ((20, [20, 21, 22, 1, 2, 3]), (31, [30, 31, 32, 1, 2, 3])):
+        waiting.add(output(sampled, likely), aggregate=True)
+    track.add(waiting.outputs[0])
+    assert track.tokens == [5, 20, 31]
+    assert [{*kept} for kept in track.fields[KEPT_TOKENS]] == [{4, 5, 6}, {20, 21, 22}, {30, 31, 32}]
 
 
 async def test_an_eval_beside_them_has_no_masks(there: World) -> None:

@@ -74,11 +74,14 @@ class VllmTrack(Track):
         """Append logprobs, and those of the most likely tokens that have a probability. Raises EpisodeFailed
         if there may be more of them."""
         for begin, end in zip(found.start_indices, found.end_indices, strict=True):
-            # the sampled token comes first, and again among the most likely ones
+            # The sampled token comes first, and again among the most likely ones: but not in an output that
+            # has waited, to which vLLM has appended this one.
             self.logprobs.append(found.logprobs[begin])
-            likely = zip(found.token_ids[begin + 1 : end], found.logprobs[begin + 1 : end], strict=True)
-            kept = [token for token, logprob in likely if logprob > -math.inf]
-            if self.sampling.returns_kept and len(kept) == self.num_listed < self.vocab_size:
+            listed = zip(found.token_ids[begin:end], found.logprobs[begin:end], strict=True)
+            kept = [token for token, logprob in dict(listed).items() if logprob > -math.inf]
+            if not self.sampling.returns_kept:
+                kept = []
+            elif len(kept) == self.num_listed < self.vocab_size:
                 why = f"vLLM kept {len(kept)} tokens or more, of equal probability, and lists no more"
                 raise EpisodeFailed("engine", f"{why} with rollout.top_k = {self.sampling.top_k}")
             self.fields.setdefault(KEPT_TOKENS, []).append(kept)
