@@ -302,9 +302,10 @@ def test_an_engines_fields_survive_a_checkpoint_of_begun_responses(tmp_path):
         return told, payload
 
     told, payload = asyncio.run(begun())
-    write_payloads(tmp_path, joined_by_index([KEY], [payload]), SCHEMA)
-    (read,) = read_payloads(tmp_path, SCHEMA)
     partial = told.responses[request().key]
+    begun = joined_by_index({KEY: dict.fromkeys(partial, "so-far")}, {"so-far": payload.trajectories})
+    write_payloads(tmp_path, begun, SCHEMA)
+    (read,) = read_payloads(tmp_path, SCHEMA)
     assert [one.tokens for one in partial.values()] == [3, 3]
     run = runner_of(Counting()).run(request(partial=partial), lambda finished: None, read)
     _, whole = asyncio.run(run)

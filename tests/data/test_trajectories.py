@@ -9,9 +9,17 @@ from typing import Any
 import numpy as np
 import pytest
 
+from asyncrl_cli.contracts.prompt_group import AttemptKey
 from asyncrl_cli.data.ragged import Ragged
 from asyncrl_cli.data.sample_fields import FIELDS, Field, Schema
-from asyncrl_cli.data.trajectories import Trajectory, packed, segment_of, trajectory_of, unpacked
+from asyncrl_cli.data.trajectories import (
+    Trajectory,
+    joined_by_index,
+    packed,
+    segment_of,
+    trajectory_of,
+    unpacked,
+)
 
 PLUGGED = Schema(
     [
@@ -129,3 +137,15 @@ def test_two_declarations_of_one_name_are_refused() -> None:
 def test_an_array_that_is_not_of_two_rows_is_refused(array: list[int]) -> None:
     with pytest.raises(ValueError, match="not 2 rows"):
         Ragged.decoded(np.array(array, np.int32), 2)
+
+
+def test_begun_responses_are_joined_by_whose_data_is_the_newest() -> None:
+    """Response 0 was recalled with response 1, and began again: what it had then is longer."""
+    earlier = [trajectory_of([segment_of([i] * 5, [0.0] * 5, [2] * 5)], PLUGGED) for i in (10, 11)]
+    now = [trajectory_of([segment_of([20], [0.0], [2])], PLUGGED)]
+    (joined,) = joined_by_index(
+        {AttemptKey("p", 0, 0): {0: "now", 1: "earlier"}}, {"earlier": earlier, "now": now}
+    )
+    assert [one.per_token["tokens"].tolist() for one in joined.trajectories] == [[20], [11] * 5]
+    (late,) = joined_by_index({AttemptKey("p", 0, 0): {1: "earlier"}}, {"earlier": earlier})
+    assert [one.num_tokens for one in late.trajectories] == [0, 5]

@@ -671,7 +671,9 @@ async def test_a_part_goes_on_in_another_engine_where_a_checkpoint_found_it(
     assert list(kept) == [0, 2]
     assert told.rest_tokens == 0
     assert 40 <= kept_tokens < sum(len(s["tokens"]) for t in whole.trajectories for s in t.segments())
-    write_payloads(tmp_path, joined_by_index([KEY], [payload]))
+    write_payloads(
+        tmp_path, joined_by_index({KEY: dict.fromkeys(kept, "so-far")}, {"so-far": payload.trajectories})
+    )
     (read,) = read_payloads(tmp_path)
     again = replace(request, key=PartKey(KEY, 1), partial=kept)
     async with runner_of(model_dir, Rewards(), sampling=LONG) as runner:

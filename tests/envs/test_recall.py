@@ -32,7 +32,7 @@ class Host(RolloutHost):
         self.forgot = 0
         self._profile, self._place = Profile(), ProcessPlace(model_dir="", is_lent=True)
         self._runner, self._engine, self._store = runner, runner.means.engine, RayStore()
-        self._partial, self._waiting, self._recalled = {}, {}, set()
+        self._partial, self._waiting, self._recalled, self._num_given = {}, {}, set(), 0
         self._changes = LongPoll()
         self._meter = RolloutMeter("rollout-1", 8, time.monotonic, self._changes.note)
         self._desk = PartDesk(self._metered, self._changes)
@@ -59,7 +59,7 @@ async def test_a_recalled_part_is_elsewhere_what_it_would_have_been(model_dir: P
         host, brake = Host(runner), Brake(runner.means.engine, {0: 40})
         await host.submit([REQUEST], {})
         async with brake.stopped():
-            (found, (stored,)), payload = await host.pause(1)
+            (found, (stored,)), payload = await host.pause(0, 1)
         assert host.forgot == 1
         assert host._meter._clock.state is State.PAUSED
         assert (runner.part_keys, host._desk.take(8), host._desk.freed_slots) == (set(), [], {})
@@ -88,7 +88,7 @@ async def test_a_part_that_has_not_begun_keeps_what_it_was_given(model_dir: Path
         host, brake = Host(runner), Brake(runner.means.engine, {0: 40})
         await host.submit([REQUEST], {})
         async with brake.stopped():
-            (found, (stored,)), payload = await host.pause(1)
+            (found, (stored,)), payload = await host.pause(0, 1)
         held = stored._replace(pieces=tuple(piece._replace(content=payload) for piece in stored.pieces))
         kept, fetching = found.responses[REQUEST.key], asyncio.Event()
         asked = asyncio.get_running_loop()
@@ -109,6 +109,19 @@ async def test_a_part_that_has_not_begun_keeps_what_it_was_given(model_dir: Path
         )
         await host.submit([again], {stored.key: held})
         await fetching.wait()
-        (found, _), _ = await host.pause(1)
+        (found, _), _ = await host.pause(0, 1)
         assert (found.stopped, found.responses, found.keys) == ((again.key,), {again.key: kept}, ())
         assert runner.means.engine.running == 0
+
+
+@pytest.mark.slow
+async def test_a_pause_stops_parts_whose_call_comes_after_it(model_dir: Path) -> None:
+    async with runner_of(model_dir, Rewards(), sampling=LONG) as runner:
+        host = Host(runner)
+        pausing = asyncio.create_task(host.pause(1, 1))
+        await asyncio.sleep(0.05)
+        assert not pausing.done()
+        await host.submit([REQUEST], {})
+        (found, _), *_ = await pausing
+        assert found.stopped == (REQUEST.key,)
+        assert runner.part_keys == set()

@@ -13,7 +13,7 @@ from asyncrl_cli.models.shape import shape_of
 from asyncrl_cli.plan.cluster import ClusterResources, NodeResources
 from asyncrl_cli.plan.compiler import compile_job
 from asyncrl_cli.plan.job_plan import ROLLOUT, TRAINER
-from asyncrl_cli.plan.memory import estimate_memory, peak
+from asyncrl_cli.plan.memory import adapter_parameters, estimate_memory, peak
 from asyncrl_cli.plan.memory_fit import cache_warnings, cannot_fit, device_needs
 from asyncrl_cli.profile.loaded import load
 from tests.llama import LLAMA_7B
@@ -66,12 +66,25 @@ def test_a_users_own_cache_is_believed():
     assert items["KV cache"].num_bytes == 123456
 
 
-@pytest.mark.parametrize(("sets", "share"), [((), 0.92), (("rollout.gpu_memory_utilization=0.5",), 0.5)])
+ADAPTERS = ("lora.rank=12", "lora.sync=adapter")
+
+
+@pytest.mark.parametrize(
+    ("sets", "share"), [((), 0.92), (("rollout.gpu_memory_utilization=0.5",), 0.5), (ADAPTERS, 0.92)]
+)
 def test_vllm_fills_its_share_of_a_gpu_whatever_the_slots_need(sets, share):
     estimate = planned(*sets, gpus=2, gpu_gib=80)
     need = next(need for need in device_needs(estimate) if need.roles == (ROLLOUT,))
     assert need.num_bytes == pytest.approx(share * 80 * GIB, rel=1e-6)
     assert items_of(estimate)["vLLM"].kind == "host"
+
+
+def test_adapters_are_padded_and_take_their_room_from_the_cache_of_vllms_share():
+    without, with_them = (planned(*sets, gpus=2, gpu_gib=80) for sets in (ADAPTERS[:1], ADAPTERS))
+    # a vLLM with ranks up to 12 has room for 16, in float32
+    padded = 4 * adapter_parameters(with_them.profile, with_them.shape) * 16 // 12
+    caches = [items_of(one)["engine's cache"].num_bytes for one in (without, with_them)]
+    assert caches[0] - caches[1] == items_of(with_them)["adapters"].num_bytes == padded > 0
 
 
 def test_where_a_gpus_memory_is_not_known_the_slots_need_is_shown():

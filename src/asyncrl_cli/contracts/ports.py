@@ -288,8 +288,8 @@ class LoopSnapshot:
     `at_window_boundary`: no group of the window is taken, so the trainer's weights are those of `version`.
     `loop_state` is JSON, with all that the driver knows of the untrained groups. `payloads`: the keys of each
     finished group, then of each ended part of a running group, in the same order. `partial_groups`: the
-    running groups with responses that a resumed run continues; the keys of their tokens are among
-    `partial_tokens`. The loop pins all keys until they are written.
+    running groups with responses that a resumed run continues, and the keys of these responses' tokens, by
+    index. The loop pins all keys until they are written.
     """
 
     step: int
@@ -297,5 +297,9 @@ class LoopSnapshot:
     at_window_boundary: bool
     loop_state: Json
     payloads: tuple[tuple[DataKey, ...], ...] = ()
-    partial_groups: tuple[AttemptKey, ...] = ()
-    partial_tokens: tuple[DataKey, ...] = ()
+    partial_groups: Mapping[AttemptKey, Mapping[int, DataKey]] = field(default_factory=dict)
+
+    @property
+    def partial_tokens(self) -> tuple[DataKey, ...]:
+        """The keys in `partial_groups`, each once."""
+        return tuple(dict.fromkeys(key for keys in self.partial_groups.values() for key in keys.values()))

@@ -15,13 +15,14 @@ Legend: T = all tokens of a segment, prompt and response together; N = its sampl
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain, starmap, zip_longest
+from itertools import chain, starmap
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from asyncrl_cli.contracts.prompt_group import AttemptKey, DataKey
 from asyncrl_cli.data.ragged import Ragged, end_to_end
 from asyncrl_cli.data.sample_fields import LOGPROBS, MASK, NOT_SAMPLED, TOKENS, VERSIONS, Schema
 
@@ -143,16 +144,13 @@ class GroupPayload:
 
 
 def joined_by_index(
-    groups: Iterable[tuple[str, int, int]], parts: Iterable[GroupPayload]
+    groups: Mapping[AttemptKey, Mapping[int, DataKey]], parts: Mapping[DataKey, Sequence[Trajectory]]
 ) -> list[GroupPayload]:
-    """Join what running groups (uid, epoch, attempt) have so far. Here, unlike in results, a part has a
-    trajectory at every index up to its last response; at the indices of other parts it has no segments."""
-    found: dict[tuple[str, int, int], list[GroupPayload]] = {}
-    for part in parts:
-        found.setdefault((part.uid, part.epoch, part.attempt), []).append(part)
+    """Join what running groups have so far. The keys of their responses, by index, say which part's data is
+    the newest: a response that went on elsewhere is in an earlier part's data, too. Here, unlike in results,
+    a part and the whole have a trajectory at every index up to the last response; others have no segments."""
     whole = []
-    for group in groups:
-        by_index = zip_longest(*(part.trajectories for part in found[*group]))
-        chosen = [max(filter(None, ones), key=lambda one: len(one.counts)) for ones in by_index]
-        whole.append(replace(found[*group][0], trajectories=tuple(chosen)))
+    for (uid, epoch, attempt), keys in groups.items():
+        chosen = [parts[keys[i]][i] if i in keys else Trajectory() for i in range(max(keys) + 1)]
+        whole.append(GroupPayload(uid=uid, epoch=epoch, attempt=attempt, trajectories=tuple(chosen)))
     return whole

@@ -259,6 +259,8 @@ class EngineMemory:
     activations do not take."""
     default_share: float
     """The engine's own default for `share`."""
+    adapter_rank: int | None = None
+    """The rank that LoRA's adapters are padded to in its memory; None: their own."""
 
 
 def cache_bytes_left(memory_bytes: int, share: float, held_bytes: int) -> int:

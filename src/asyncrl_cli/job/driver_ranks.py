@@ -463,7 +463,7 @@ class RayTrainer(RayRanks):
         call, path = f"the checkpoint of step {snapshot.step}", str(directory.absolute())
         whole = [self._store.stored(keys) for keys in snapshot.payloads]
         partial = self._store.stored(snapshot.partial_tokens)
-        snapshot = replace(snapshot, loop_state={}, payloads=(), partial_tokens=())
+        snapshot = replace(snapshot, loop_state={}, payloads=())
         writes = [self.checkpointed(call, "write", path, snapshot, whole, partial)]
         if self._critic is not None:
             writes.append(self._critic.checkpointed(call, "write", path, snapshot, [], []))

@@ -78,8 +78,8 @@ class PartExchange:
         self._answer = answer
         self.store = store
         self._outgoing: list[PartRequest] = []
-        self.num_parts = 0
-        """Requested, and not yet ended."""
+        self.num_parts = self.num_given = 0
+        """Requested, and not yet ended; and all that were ever sent."""
         self._is_under_way = False
         self._ran_s: dict[int, float] = {}
         """When sequences were last seen running, by the version that the worker held. On the event loop's
@@ -123,6 +123,7 @@ class PartExchange:
     def _taken(self) -> tuple[list[PartRequest], dict[DataKey, Stored]]:
         """The waiting requests, and what it takes to get the data that they continue from."""
         taken, self._outgoing = self._outgoing, []
+        self.num_given += len(taken)
         keys = [*dict.fromkeys(chain.from_iterable(one.partial_tokens.values() for one in taken))]
         return taken, dict(zip(keys, self.store.stored(keys), strict=True))
 
@@ -170,7 +171,7 @@ class RayRolloutWorker:
 
     async def abort(self, key: AttemptKey) -> None:
         self._parts.post()
-        await self._answer(self.actor.abort.remote(key), f"the abort of {key}")
+        await self._answer(self.actor.abort.remote(key, self._parts.num_given), f"the abort of {key}")
 
     async def partial_responses(self) -> PartialResult:
         limit, call = Limit(SO_FAR_S), "a report of its responses"
@@ -178,9 +179,9 @@ class RayRolloutWorker:
         ask = partial(answer, executor=self.name, call=call, limit=limit, host=self._host)
         return await self._so_far(self.actor.partial_responses, ask)
 
-    async def _so_far(self, method: Any, ask: Callable[[Any], Awaitable[Any]]) -> PartialResult:
+    async def _so_far(self, method: Any, ask: Callable[[Any], Awaitable[Any]], *given: int) -> PartialResult:
         most = max(self._parts.num_parts, 1)
-        head, *refs = method.options(num_returns=1 + most).remote(most)
+        head, *refs = method.options(num_returns=1 + most).remote(*given, most)
         found: PartialResult
         found, stored = await ask(head)
         for one in received(stored, refs):
@@ -216,7 +217,8 @@ class RayRolloutWorker:
 
     async def pause(self) -> PartialResult:
         self._parts.post()
-        found = await self._so_far(self.actor.pause, lambda head: self._answer(head, "a pause"))
+        ask, num_given = partial(self._answer, call="a pause"), self._parts.num_given
+        found = await self._so_far(self.actor.pause, ask, num_given)
         self._parts.num_parts -= len(found.stopped)
         return found
 

@@ -362,7 +362,8 @@ class RankHost:
                 return
             self.trainer.write(snapshot.step, Path(directory), not snapshot.at_window_boundary)
             if self._rank == 0:
-                begun = joined_by_index(snapshot.partial_groups, self._payloads([[key] for key in partial]))
+                by_key = dict(zip([one.key for one in partial], self._store.get(partial), strict=True))
+                begun = joined_by_index(snapshot.partial_groups, by_key)
                 write_payloads(Path(directory), [*self._payloads(whole), *begun], self._store.schema)
 
     @ray.method(concurrency_group="main")

@@ -66,6 +66,8 @@ logger = logging.getLogger(__name__)
 OBJECTS_PER_ANSWER = 8
 """Ray objects beside an answer: the data of ended parts, which does not pass through the driver. A part has
 one, or a large one up to `ray_store.MOST_PIECES`. If more parts have ended, the next answer comes at once."""
+GIVEN_EVERY_S = 0.01
+"""How often a call looks whether the parts of the calls before it have come."""
 
 
 class RolloutHost:
@@ -96,6 +98,7 @@ class RolloutHost:
         self._waiting: dict[PartKey, PartRequest] = {}
         """Parts that fetch this."""
         self._recalled: set[PartKey] = set()
+        self._num_given = 0
         self._num_evals = 0
         self._log_path = log_path
         self._processes: Processes | None = None
@@ -259,7 +262,9 @@ class RolloutHost:
         result, payloads = self._runner.partial_responses()
         keys = tuple(f"{key}-partial" for key in result.responses)
         parts = [(key, payload.trajectories) for key, payload in zip(keys, payloads, strict=True)]
-        return replace(result, keys=keys), parts
+        # those that have not begun still have what they are to continue from
+        waiting = {key: request.partial for key, request in self._waiting.items()}
+        return replace(result, keys=keys, responses={**result.responses, **waiting}), parts
 
     async def _kept(
         self, result: PartialResult, parts: Sequence[tuple[DataKey, tuple[Trajectory, ...]]], most: int
@@ -272,6 +277,14 @@ class RolloutHost:
             if one.partial:
                 self._partial[one.key] = {index: partial[one.partial_tokens[index]] for index in one.partial}
         self._desk.begin(requests)
+        self._num_given += len(requests)
+
+    async def _begun(self, num_given: int) -> None:
+        """Let all parts begin that the driver had given this process before its call, in the calls before it:
+        Ray may start those later. The caller's limit bounds the wait."""
+        while self._num_given < num_given:  # noqa: ASYNC110  (no other call waits so)
+            await asyncio.sleep(GIVEN_EVERY_S)
+        await asyncio.sleep(0)
 
     @ray.method(num_returns=1 + OBJECTS_PER_ANSWER)
     async def exchange(
@@ -295,8 +308,8 @@ class RolloutHost:
         heads, objects = shipped(stored, most)
         return (answer, heads), *objects
 
-    async def abort(self, key: AttemptKey) -> None:
-        await asyncio.sleep(0)  # let a part begin that was submitted in the same turn of the loop
+    async def abort(self, key: AttemptKey, num_given: int) -> None:
+        await self._begun(num_given)
         await self._runner.abort(key)
 
     async def prefetch(self, manifest: Manifest, bucket_refs: Refs) -> float:
@@ -329,15 +342,13 @@ class RolloutHost:
     async def abort_evals(self) -> None:
         await self._runner.abort(None)
 
-    async def pause(self, most: int) -> tuple[object, ...]:
+    async def pause(self, num_given: int, most: int) -> tuple[object, ...]:
         """Answers as `partial_responses`. A lent worker first stops what runs; what has ended is reported as
         ever."""
-        await asyncio.sleep(0)  # let a part begin that was submitted in the same turn of the loop
+        await self._begun(num_given)
         result, parts = self._so_far()
         running = self._runner.part_keys
-        # those that have not begun still have what they are to continue from
-        waiting = {key: request.partial for key, request in self._waiting.items()}
-        result = replace(result, stopped=(*running, *waiting), responses={**result.responses, **waiting})
+        result = replace(result, stopped=(*running, *self._waiting))
         self._recalled.update(result.stopped)
         for attempt in dict.fromkeys(key.attempt for key in running):
             await self._runner.abort(attempt)

@@ -161,8 +161,6 @@ def freeze(
     groups = group_states.frozen(
         run.groups, {key: kept for found in partial_results for key, kept in found.responses.items()}
     )
-    partial_attempts = [attempt for attempt in ledger.running.values() if attempt.partial]
-    earlier = dict.fromkeys(one.partial_tokens[index] for one in partial_attempts for index in one.partial)
     state: LoopState = {
         "schema_version": SCHEMA_VERSION,
         "step": run.progress.step,
@@ -183,8 +181,7 @@ def freeze(
         at_window_boundary=taken_groups == 0,
         loop_state={**state},
         payloads=group_states.payloads(run.groups),
-        partial_groups=tuple(entry["key"] for entry in groups["running"] if entry.get("kept")),
-        partial_tokens=(*chain.from_iterable(found.keys for found in partial_results), *earlier),
+        partial_groups=group_states.partial_tokens(run.groups, groups["running"], partial_results),
     )
 
 

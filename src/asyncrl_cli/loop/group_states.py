@@ -13,7 +13,7 @@ from typing import Any, NotRequired
 from typing_extensions import TypedDict  # pydantic reads typing's own from Python 3.12 on
 
 from asyncrl_cli.base.safe_files import Count
-from asyncrl_cli.contracts.ports import Json
+from asyncrl_cli.contracts.ports import Json, PartialResult
 from asyncrl_cli.contracts.prompt_group import (
     AttemptKey,
     DataKey,
@@ -111,6 +111,27 @@ def payloads(groups: Groups) -> tuple[tuple[DataKey, ...], ...]:
     finished = [attempt.outcome().payload or () for attempt in groups.ledger.finished.values()]
     ended = [part for attempt in groups.ledger.running.values() for part in attempt.ended_parts()]
     return (*finished, *((part.payload,) if part.payload is not None else () for part in ended))
+
+
+def partial_tokens(
+    groups: Groups, running: Iterable[RunningState], partial_results: Iterable[PartialResult]
+) -> dict[AttemptKey, dict[int, DataKey]]:
+    """The running groups with `kept` responses, and by index the keys of these responses' tokens: what their
+    workers have just given, or else what they continue from."""
+    given = dict[PartKey, dict[int, DataKey]]()
+    for found in partial_results:
+        # those that have not begun come last, and have no new key
+        for key, (part_key, indices) in zip(found.keys, found.responses.items(), strict=False):
+            given[part_key] = dict.fromkeys(indices, key)
+    keys = dict[AttemptKey, dict[int, DataKey]]()
+    for entry in running:
+        attempt = groups.ledger.running[entry["key"]]
+        newest = dict(attempt.partial_tokens)
+        for part in attempt.running_parts():
+            newest |= given.get(part.key, {})
+        if kept := entry.get("kept"):
+            keys[attempt.key] = {index: newest[index] for index in kept}
+    return keys
 
 
 def restore(

@@ -427,7 +427,9 @@ def _wires(job: MemoryEstimate, role: str, processes: int) -> Iterator[MemoryIte
 
 
 def _rollout(job: MemoryEstimate, left_bytes: int | None, role: str = ROLLOUT) -> Iterator[MemoryItem]:
-    """A rollout worker. `left_bytes`: what a colocated rank leaves of the device, None if unknown."""
+    """A rollout worker. `left_bytes`: what a colocated rank leaves of the device, None if unknown. What
+    adapters take of an engine's share of the device, its cache lacks. Tensor parallelism splits one of an
+    adapter's two matrices, but both are counted whole."""
     if job.plan.servers:  # which have their own
         return
     profile, shape, engine, e = job.profile, job.shape, job.engine, job.value_bytes
@@ -442,13 +444,18 @@ def _rollout(job: MemoryEstimate, left_bytes: int | None, role: str = ROLLOUT) -
     over = f", shared by {gpus} GPUs" if gpus > 1 else ""
     whole = e * shape.parameters
     weights, cache, name = whole // gpus, kv_cache_bytes(profile, shape) // gpus, CACHE
+    merges = worker_merges(of_lent(profile) if role == LENT else profile, job.plan.device)
+    adapters = 0
+    if profile.lora.sync == "adapter" and not merges:
+        rank = (engine and engine.adapter_rank) or profile.lora.rank
+        adapters = e * adapter_parameters(profile, shape) * rank // profile.lora.rank
     how = f"{rollout.slots} slots * {max_context_tokens(profile)} tokens, {dtype}{over}"
     each = f", in each of {engine.num_caches} processes" if engine and engine.num_caches > 1 else ""
     if engine and engine.cache_bytes is not None:
         cache = engine.num_caches * engine.cache_bytes
         how = f"kv_cache_memory_bytes that {engine.name} is given{each}"
     elif engine and left_bytes is not None:
-        left = cache_bytes_left(left_bytes, engine.share, weights + prefill + sampled)
+        left = cache_bytes_left(left_bytes, engine.share, weights + adapters + prefill + sampled)
         name, cache = SHARED_CACHE, engine.num_caches * left
         how = f"what {engine.name}'s share of {engine.share:g} leaves (rollout.gpu_memory_utilization){each}"
     elif engine is None and left_bytes is not None and on_gpus:
@@ -462,11 +469,8 @@ def _rollout(job: MemoryEstimate, left_bytes: int | None, role: str = ROLLOUT) -
     if engine:
         yield host("always", engine.name, engine.process_bytes, engine.process_names)
     yield device("always", name, cache, how)
-    merges = worker_merges(of_lent(profile) if role == LENT else profile, job.plan.device)
     version = published_bytes(profile, shape)
-    if profile.lora.sync == "adapter" and not merges:
-        adapters = e * adapter_parameters(profile, shape)
-        yield device("always", "adapters", adapters, f"{dtype}, beside the weights")
+    yield device("always", "adapters", adapters, f"{dtype}, beside the weights")
     yield device("step", "prefill", prefill, f"{batch_tokens} tokens in one pass")
     yield device("step", "sampling", sampled, f"{rollout.slots} slots * {shape.vocab_size} of vocabulary")
     if profile.weights.transport in DIRECT_TRANSPORTS:

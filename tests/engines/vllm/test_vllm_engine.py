@@ -221,7 +221,8 @@ async def test_what_a_cut_has_kept_goes_on_after_a_resume_and_stays_as_it_was(
     kept = told.responses[request.key]
     assert {version for one in kept.values() for version, _ in one.version_tokens} == set(versions)
 
-    write_payloads(tmp_path, joined_by_index([KEY], saved))
+    keys = {KEY: dict.fromkeys(kept, "so-far")}
+    write_payloads(tmp_path, joined_by_index(keys, {"so-far": saved[0].trajectories}))
     (read,) = read_payloads(tmp_path)
     versions.append(there.newer())
     await there.load(versions[2], "recompute-kv")

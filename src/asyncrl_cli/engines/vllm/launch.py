@@ -261,4 +261,5 @@ def memory(profile: Profile, device: str) -> EngineMemory:
         cache_bytes=cache_bytes if isinstance(cache_bytes, int) else None,
         share=float(arguments.get("gpu_memory_utilization", DEFAULT_SHARE)),
         default_share=DEFAULT_SHARE,
+        adapter_rank=arguments.get("max_lora_rank"),
     )
