@@ -3,16 +3,19 @@ is an invariant of every seed (proof/)."""
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
-from asyncrl_cli.base.errors import ConfigError
-from asyncrl_cli.loop.lending import Forecast
+from asyncrl_cli.base.errors import ConfigError, ExecutorLost
+from asyncrl_cli.loop.lending import STOP_S, Forecast
 from asyncrl_cli.profile.loaded import load
-from tests.loop.proof.faults import Fault, FaultKind, Faults
+from tests.loop.proof.faults import Fault, FaultKind, Faults, FaultyWorker, KeepingTrainer
 from tests.loop.worlds import run_world, settings
 
 STARVES = {"slots": 4, "workers": 1}
 """Two groups at once, of which a step takes four: the trainer waits for two rounds."""
+DIES = Fault(kind=FaultKind.WORKER_DIES, executor="rollout-1", at_s=4.0)
 
 
 def constant(rng) -> int:
@@ -110,3 +113,57 @@ def test_what_lending_excludes_is_refused_with_a_hint(other):
     with pytest.raises(ConfigError, match=r"placement\.lend") as refused:
         load(profile, ["placement.lend=true", "placement.device=cuda", other], environ={})
     assert "placement.lend=false" in refused.value.hint
+
+
+@pytest.mark.parametrize("hangs", [False, True])
+def test_the_last_checkpoint_has_what_a_recall_was_handing_back_when_the_stop_came(hangs):
+    changes = {"times": {"sleep_s": 3.0, "call_timeout_s": 600.0}, "slots": 8}
+    undisturbed = run(lend=True, **changes)
+    recalled, lent_s = undisturbed.recorder.named("recalled")[0], 3.0
+    stop_at_s = recalled.time_s - lent_s / 2
+    hang = Fault(kind=FaultKind.WORKER_HANGS, executor="rollout-1", at_s=stop_at_s)
+    ran = run(lend=True, stop_at_s=stop_at_s, faults=Faults([hang] if hangs else []), **changes)
+    assert "stopped after step" in str(ran.error)
+    # it waits for the recall, or for what hangs as long as it may, and writes for 0.4 s
+    assert ran.elapsed_s == pytest.approx(
+        stop_at_s + STOP_S + 0.4 if hangs else recalled.time_s + 0.4, abs=0.2
+    )
+    snapshot, state = ran.checkpoints.snapshots[-1]
+    kept = {tuple(entry["key"]): entry["kept"] for entry in state["groups"]["running"]}
+    if not hangs:
+        stopped = [one for one in ran.pipeline.state.groups.ledger.running.values() if one.unplaced]
+        assert sum(len(one.partial) for one in stopped) > 0
+        for one in stopped:
+            assert {int(index) for index in kept[one.key]} >= one.partial.keys()
+            assert snapshot.partial_groups[one.key].keys() >= one.partial.keys()
+
+
+def test_the_trainer_waits_until_a_failed_worker_has_left_its_device(monkeypatch):
+    ended, began = [], []
+
+    async def end(worker, original=FaultyWorker.end):
+        await original(worker)
+        ended.append(asyncio.get_running_loop().time())
+        await asyncio.sleep(50.0)
+
+    async def train(trainer, batch, original=KeepingTrainer.train):
+        began.append(asyncio.get_running_loop().time())
+        return await original(trainer, batch)
+
+    monkeypatch.setattr(FaultyWorker, "end", end)
+    monkeypatch.setattr(KeepingTrainer, "train", train)
+    ran = run(lend=True, times={"response_tokens": constant}, faults=Faults([DIES]))
+    assert ran.error is None
+    (ended_s,) = ended
+    assert ran.recorder.named("lent")[0].time_s < ended_s
+    assert min(step_s - ended_s for step_s in began if step_s > ended_s) >= 50.0
+
+
+def test_a_run_stops_if_a_failed_worker_does_not_leave_the_device(monkeypatch):
+    async def end(worker):
+        raise ExecutorLost("process 7 still runs", executor=worker.name)
+
+    monkeypatch.setattr(FaultyWorker, "end", end)
+    ran = run(lend=True, times={"response_tokens": constant}, faults=Faults([DIES]))
+    assert str(ran.error) == "rollout-1 failed: process 7 still runs"
+    assert ran.checkpoints.snapshots[-1][0].step == len(ran.trainer.batches)

@@ -22,7 +22,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -31,6 +30,7 @@ from typing import Any, TypeVar
 import ray
 from ray.actor import ActorHandle
 from ray.exceptions import RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from asyncrl_cli.base.errors import ExecutorLost, NoRoom, timeout
 from asyncrl_cli.contracts.ports import CALL_KEY, EvalRequest, EvalResult, PartialResult, WorkerUpdate
@@ -39,6 +39,7 @@ from asyncrl_cli.contracts.weight_version import LoadReport, Published
 from asyncrl_cli.data.ray_store import received
 from asyncrl_cli.data.store import Store, Stored
 from asyncrl_cli.job.ray.calls import Limit, answer, shown_host, start_limit
+from asyncrl_cli.job.ray.endings import Began, end_processes
 from asyncrl_cli.profile.schema import DIRECT_TRANSPORTS, Interrupt, Profile
 from asyncrl_cli.weights.versions import AT_ONCE_S, DRIVER_MARGIN_S, load_s
 from asyncrl_cli.weights.versions import TIMEOUT_KEY as WEIGHTS_KEY
@@ -54,6 +55,8 @@ NODE_S = 5.0
 LOOK_EVERY_S = 0.5
 GIVEN_TO_A_DEAD_NODE = "because its node has died"
 """Ray's text about an actor that it assigned to a node before it knew that the node was gone."""
+GONE_S = 30.0
+"""How long the processes of a worker that is ended may take to leave its device."""
 SO_FAR_S = 5.0
 """How long a checkpoint waits for a worker that may hang; training stands still meanwhile."""
 
@@ -157,7 +160,7 @@ class RayRolloutWorker:
         self._load = self._weights
         if profile.weights.transport in DIRECT_TRANSPORTS:  # one worker after the other
             self._load = Limit(load_s(weights_s, workers), WEIGHTS_KEY, weights_s)
-        self._node, self._host = "", ""
+        self._node, self._host, self._processes = "", "", list[Began]()
         self._rank_zero: ActorHandle | None = None
         """The trainer's first actor, if it sends this worker weights directly."""
         self._parts = PartExchange(self.actor, self._answer, self._store)
@@ -227,10 +230,9 @@ class RayRolloutWorker:
 
     async def end(self) -> None:
         ray.kill(self.actor)
-        # until Ray answers for it: what it had on its device is freed, not in use
-        with suppress(ExecutorLost):
-            gone, call = self.actor.__ray_ready__.remote(), "its end"
-            await answer(gone, executor=self.name, call=call, limit=Limit(AT_ONCE_S))
+        there = NodeAffinitySchedulingStrategy(self._node, soft=False)
+        task = ray.remote(num_cpus=0, max_retries=0)(end_processes).options(scheduling_strategy=there)
+        await self._answer(task.remote(self._processes, GONE_S), "the end of its processes")
 
     async def restart(self) -> None:
         """Kill the actor, dead or alive, and start a new one, which gets its bundle once the old actor is
@@ -271,7 +273,8 @@ class RayRolloutWorker:
             await asyncio.sleep(LOOK_EVERY_S)
 
     async def start(self) -> None:
-        self._node, host = await self._answer(self.actor.start.remote(), "its start", self._starts)
+        started = await self._answer(self.actor.start.remote(), "its start", self._starts)
+        self._node, host, self._processes = started
         self._host = shown_host(host)
 
     async def node_is_gone(self) -> bool:

@@ -20,12 +20,14 @@ are 0, and they are forgotten slowly, so that one slow load does not end lending
 Worked example: 4 groups are missing, one ends every 5 s, own = lent, waking takes 6 s and a recall 2 s. The
 trainer would wait for 20 s. 14 s of them with twice the slots do the work of 28: 7 s are saved, and 2 s lost.
 
-A lent worker that fails is not started again. Its process is ended before the trainer goes on.
+A lent worker that fails is not started again. Its processes are ended before the trainer goes on; if they do
+not leave the device, the run stops.
 """
 
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 from functools import partial
 
 from asyncrl_cli.base.errors import ExecutorFailed
@@ -38,6 +40,8 @@ from asyncrl_cli.loop.run_state import RunState
 
 FORGET = 0.5
 """The weight of what was counted before the last time that the devices were lent."""
+STOP_S = 10.0
+"""How long the last checkpoint waits for workers that hand back, which may hang."""
 COST_LEFT = 0.95
 """What is left after a train step of the costs of the last time."""
 
@@ -117,7 +121,9 @@ class LentTasks(WorkerTasks):
         super().go_away(error, "a worker on the trainer's devices is not started again")
 
     async def tasks_ended(self, tasks: list[asyncio.Task[None]]) -> None:
-        await self.worker.end()
+        who = f"{self.worker.name} (end)"
+        with self._run.changes.waiting(who, "its processes to leave the trainer's device"):
+            await self.worker.end()
         self._gave_back()
         await super().tasks_ended(tasks)
 
@@ -161,8 +167,8 @@ class Lending:
             worker.wake(newest)
 
     async def recall(self) -> None:
-        """Wait until the trainer has its devices again, if they are lent; or for a stop, after which no step
-        needs them."""
+        """Wait until the trainer has its devices again, if they are lent. After a stop no step needs them;
+        then wait, `STOP_S` at most, for what the last checkpoint still lacks of them."""
         run, lent, began_s = self._run, self._run.executors.lent, self._run.now_s()
         if self._since_s is None:
             return
@@ -175,12 +181,24 @@ class Lending:
             lambda: f"its devices, which are lent to {', '.join(lent)}",
         )
         if run.failure.stopping:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(STOP_S):
+                    await run.changes.until(
+                        lambda: not self._handing_back(),
+                        "trainer (lending)",
+                        lambda: f"what ran on {', '.join(self._handing_back())}, for the last checkpoint",
+                    )
             return
         lent_s, self._since_s = run.now_s() - self._since_s, None
         self._lent_s += lent_s
         wake_s = max(worker.wake_s for worker in self._workers)
         self._forecast.recalled(run.now_s(), self._num_ended, wake_s, run.now_s() - began_s)
         run.progress.event("recalled", lent_s=lent_s)
+
+    def _handing_back(self) -> list[str]:
+        """The workers that are about to say what ran on them."""
+        there = [worker for worker in self._workers if worker.slots.down and not worker.is_down]
+        return [worker.worker.name for worker in there if worker.slots.unfinished]
 
     def figures(self) -> dict[str, float]:
         """Metrics of the train step so far."""
