@@ -444,3 +444,10 @@ def test_a_tensor_parallel_worker_shares_weights_and_cache():
         ROLLOUT,
     )
     assert (two["weights"], two["KV cache"]) == (one["weights"] // 2, one["KV cache"] // 2)
+
+
+def test_on_cpus_snapshot_versions_and_store_lie_beside_a_train_step():
+    _, _, estimate = planned("builtin:tiny")
+    (need,) = device_needs(estimate)
+    beside = {"activations", "logits", "checkpoint", "published weights", "object store"}
+    assert beside <= {item.what for item in need.items}

@@ -52,6 +52,9 @@ HOST_MOMENTS = "AdamW's two moments, float32, between optimizer steps"
 SNAPSHOT = "the snapshot that is being written"
 
 Phase = Literal["always", "start", "score", "step", "update", "sync"]
+REUSED: dict[str, Phase] = {"cpu": "step", "cuda": "sync"}
+"""The phase of host memory that is filled again for each version or snapshot (weights/senders.py). On CPUs it
+lies beside a train step."""
 MemoryKind = Literal["device", "host"]
 
 
@@ -215,7 +218,8 @@ def _trainer(job: MemoryEstimate) -> Iterator[MemoryItem]:
     buckets = counted(ceil(version / (bucket_mb * MIB)), "gather bucket")
     how = f"{who}: {buckets} at most {bucket_mb} MB each, {which}"
     how += f"{holder} holds as much again" if holder else ""
-    yield MemoryItem(TRAINER, senders, "host", "sync", "published weights", held * version, how)
+    phase = REUSED[job.plan.device]
+    yield MemoryItem(TRAINER, senders, "host", phase, "published weights", held * version, how)
     if profile.algorithm.has_reference and REF not in job.plan.scorers:
         shape = shape_of(profile.ref.path) if profile.ref.path else job.shape
         shard = MASTER_BYTES * ceil(shape.parameters / ranks)
@@ -230,7 +234,7 @@ def _trainer(job: MemoryEstimate) -> Iterator[MemoryItem]:
         moments = host if job.is_offloaded else device
         yield moments("always", "critic's optimizer", 2 * shard, "AdamW's two moments, float32")
         yield host("start", "whole critic", *_read_whole(shape))
-        yield host("sync", "critic's checkpoint", 3 * shard, SNAPSHOT)
+        yield host(REUSED[job.plan.device], "critic's checkpoint", 3 * shard, SNAPSHOT)
 
 
 def _teachers(job: MemoryEstimate, role: str, processes: int) -> Iterator[MemoryItem]:
@@ -294,7 +298,7 @@ def _trained(
     yield device("step", "whole gradients", whole, how)
     yield from _microbatch(job, device, ranks, shape, is_policy=role == TRAINER, trains_head=not adapters)
     yield host("start", "whole model", *_read_whole(shape))
-    yield host("sync", "checkpoint", num_states * state, SNAPSHOT)
+    yield host(REUSED[job.plan.device], "checkpoint", num_states * state, SNAPSHOT)
 
 
 def _microbatch(

@@ -1,5 +1,5 @@
 """Compares a memory estimate with what there is: a GPU's memory, a node's host memory and, on CPUs, the
-machine's.
+machine's with its object store.
 
 On a node with GPUs its processes' host memory counts: what they always hold, the phase in which they hold
 most besides (a start, or a sync beside a checkpoint), and the object store, where a rank publishes or a
@@ -73,7 +73,9 @@ def device_needs(estimate: MemoryEstimate) -> list[DeviceNeed]:
         device = MACHINE
         on_host = ([*of(role, "device"), *of(role, "host")] for role in every)
         machine = [peak(items, lambda item: item.total_bytes) for items in on_host]
-        needs = {every: (sum(total for total, _ in machine), tuple(i for _, items in machine for i in items))}
+        items = tuple(item for _, items in machine for item in items)
+        num_bytes = sum(total for total, _ in machine) + estimate.store_bytes
+        needs = {every: (num_bytes, (*items, _store(estimate)))}
     else:
         needs = {(role,): peak(of(role, "device")) for role in every}
     if plan.device == "cuda" and plan.shares_gpus:
@@ -100,14 +102,13 @@ def node_needs(estimate: MemoryEstimate, there: ClusterResources) -> list[Device
             for node in nodes:
                 on[node][role] += plan.role(role).workers // len(nodes)
     first = placed[COLOCATED if plan.colocate else TRAINER][0]
-    how = "two versions of the weights, and payloads in flight"
-    store = MemoryItem(NODE, 1, "host", "always", STORE, estimate.store_bytes, how)
+    store = _store(estimate)
     needs = []
     for node, processes in on.items():
         items = [store] if node == first or processes[ROLLOUT] else []
         if estimate.is_sent_by_rows and processes[TRAINER] and not processes[ROLLOUT]:
             share = ceil(store.num_bytes * processes[TRAINER] / plan.role(TRAINER).workers)
-            items = [replace(store, num_bytes=share, how=f"{how}: the share of this node's ranks")]
+            items = [replace(store, num_bytes=share, how=f"{store.how}: the share of this node's ranks")]
         for item in estimate.items:
             is_of_rank_zero = item.role == TRAINER and item.processes == 1
             num_here = int(node == first) if is_of_rank_zero else min(item.processes, processes[item.role])
@@ -117,6 +118,11 @@ def node_needs(estimate: MemoryEstimate, there: ClusterResources) -> list[Device
         roles = tuple(f"{number} {role}" for role, number in processes.items())
         needs.append(DeviceNeed(NODE, roles, num_bytes, memory[node], at_peak))
     return list(dict.fromkeys(needs))
+
+
+def _store(estimate: MemoryEstimate) -> MemoryItem:
+    how = "two versions of the weights, and payloads in flight"
+    return MemoryItem(NODE, 1, "host", "always", STORE, estimate.store_bytes, how)
 
 
 def shortage(needs: Iterable[DeviceNeed]) -> PreflightError | None:
