@@ -11,9 +11,9 @@ import ray
 import torch
 
 from asyncrl_cli.job.rank_sending import ObjectStoreSender, Sending
-from asyncrl_cli.weights.buckets import Bucket, Packing, Unpacked, fingerprint, plan_layout
+from asyncrl_cli.weights.buckets import Bucket, BufferPool, Packing, Unpacked, fingerprint, plan_layout
 from asyncrl_cli.weights.receivers import verified
-from asyncrl_cli.weights.senders import BufferPool, DeltaSender
+from asyncrl_cli.weights.senders import DeltaSender
 from asyncrl_cli.weights.versions import Manifest, Sender
 from tests.job.crew import make_model
 from tests.packed import specs_of

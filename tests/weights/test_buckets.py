@@ -14,9 +14,16 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl_cli.weights.buckets import Bucket, DamagedWeights, Packing, Spec, Unpacked, plan_layout
+from asyncrl_cli.weights.buckets import (
+    Bucket,
+    BufferPool,
+    DamagedWeights,
+    Packing,
+    Spec,
+    Unpacked,
+    plan_layout,
+)
 from asyncrl_cli.weights.receivers import verified
-from asyncrl_cli.weights.senders import BufferPool
 from asyncrl_cli.weights.versions import Manifest, make_probes, mean_abs_diff, median_abs_diff
 from tests.packed import pack
 

@@ -59,8 +59,8 @@ from asyncrl_cli.train.trainer_state import (
     to_host,
     write_state,
 )
-from asyncrl_cli.weights.buckets import BYTES_PER_MB, Bucket, Packing, plan_layout
-from asyncrl_cli.weights.senders import BufferPool, Publication
+from asyncrl_cli.weights.buckets import BYTES_PER_MB, Bucket, BufferPool, Packing, plan_layout
+from asyncrl_cli.weights.senders import Publication
 from asyncrl_cli.weights.versions import Manifest, make_probes
 
 LossFields = dict[tuple[int, int], dict[str, NDArray[Any]]]

@@ -15,7 +15,10 @@ under their first name; the other names are recorded as `aliases`.
 from __future__ import annotations
 
 import math
+import mmap
 import warnings
+import weakref
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -125,6 +128,11 @@ class Bucket:
         """Of data and layout, computed at first use and cached."""
         return fingerprint(self)
 
+    def clear_gaps(self) -> None:
+        """What lay between tensors would be part of the fingerprint."""
+        for before, entry in pairwise(self.entries):
+            self.data[before.end_bytes : entry.offset_bytes] = 0
+
     def read(self) -> Bucket:
         """Return the bucket itself: a bucket in this process is its own ref."""
         return self
@@ -145,7 +153,7 @@ class BucketFile:
     def read(self) -> Bucket:
         """Read the bucket, in a worker. Raises DamagedWeights if the file cannot be read, or holds other
         tensors."""
-        data = np.zeros(self.entries[-1].end_bytes, dtype=np.uint8)
+        data = zeros(self.entries[-1].end_bytes)
         try:
             open_regular(self.path).close()  # `safe_open` would wait for a pipe's writer
             with safe_open(self.path, framework="pt") as file:
@@ -193,7 +201,48 @@ def plan_layout(specs: Iterable[Spec], bucket_size_bytes: int) -> list[Layout]:
 
 
 def zeros(num_bytes: int) -> NDArray[np.uint8]:
-    return np.zeros(num_bytes, dtype=np.uint8)
+    """Memory of its own pages, which go back to the kernel at once when nothing refers to it. The heap would
+    keep up to a gigabyte for each thread that fetches (`host_process.keep_freed_memory`)."""
+    pages = mmap.mmap(-1, max(num_bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return np.frombuffer(pages, dtype=np.uint8)[:num_bytes]
+
+
+class BufferPool:
+    """Host memory for one version or snapshot after another: what its last user lets go is filled again.
+
+    New memory would be paged in anew for each version. `pins`: page-locked, into which a GPU copies without a
+    detour; making such memory takes longer than filling it.
+    """
+
+    def __init__(self, *, pins: bool) -> None:
+        self._pins = pins
+        self._unused: dict[int, deque[torch.Tensor]] = {}
+        self._locked: list[int] = []
+        # Before the memory goes: CUDA would take other memory at the same address for it.
+        weakref.finalize(self, _unlock, self._locked).atexit = False
+
+    def take(self, num_bytes: int) -> NDArray[np.uint8]:
+        """Memory of that size, zeros where nobody ever wrote. It is used again once nothing refers to the
+        array or its views."""
+        unused = self._unused.setdefault(num_bytes, deque())
+        try:
+            memory = unused.pop()
+        except IndexError:
+            # Pages of its own: CUDA refuses copies into memory that shares a page with something page-locked.
+            # Not torch's own pinned memory, which is rounded up to a power of two.
+            memory = torch.from_numpy(zeros(num_bytes))
+            if self._pins:
+                address = memory.data_ptr()
+                torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(address, max(num_bytes, 1), 0))
+                self._locked.append(address)
+        data: NDArray[np.uint8] = memory.numpy()
+        weakref.finalize(data, unused.append, memory).atexit = False  # in any thread; a deque needs no lock
+        return data
+
+
+def _unlock(addresses: Sequence[int]) -> None:
+    for address in addresses:
+        torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(address))
 
 
 class Packing:
@@ -203,9 +252,7 @@ class Packing:
     def __init__(self, layout: Iterable[Layout], take: Callable[[int], NDArray[np.uint8]] = zeros) -> None:
         self.buckets = [Bucket(data=take(entries[-1].end_bytes), entries=entries) for entries in layout]
         for bucket in self.buckets:
-            # what lay between tensors would be part of the fingerprint
-            for before, entry in pairwise(bucket.entries):
-                bucket.data[before.end_bytes : entry.offset_bytes] = 0
+            bucket.clear_gaps()
         placed = [(index, entry) for index, bucket in enumerate(self.buckets) for entry in bucket.entries]
         self._places = {entry.spec.name: (index, entry) for index, entry in placed}
         self._missing = [{entry.spec.name for entry in bucket.entries} for bucket in self.buckets]

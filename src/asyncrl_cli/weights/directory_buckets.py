@@ -58,9 +58,9 @@ class BucketObject:
         # The file has the tensors end to end. From the last one on, each moves up to its aligned place.
         for entry, end in zip(reversed(self.entries), reversed(ends), strict=True):
             data[entry.offset_bytes : entry.end_bytes] = data[end - entry.spec.num_bytes : end]
-        for before, entry in pairwise(self.entries):
-            data[before.end_bytes : entry.offset_bytes] = 0
-        return Bucket(data=data, entries=self.entries)
+        bucket = Bucket(data=data, entries=self.entries)
+        bucket.clear_gaps()
+        return bucket
 
     def _refused(self, why: str) -> DamagedWeights:
         hint = "the worker keeps its old weights; `asyncrl resume` publishes anew"

@@ -45,6 +45,7 @@ from asyncrl_cli.weights.buckets import (
     ALIGNMENT_BYTES,
     Bucket,
     BucketEntry,
+    BufferPool,
     DamagedWeights,
     Layout,
     Packing,
@@ -56,7 +57,6 @@ from asyncrl_cli.weights.buckets import (
     plan_layout,
     torch_dtype,
     view_of,
-    zeros,
 )
 from asyncrl_cli.weights.directory import Directory
 from asyncrl_cli.weights.versions import (
@@ -195,11 +195,13 @@ class SharedWeights(dict[str, torch.Tensor]):
     def bucket(self, entries: Layout) -> Bucket:
         """These tensors, or rows of them, in a new bucket of this layout. Raises KeyError or ValueError for
         what is not here."""
-        data = zeros(entries[-1].end_bytes)
+        bucket = Bucket(data=self._scratch.take(entries[-1].end_bytes), entries=entries)
+        bucket.clear_gaps()
         for entry in entries:
             begin = self._entries[entry.spec.name].offset_bytes + entry.spec.begin_bytes
-            data[entry.offset_bytes : entry.end_bytes] = self._mapped[begin : begin + entry.spec.num_bytes]
-        return Bucket(data=data, entries=entries)
+            rows = self._mapped[begin : begin + entry.spec.num_bytes]
+            bucket.data[entry.offset_bytes : entry.end_bytes] = rows
+        return bucket
 
     def touch(self) -> None:
         """Map all pages now, and not in the pause in which they are loaded. Blocks, but not other threads:
@@ -209,6 +211,7 @@ class SharedWeights(dict[str, torch.Tensor]):
     def _hold(self, descriptor: int) -> None:
         self._descriptor = descriptor
         self._close = weakref.finalize(self, os.close, descriptor)
+        self._scratch = BufferPool(pins=False)  # few buckets are there at a time; new pages take longer
 
     def _map(self) -> None:
         mapped = mmap.mmap(self._descriptor, self._num_bytes, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ)

@@ -21,11 +21,8 @@ trainers may write manifest.json, too: FINGERPRINT is the file's xxh3_64 in 16 h
 from __future__ import annotations
 
 import json
-import mmap
 import shutil
 import threading
-import weakref
-from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -33,9 +30,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from safetensors import SafetensorError
 
 from asyncrl_cli.base.errors import AsyncrlError
@@ -54,44 +49,6 @@ from asyncrl_cli.weights.versions import (
     send,
     version_directory,
 )
-
-
-class BufferPool:
-    """Host memory for one version or snapshot after another: what its last user lets go is filled again.
-
-    New memory would be paged in anew for each version. `pins`: page-locked, into which a GPU copies without a
-    detour; making such memory takes longer than filling it.
-    """
-
-    def __init__(self, *, pins: bool) -> None:
-        self._pins = pins
-        self._unused: dict[int, deque[torch.Tensor]] = {}
-        self._locked: list[int] = []
-        # Before the memory goes: CUDA would take other memory at the same address for it.
-        weakref.finalize(self, _unlock, self._locked).atexit = False
-
-    def take(self, num_bytes: int) -> NDArray[np.uint8]:
-        """Memory of that size, zeros where nobody ever wrote. It is used again once nothing refers to the
-        array or its views."""
-        unused = self._unused.setdefault(num_bytes, deque())
-        try:
-            memory = unused.pop()
-        except IndexError:
-            # Pages of its own: CUDA refuses copies into memory that shares a page with something page-locked.
-            # Not torch's own pinned memory, which is rounded up to a power of two.
-            memory = torch.frombuffer(mmap.mmap(-1, max(num_bytes, 1)), dtype=torch.uint8)[:num_bytes]
-            if self._pins:
-                address = memory.data_ptr()
-                torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(address, max(num_bytes, 1), 0))
-                self._locked.append(address)
-        data: NDArray[np.uint8] = memory.numpy()
-        weakref.finalize(data, unused.append, memory).atexit = False  # in any thread; a deque needs no lock
-        return data
-
-
-def _unlock(addresses: Sequence[int]) -> None:
-    for address in addresses:
-        torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(address))
 
 
 class Publication(NamedTuple):
