@@ -23,6 +23,10 @@ published one and, with `--probes`, its logprobs with the trainer's.
     node        the same of all processes together, with the object store and the workers' shared buffer, at
                 most, looked at every 50 ms in two further syncs
 
+`--lora`: adapters of rank 8, which all change before each sync, and who makes weights of them: `trainer`
+(lora.sync = "merged"), `worker` ("adapter", merged by the worker), `engine` ("adapter", vLLM applies them);
+also how long a worker generates 16 tokens in each of 8 slots (`generate`). `none`: there are no adapters.
+
 `--gather rank-0` has all ranks gather the whole model, which rank 0 sends, as with `disk` or `directory`.
 
 Medians over the syncs after the first three, which touch fresh memory and send everything once. With fewer
@@ -48,7 +52,7 @@ from typing import Any
 import numpy as np
 import psutil
 import ray
-from engine_kit import MB, conditions, make_random_model, need_vllm, table
+from engine_kit import MB, conditions, generate_all, make_random_model, need_vllm, table
 
 from asyncrl_cli.contracts.environment import RewardSpec
 from asyncrl_cli.contracts.weight_version import Published
@@ -67,6 +71,7 @@ LARGEST_DIFFERENCE = 0.1
 SECONDS = ("stall", "rank CPU", "send", "worker CPU", "pause", "memcpy")
 SIZES = ("fetched", "rank 0", "worker", "node")
 LOOK_S = 0.05
+SLOTS, RESPONSE_TOKENS = 8, 16
 LOOKED_AT = 2
 """Further syncs, in which memory is looked at and nothing is timed."""
 Figures = dict[str, float]
@@ -127,7 +132,11 @@ class Rank(RankHost):
             self.memory = Memory()
             return
         draw = torch.Generator().manual_seed(1000 * version + self._rank)
-        for shard in self.trainer.model.locals().values():
+        shards = self.trainer.model.locals()
+        adapters = [shard for name, shard in shards.items() if "lora_" in name]
+        for shard in adapters:
+            shard += 1e-3 * torch.randn(shard.shape, generator=draw)
+        for shard in [] if adapters else shards.values():
             flat = shard.view(-1)
             flat[torch.randint(len(flat), (int(share * len(flat)),), generator=draw)] *= 1 + 2**-7
 
@@ -152,6 +161,13 @@ class Worker(RolloutHost):
 
     async def used(self) -> Figures:
         return {"cpu": time.process_time(), "memory": self.memory.most_bytes()}
+
+    async def generate_s(self) -> float:
+        """As many full responses as there are slots, the second time, which compiles nothing."""
+        prompts = [[3 + row, *range(4, 20)] for row in range(SLOTS)]
+        await generate_all(self._engine, prompts, RESPONSE_TOKENS, "first")
+        taken_s, _ = await generate_all(self._engine, prompts, RESPONSE_TOKENS)
+        return taken_s
 
     async def memcpy_s(self, num_bytes: int) -> float:
         source, target = np.ones(num_bytes, np.uint8), np.ones(num_bytes, np.uint8)
@@ -209,11 +225,15 @@ async def measured(order: driver_crew.CrewOrder, num_bytes: int, options: argpar
             for version in range(timed, timed + LOOKED_AT):
                 await sync(crew, version, options.changed, newest)
         median["node"] = memory.most_bytes - before_bytes
+        if options.lora != ["none"]:
+            median["generate"] = await workers[0].generate_s.remote()
         copies_s = [await workers[0].memcpy_s.remote(num_bytes) for _ in range(3)]
     return median | {"memcpy": statistics.median(copies_s)}
 
 
-def profile_of(model_dir: Path, ranks: int, workers: int, encoding: str, options: Any) -> Profile:
+def profile_of(
+    model_dir: Path, ranks: int, workers: int, encoding: str, merges: str, options: Any
+) -> Profile:
     sets = {
         "model.path": str(model_dir),
         "model.dtype": "bfloat16",
@@ -221,13 +241,17 @@ def profile_of(model_dir: Path, ranks: int, workers: int, encoding: str, options
         "placement.device": "cpu",
         "rollout.engine": options.engine,
         "rollout.workers": workers,
-        "rollout.slots": 8,
-        "rollout.max_response_tokens": 16,
+        "rollout.slots": SLOTS,
+        "rollout.max_response_tokens": RESPONSE_TOKENS,
         "weights.encoding": encoding,
         "weights.gather_bucket_size_mb": 32,
         "weights.probe_sequences": options.probes,
         "task.reward_workers": 1,
     }
+    if merges != "none":
+        sets |= {"lora.rank": 8, "lora.sync": "merged" if merges == "trainer" else "adapter"}
+    if merges == "worker" and options.engine == "vllm":
+        sets["rollout.engine_args.enable_lora"] = False
     return load("base", [f"{key}={json.dumps(value)}" for key, value in sets.items()], environ={}).profile
 
 
@@ -240,6 +264,9 @@ def main() -> None:
     parser.add_argument("--cells", nargs="+", default=cells, help="RANKSxWORKERS")
     parser.add_argument("--encoding", nargs="+", choices=["full", "delta"], default=["full", "delta"])
     parser.add_argument("--gather", nargs="+", choices=["rows", "rank-0"], default=["rows"])
+    parser.add_argument(
+        "--lora", nargs="+", choices=["none", "trainer", "worker", "engine"], default=["none"]
+    )
     parser.add_argument("--syncs", type=int, default=5)
     parser.add_argument("--changed", type=float, default=0.008, help="share of the elements")
     parser.add_argument("--probes", type=int, default=0)
@@ -260,10 +287,12 @@ def main() -> None:
             if not model.exists():
                 make_random_model(model, mb * MB // 2)
             num_bytes = (model / "model.safetensors").stat().st_size // 2
-            for cell, gather, encoding in product(options.cells, options.gather, options.encoding):
+            for cell, gather, merges, encoding in product(
+                options.cells, options.gather, options.lora, options.encoding
+            ):
                 ranks, workers = map(int, cell.split("x"))
                 driver_crew.RankHost = Rank if gather == "rows" else WholeRank  # type: ignore[misc]
-                profile = profile_of(model, ranks, workers, encoding, options)
+                profile = profile_of(model, ranks, workers, encoding, merges, options)
                 with ray_session(profile, cluster=cluster, model_dir=model) as plan:
                     order = driver_crew.CrewOrder(
                         plan=plan,
@@ -275,22 +304,23 @@ def main() -> None:
                         reward=RewardSpec(kind="exact-match"),
                     )
                     figures = asyncio.run(measured(order, num_bytes, options))
-                sides = {"model MB": mb, "encoding": encoding, "gather": gather}
+                sides = {"model MB": mb, "encoding": encoding, "gather": gather, "lora": merges}
                 results.append(sides | {"ranks": ranks, "workers": workers} | figures)
                 print(json.dumps(results[-1]), file=sys.stderr, flush=True)
     if options.json:
         print(json.dumps({"conditions": conditions(), "results": results}))
         return
-    head = ("model MB", "encoding", "gather", "ranks", "workers")
+    head = ("model MB", "encoding", "gather", "lora", "ranks", "workers")
+    seconds = (*SECONDS, *(["generate"] if "generate" in results[0] else []))
     rows = [
         [
             *(str(one[key]) for key in head),
-            *(f"{one[key]:.2f}" for key in SECONDS),
-            *(f"{one[key] / MB:.0f}" for key in SIZES),
+            *(f"{one[key]:.2f}" for key in seconds),
+            *(f"{one[key] / MB:.1f}" for key in SIZES),
         ]
         for one in results
     ]
-    print(table([*head, *(f"{key} s" for key in SECONDS), *(f"{key} MB" for key in SIZES)], rows))
+    print(table([*head, *(f"{key} s" for key in seconds), *(f"{key} MB" for key in SIZES)], rows))
     print(f"\n{options.changed:.1%} of the elements changed; {options.syncs} syncs; {conditions()}")
 
 
