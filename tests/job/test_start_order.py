@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import shutil
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -97,20 +96,3 @@ def test_a_trainer_on_a_gpu_warns_of_attention_that_is_slow_there(attention, dev
     found = attention_warnings(attention, is_on_gpu=device == "cuda")
     assert bool(found) == is_warned
     assert all("eager" in warning and "trainer-0" in warning for warning in found)
-
-
-def test_what_is_renamed_while_the_directory_is_removed_goes_too(tmp_path, monkeypatch):
-    weights_dir = tmp_path / "weights"
-    weights_dir.mkdir()
-    rmtree, calls = shutil.rmtree, []
-
-    def remove(path: Path, ignore_errors: bool) -> None:
-        rmtree(path, ignore_errors=ignore_errors)
-        if not calls:
-            (path / ".version-000001.removing").mkdir(parents=True)
-        calls.append(path)
-
-    monkeypatch.setattr(driver_crew.shutil, "rmtree", remove)
-    driver_crew.clear(weights_dir)
-    assert calls == [weights_dir, weights_dir]
-    assert not weights_dir.exists()

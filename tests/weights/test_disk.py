@@ -14,11 +14,12 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from asyncrl_cli.base.errors import AsyncrlError
-from asyncrl_cli.job.driver_crew import clear
 from asyncrl_cli.job.host_process import arriving
 from asyncrl_cli.weights.buckets import DamagedWeights, Unpacked
+from asyncrl_cli.weights.directory import Directory
+from asyncrl_cli.weights.directory_buckets import DirectorySender
 from asyncrl_cli.weights.receivers import read_version
-from asyncrl_cli.weights.senders import DiskSender, keep_version, write_manifest
+from asyncrl_cli.weights.senders import keep_version, write_manifest
 from asyncrl_cli.weights.versions import Manifest, kept_versions, send
 from tests.packed import pack
 from tests.train.train_samples import save_tiny_model
@@ -56,50 +57,49 @@ def published(model_dir: Path, version: int, bucket_bytes: int = BUCKET_BYTES):
     return tensors, buckets, manifest
 
 
+def sender_at(root: Path) -> DirectorySender:
+    return DirectorySender(Directory(f"file://{root}"))
+
+
 @pytest.mark.parametrize(
     ("bucket_bytes", "tied"), [(BUCKET_BYTES, False), (BUCKET_BYTES, True), (10**9, True)]
 )
-def test_a_version_arrives_as_it_was_and_opens_with_transformers(tmp_path, model_dir, bucket_bytes, tied):
+def test_a_kept_version_opens_with_transformers(tmp_path, model_dir, bucket_bytes, tied):
     if tied:
         model_dir = save_tiny_model(tmp_path / "tied", tied=True)
     tensors, buckets, manifest = published(model_dir, 12, bucket_bytes)
-    refs = send(DiskSender(tmp_path, model_dir), manifest, buckets)
-    assert len(refs) == len(buckets)
-    modes = {path.stat().st_mode & 0o777 for path in (tmp_path / "version-000012").iterdir()}
-    # readable for whoever may read the directory
-    assert modes == {tmp_path.joinpath("version-000012").stat().st_mode & 0o666}
-    arrived = receive(manifest, refs)
-    received = dict(Unpacked(arrived))
-    assert list(received) == [name for bucket in buckets for name in Unpacked([bucket])]
+    keep_version(tmp_path, manifest, buckets, model_dir, 1)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "version-000012")
     opened = dict(model.named_parameters(remove_duplicate=False))
-    assert set(received) == set(tensors) == set(opened)
+    assert set(tensors) == set(opened)
     for name, tensor in tensors.items():
-        assert torch.equal(received[name], tensor), name
         assert torch.equal(opened[name], tensor), name
 
 
-def test_a_version_appears_whole_or_not_at_all(tmp_path, model_dir):
-    _, buckets, manifest = published(model_dir, 3)
-    sender = DiskSender(tmp_path, model_dir)
+def test_a_version_arrives_as_it_was_once_its_manifest_is_there(tmp_path, model_dir):
+    tensors, buckets, manifest = published(model_dir, 3)
+    sender = sender_at(tmp_path)
     sender.begin(3, len(buckets))
-    refs = []
-    for bucket in buckets:
-        refs.append(sender.put(bucket))
-        assert not list(tmp_path.glob("version-*"))
-        with pytest.raises(DamagedWeights, match=r"it is missing \(is"):
-            receive(manifest, refs)
+    refs = [sender.put(bucket) for bucket in buckets]
+    directory = tmp_path / "version-000003"
+    assert sorted(path.suffix for path in directory.iterdir()) == [".safetensors"] * len(buckets)
     sender.finish(manifest)
-    assert [path.name for path in tmp_path.iterdir()] == ["version-000003"]
+    assert (directory / "manifest.json").exists()
+    # readable for whoever may read the directory
+    modes = {path.stat().st_mode & 0o777 for path in directory.iterdir()}
+    assert modes == {directory.stat().st_mode & 0o666}
+    received = dict(Unpacked(receive(manifest, refs)))
+    assert set(received) == set(tensors)
+    for name, tensor in tensors.items():
+        assert torch.equal(received[name], tensor), name
 
 
 def test_a_publish_that_was_cut_off_is_forgotten_by_the_next(tmp_path, model_dir):
     _, buckets, manifest = published(model_dir, 3)
-    sender = DiskSender(tmp_path, model_dir)
+    sender = sender_at(tmp_path)
     sender.begin(3, len(buckets))
     sender.put(buckets[0])
-    send(sender, manifest, buckets)
-    send(DiskSender(tmp_path, model_dir), manifest, buckets)
+    send(sender_at(tmp_path), manifest, buckets)
     assert [path.name for path in tmp_path.iterdir()] == ["version-000003"]
     receive(manifest, send(sender, manifest, buckets))
 
@@ -129,18 +129,18 @@ def put_a_pipe_there(directory: Path) -> None:
 DAMAGES = {
     put_a_pipe_there: r"it is a pipe, not a file",
     flip_a_bit: r"bucket 1 of \d+ .* arrived damaged",
-    cut_a_file: r"cannot be read",
-    remove_a_file: r"it is missing \(is",
+    cut_a_file: r"it ends early",
+    remove_a_file: r"cannot be read: FileNotFoundError",
 }
 
 
 @pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
 def test_a_damaged_version_is_refused_with_the_old_one_still_loaded(tmp_path, model_dir, damage):
     _, buckets, manifest = published(model_dir, 7)
-    refs = send(DiskSender(tmp_path, model_dir), manifest, buckets)
+    refs = send(sender_at(tmp_path), manifest, buckets)
     receive(manifest, refs)
     damage(tmp_path / "version-000007")
-    with pytest.raises(DamagedWeights, match=DAMAGES[damage]):
+    with pytest.raises(AsyncrlError, match=DAMAGES[damage]):
         receive(manifest, refs)
 
 
@@ -157,9 +157,9 @@ def test_a_pipe_in_place_of_weights_is_refused_when_a_path_is_loaded(tmp_path):
 
 def test_another_version_in_a_versions_place_is_refused(tmp_path, model_dir):
     _, buckets, manifest = published(model_dir, 7)
-    refs = send(DiskSender(tmp_path, model_dir), manifest, buckets)
+    refs = send(sender_at(tmp_path), manifest, buckets)
     _, others, other = published(model_dir, 8)
-    send(DiskSender(tmp_path / "other", model_dir), other, others)
+    send(sender_at(tmp_path / "other"), other, others)
     shutil.rmtree(tmp_path / "version-000007")
     (tmp_path / "other" / "version-000008").rename(tmp_path / "version-000007")
     with pytest.raises(DamagedWeights, match=r"bucket 0 of \d+ .* arrived damaged"):
@@ -167,7 +167,7 @@ def test_another_version_in_a_versions_place_is_refused(tmp_path, model_dir):
 
 
 def test_versions_live_until_the_driver_wants_them_no_more(tmp_path, model_dir):
-    sender = DiskSender(tmp_path, model_dir)
+    sender = sender_at(tmp_path)
     for version in (1, 2, 3):
         _, buckets, manifest = published(model_dir, version)
         send(sender, manifest, buckets)
@@ -175,8 +175,6 @@ def test_versions_live_until_the_driver_wants_them_no_more(tmp_path, model_dir):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["version-000001", "version-000003"]
     shutil.rmtree(tmp_path / "version-000001")  # gone by other hands: nothing to complain of
     sender.keep([])
-    assert list(tmp_path.iterdir()) == []
-    clear(tmp_path)
     assert not tmp_path.exists()
 
 
@@ -194,5 +192,5 @@ def test_a_disk_that_cannot_be_written_is_told_with_a_way_out(tmp_path, model_di
     _, buckets, manifest = published(model_dir, 1)
     (tmp_path / "weights").write_text("a file in the way")
     with pytest.raises(AsyncrlError, match="a version cannot be written") as told:
-        send(DiskSender(tmp_path / "weights", model_dir), manifest, buckets)
-    assert "weights.transport=object-store" in told.value.hint
+        keep_version(tmp_path / "weights", manifest, buckets, model_dir, 1)
+    assert "weights.keep_versions=0" in told.value.hint

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import shutil
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
@@ -29,14 +28,14 @@ from asyncrl_cli.data.store import Store
 from asyncrl_cli.job.driver_preflight import Wanted, examined, refuse
 from asyncrl_cli.job.driver_ranks import RayRanks, RayScorer, RayTrainer
 from asyncrl_cli.job.driver_rollout import RayRolloutWorker
-from asyncrl_cli.job.rank_host import THREADS, WEIGHTS_DIR, RankHost
+from asyncrl_cli.job.rank_host import THREADS, RankHost
 from asyncrl_cli.job.ray.calls import all_of, start_limit
 from asyncrl_cli.job.ray.placement import Options, Say, nodes_of, placed
 from asyncrl_cli.job.rollout_host import RolloutHost
 from asyncrl_cli.plan.cluster import LOOPBACK
 from asyncrl_cli.plan.job_plan import LENT, ROLLOUT, TRAINER, JobPlan, place_of
 from asyncrl_cli.profile.arithmetic import CRITIC, REF, TEACHER
-from asyncrl_cli.profile.schema import DIRECT_TRANSPORTS, Profile
+from asyncrl_cli.profile.schema import DIRECT_TRANSPORTS, FILE_TRANSPORTS, Profile
 from asyncrl_cli.tasks.tool_class import ToolClass
 from asyncrl_cli.weights.directory import versions_at
 
@@ -106,12 +105,10 @@ async def started_crew(order: CrewOrder) -> AsyncIterator[Crew]:
             nodes = {node: names[node] for node in nodes_of(groups)}  # the trainer's first
             for warning in refuse(await examined(nodes, wanted, say)):
                 order.warn(warning)
-        weights_dir = order.run_dir / WEIGHTS_DIR
-        await asyncio.to_thread(clear, weights_dir)
-        at_url = None
-        if profile.weights.transport == "directory":
-            at_url = versions_at(profile.weights, order.run_dir)
-            await asyncio.to_thread(at_url.keep, ())  # what a killed attempt has left
+        files = None
+        if profile.weights.transport in FILE_TRANSPORTS:
+            files = versions_at(profile.weights, order.run_dir)
+            await asyncio.to_thread(files.keep, ())  # what a killed attempt has left
         store = await asyncio.to_thread(started_store, profile, order.run_dir.name)
         order = replace(order, store=store)
         scorers = [make_scorer(name, order, options) for name in plan.scorers]
@@ -151,10 +148,9 @@ async def started_crew(order: CrewOrder) -> AsyncIterator[Crew]:
         finally:
             await _stop([trainer, *workers, *scorers])
             await asyncio.to_thread(store.close)
-            await asyncio.to_thread(clear, weights_dir)
-            if at_url is not None:
+            if files is not None:
                 try:
-                    await asyncio.to_thread(at_url.keep, ())
+                    await asyncio.to_thread(files.keep, ())
                 except AsyncrlError as left:
                     logger.warning("%s", left.message)
 
@@ -253,12 +249,3 @@ async def _stop(executors: Sequence[RayRanks | RayRolloutWorker]) -> None:
     for outcome in outcomes:
         if isinstance(outcome, BaseException) and not isinstance(outcome, AsyncrlError):
             raise outcome
-
-
-def clear(weights_dir: Path) -> None:
-    """Remove the weight files that this attempt, or an earlier killed one, has left. May take long: call it
-    in a thread."""
-    shutil.rmtree(weights_dir, ignore_errors=True)
-    if weights_dir.exists():
-        # rank 0, which was just killed, renamed something after it was listed
-        shutil.rmtree(weights_dir, ignore_errors=True)

@@ -64,8 +64,9 @@ from asyncrl_cli.profile.arithmetic import (
     sends_deltas,
     trainer_columns,
 )
-from asyncrl_cli.profile.schema import ProcessPlace, Profile
+from asyncrl_cli.profile.schema import FILE_TRANSPORTS, ProcessPlace, Profile
 from asyncrl_cli.train.sample_dump import SampledGroup, dump_samples
+from asyncrl_cli.weights.versions import VERSIONS
 
 if TYPE_CHECKING:  # torch: the driver imports this module
     from transformers import PreTrainedTokenizerBase
@@ -86,9 +87,6 @@ logger = logging.getLogger(__name__)
 THREADS = {"main": 1, "control": 1, "publish": 1, "write": 1}
 """Threads of each concurrency group. driver_crew.py adds `direct`: a thread for each rollout worker, which
 makes one call at a time."""
-WEIGHTS_DIR, VERSIONS_DIR = "weights", "versions"
-"""In the run's directory: versions on their way to the workers, if `weights.transport` is `disk`; versions
-that are kept."""
 EAGER = (
     "the trainer attends by the model's own function (eager), not by sdpa: slow on a GPU, with all scores in "
     "memory and padded rows; the log of trainer-0 says why"
@@ -201,7 +199,7 @@ class RankHost:
         from asyncrl_cli.train.policy_trainer import PolicyTrainer
         from asyncrl_cli.weights.directory import versions_at
         from asyncrl_cli.weights.directory_buckets import DirectorySender
-        from asyncrl_cli.weights.senders import DeltaSender, DeltaTransport, DiskSender, HeldVersions
+        from asyncrl_cli.weights.senders import DeltaSender, DeltaTransport, HeldVersions
 
         def with_deltas(sender: DeltaTransport) -> Sender:
             return DeltaSender(sender) if sends_deltas(self._profile) else sender
@@ -219,9 +217,7 @@ class RankHost:
         weights = self._profile.weights
         if self._rank > 0 or weights.transport == "object-store":
             sender: Sender = with_deltas(ObjectStoreSender())
-        elif weights.transport == "disk":
-            sender = DiskSender(self._run_dir / WEIGHTS_DIR, Path(self._place.model_dir))
-        elif weights.transport == "directory":
+        elif weights.transport in FILE_TRANSPORTS:
             sender = with_deltas(DirectorySender(versions_at(weights, self._run_dir)))
         else:  # with `nccl` and `ipc` the buckets stay here until a worker asks for them (`direct`)
             sender = held = HeldVersions()
@@ -230,7 +226,7 @@ class RankHost:
             self._direct_end = make_end(weights, held, self.trainer.ranks.device)
         # comparing with the version before would slow the gather down, for which only `sync` makes up
         overlap = weights.overlap and not (sends_deltas(self._profile) and weights.mode == "async")
-        in_memory = weights.transport not in ("disk", "directory")
+        in_memory = weights.transport not in FILE_TRANSPORTS
         self._sending = Sending(sender, overlap=overlap, in_memory=in_memory)
 
     def _make_scorer(self, init_method: str) -> None:
@@ -398,7 +394,7 @@ class RankHost:
             refs = self._sending.sent(manifest, buckets)
             if (num_kept := self._profile.weights.keep_versions) and self._rank == 0:
                 with as_storage_errors():
-                    versions, model_dir = self._run_dir / VERSIONS_DIR, Path(self._place.model_dir)
+                    versions, model_dir = self._run_dir / VERSIONS, Path(self._place.model_dir)
                     keep_version(versions, manifest, buckets, model_dir, num_kept)
             return manifest, refs
 

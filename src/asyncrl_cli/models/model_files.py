@@ -237,6 +237,11 @@ def write_weights(tensors: Mapping[str, torch.Tensor], path: Path, **header: str
         path.chmod(mode)
 
 
+def weights_file(index: int, total: int) -> str:
+    """Name of one of `total` weight files, as `save_pretrained` has it."""
+    return WEIGHTS if total == 1 else f"model-{index + 1:05d}-of-{total:05d}.safetensors"
+
+
 def write_index(directory: Path, file_of: Mapping[str, str], num_bytes: int) -> None:
     """Write the index, which names the file of each tensor. A single file needs no index."""
     if len(set(file_of.values())) > 1:

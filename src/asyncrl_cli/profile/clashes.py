@@ -14,7 +14,7 @@ from itertools import chain
 from asyncrl_cli.base.errors import ConfigError
 from asyncrl_cli.profile import arithmetic
 from asyncrl_cli.profile.keys import values_of
-from asyncrl_cli.profile.schema import DIRECT_TRANSPORTS, VERIFIERS, Profile
+from asyncrl_cli.profile.schema import DIRECT_TRANSPORTS, FILE_TRANSPORTS, VERIFIERS, Profile
 from asyncrl_cli.profile.toml_files import Value, Values, shortened, toml_value
 
 
@@ -369,7 +369,7 @@ CLASHES = (
         {TRANSPORT: _other_than("directory")},
         "versions travel another way",
         "--set weights.transport=directory"),
-    Clash({DUAL_BUFFER: False, TRANSPORT: lambda transport: transport in ("disk", "directory")},
+    Clash({DUAL_BUFFER: False, TRANSPORT: lambda transport: transport in FILE_TRANSPORTS},
         "weights read from files stay in memory until they are loaded, so there is always a second buffer",
         "--set weights.dual_buffer=true, or weights.transport=object-store"),
     Clash({SLOTS: _any, N: _any, MIN_WORKERS: given},

@@ -54,6 +54,8 @@ MOST_REWARDS = 16
 ActivationCheckpointing = Literal["none", "selective", "full"]
 DIRECT_TRANSPORTS = ("nccl", "ipc")
 """Values of `weights.transport` that copy between GPU memories during a worker's load."""
+FILE_TRANSPORTS = ("disk", "directory")
+"""Those by which versions travel as files."""
 PROBE_TOKENS = 32
 """Length of a probe (`weights.probe_sequences`): long enough to exercise every layer and the position
 encoding, and cheap."""

@@ -24,16 +24,13 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
 from operator import attrgetter, itemgetter
-from pathlib import Path
 
 import numpy as np
 import torch
 import xxhash
 from numpy.typing import NDArray
-from safetensors import SafetensorError, safe_open
 
 from asyncrl_cli.base.errors import AsyncrlError
-from asyncrl_cli.base.safe_files import UnsafeFile, open_regular
 
 BYTES_PER_MB = 2**20
 ALIGNMENT_BYTES = 64
@@ -136,41 +133,6 @@ class Bucket:
     def read(self) -> Bucket:
         """Return the bucket itself: a bucket in this process is its own ref."""
         return self
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BucketFile:
-    """A bucket's ref on disk: the file that the trainer writes for it, and the layout of the tensors in
-    it."""
-
-    path: Path
-    entries: Layout
-
-    @property
-    def version_at(self) -> str:
-        return str(self.path.parent)
-
-    def read(self) -> Bucket:
-        """Read the bucket, in a worker. Raises DamagedWeights if the file cannot be read, or holds other
-        tensors."""
-        data = zeros(self.entries[-1].end_bytes)
-        try:
-            open_regular(self.path).close()  # `safe_open` would wait for a pipe's writer
-            with safe_open(self.path, framework="pt") as file:
-                for entry in self.entries:
-                    tensor, spec = file.get_tensor(entry.spec.name), entry.spec
-                    if (tuple(tensor.shape), dtype_name(tensor.dtype)) != (spec.shape, spec.dtype):
-                        raise self._refused(f"{spec.name} has another shape or dtype than was published")
-                    view_of(data, entry).copy_(tensor)
-        except FileNotFoundError:
-            raise self._refused("it is missing (is the run directory the same on all nodes?)") from None
-        except (SafetensorError, OSError, UnsafeFile) as error:
-            raise self._refused(f"it cannot be read: {error}") from error
-        return Bucket(data=data, entries=self.entries)
-
-    def _refused(self, why: str) -> DamagedWeights:
-        hint = "the worker keeps its old weights; `asyncrl resume` publishes anew"
-        return DamagedWeights(f"weights in {self.path} are refused: {why}", hint=hint)
 
 
 def torch_dtype(name: str) -> torch.dtype:

@@ -1,6 +1,7 @@
 """`weights.transport = "directory"`: versions at a URL that fsspec opens, such as a bucket, for workers that
-share neither memory nor a disk with the trainer. Both sides use this module; what is in the files is in
-directory_buckets.py. It does not import torch, because the driver imports it.
+share neither memory nor a disk with the trainer; with `"disk"` in the run's own directory. Both sides use
+this module; what is in the files is in directory_buckets.py. It does not import torch, because the driver
+imports it.
 
     <weights.url>/<run>/version-000012/   model*.safetensors, one for each bucket
                                           manifest.json, written last and removed first
@@ -33,6 +34,7 @@ from threading import Thread
 from typing import Any, TypeVar
 
 from asyncrl_cli.base.errors import AsyncrlError, PreflightError, first_line
+from asyncrl_cli.base.safe_files import UnsafeFile, open_regular
 from asyncrl_cli.profile.rollout_sections import WeightsSection
 from asyncrl_cli.weights.versions import MANIFEST, VERSION_NAME, version_name
 
@@ -41,6 +43,8 @@ logger = logging.getLogger(__name__)
 
 PAUSES_S = (0.5, 2.0, 5.0)
 RETRY_S = 60.0
+ON_DISK = "weights"
+"""In the run's directory: versions on their way to the workers, if `weights.transport` is `disk`."""
 CHECK_S = 60.0
 """How long the check of a URL may take before anything is started."""
 OBJECT_STORES = frozenset({"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "oss", "oci", "memory"})
@@ -77,10 +81,14 @@ class Directory:
 
     def read(self, path: str, begin: int | None = None, end: int | None = None) -> bytes:
         """A file's bytes, from `begin` until before `end`."""
-        content: bytes = self._tried(
-            "read", path, lambda files, target: files.cat_file(target, start=begin, end=end)
-        )
-        return content
+
+        def content(files: Any, target: str) -> bytes:
+            if protocol_of(self.url) == "file":
+                open_regular(Path(target)).close()  # a pipe would wait for its writer
+            found: bytes = files.cat_file(target, start=begin, end=end)
+            return found
+
+        return self._tried("read", path, content)
 
     def versions(self) -> list[int]:
         """Versions that have begun here, ascending. Some may be incomplete."""
@@ -95,10 +103,13 @@ class Directory:
         return sorted(int(match[1]) for match in found if match)
 
     def keep(self, wanted: Collection[int]) -> None:
-        """Remove all other versions. Whatever else lies here stays."""
+        """Remove all other versions. Whatever else lies here stays; an empty directory on a disk goes."""
         for version in self.versions():
             if version not in wanted:
                 self.remove(version_name(version), first=MANIFEST)
+        if not wanted and protocol_of(self.url) == "file":
+            with suppress(OSError):
+                Path(_opened(self.url)[1]).rmdir()
 
     def remove(self, path: str, *, first: str = "") -> None:
         """Remove a directory, the file `first` in it before all else. A missing one is fine."""
@@ -170,8 +181,10 @@ def packages_of(url: str | None) -> tuple[str, ...]:
 
 
 def versions_at(weights: WeightsSection, run_dir: Path) -> Directory:
-    """Where a run's versions are. Raises PreflightError if that is in the run's own directory, or above."""
-    assert weights.url is not None, "the profile's checks let no other pass"
+    """Where a run's versions are: with `disk` in the run's own directory. Raises PreflightError if a URL
+    leads there, or above."""
+    if weights.url is None:
+        return Directory(f"file://{run_dir.absolute()}/{ON_DISK}")
     directory = Directory(f"{weights.url.rstrip('/')}/{run_dir.name}")
     if protocol_of(weights.url) in ("file", "local"):
         here, there = run_dir.resolve(), Path(_opened(directory.url)[1]).resolve()
@@ -198,10 +211,10 @@ def _hint(url: str, error: Exception) -> str:
         extras = {"s3fs": "asyncrl-cli[s3]"}
         names = " ".join(f"'{extras.get(name, name)}'" for name in packages_of(url))
         return f"pip install {names}, on every node"
-    if isinstance(error, ValueError):
+    if isinstance(error, ValueError) and not isinstance(error, UnsafeFile):
         return "s3://bucket/path, gs://bucket/path or file:///path: a URL that fsspec knows"
     if not (packages := packages_of(url)):
-        return "check the path and its permissions"
+        return "check the path, its free space and permissions, and that every node sees the same"
     return f"check the path, and the credentials in this environment, as {packages[0]} reads them"
 
 

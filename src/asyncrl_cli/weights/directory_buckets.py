@@ -1,5 +1,5 @@
-"""A version's files with `weights.transport = "directory"`: rank 0 writes them bucket by bucket, and workers
-fetch buckets by their refs.
+"""A version's files with `weights.transport = "directory"` or `"disk"`: rank 0 writes them bucket by bucket,
+and workers fetch buckets by their refs.
 
 A file is a safetensors file with a bucket's tensors end to end. It is written and read in pieces of
 CHUNK_BYTES, so that neither end holds a bucket twice.
@@ -14,7 +14,7 @@ from itertools import accumulate, chain, pairwise
 
 import xxhash
 
-from asyncrl_cli.models.model_files import WEIGHTS
+from asyncrl_cli.models.model_files import weights_file
 from asyncrl_cli.weights.buckets import Bucket, DamagedWeights, Layout, zeros
 from asyncrl_cli.weights.deltas import Delta, RangeChanges
 from asyncrl_cli.weights.directory import Directory
@@ -104,7 +104,7 @@ class DirectorySender(Sender):
 
     def put(self, bucket: Bucket) -> BucketObject:
         index, total = len(self._fingerprints), self._num_buckets
-        file = WEIGHTS if total == 1 else f"model-{index + 1:05d}-of-{total:05d}.safetensors"
+        file = weights_file(index, total)
 
         def pieces() -> Iterator[bytes | memoryview]:
             whole = xxhash.xxh3_64()

@@ -2,11 +2,13 @@
 `weights.transport` (each rank its own rows with `object-store`: job/rank_sending.py), and keeps some for
 audits. The other side is receivers.py.
 
-    disk        a directory per version, which transformers and vLLM open:
+    kept        a directory per version, which transformers and vLLM open:
 
                 <root>/version-000012/   model*.safetensors, one file per bucket; config, tokenizer
                                          manifest.json: {"schema_version": 1, "version": 12,
                                                          "files": {"model.safetensors": FINGERPRINT}}
+
+    disk, directory   directory_buckets.py
 
     nccl, ipc   rank 0 holds the bytes in memory (HeldVersions) until a worker that has paused its engine
                 asks for them, and sends them from its GPU beside training (engines/vllm/rank_zero.py)
@@ -14,7 +16,7 @@ audits. The other side is receivers.py.
 With `nccl` and `ipc` the worker asks, because only it knows when its engine has paused. So rank 0 prepares
 nothing on its GPU in advance, and no transfer waits for a worker that drains.
 
-On disk, a version is written under a hidden name and then renamed, so it appears whole or not at all. Other
+A kept version is written under a hidden name and then renamed, so it appears whole or not at all. Other
 trainers may write manifest.json, too: FINGERPRINT is the file's xxh3_64 in 16 hex digits, as in `xxhsum -H3`.
 """
 
@@ -24,8 +26,7 @@ import json
 import shutil
 import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol
@@ -35,8 +36,8 @@ from safetensors import SafetensorError
 
 from asyncrl_cli.base.errors import AsyncrlError
 from asyncrl_cli.base.storage import remove_tree, sync_files
-from asyncrl_cli.models.model_files import WEIGHTS, copy_model_files, write_index, write_weights
-from asyncrl_cli.weights.buckets import Bucket, BucketFile, Layout, Packing, torch_dtype, view_of
+from asyncrl_cli.models.model_files import copy_model_files, weights_file, write_index, write_weights
+from asyncrl_cli.weights.buckets import Bucket, Layout, Packing, Spec, torch_dtype, view_of
 from asyncrl_cli.weights.deltas import Delta, DeltaRef, difference
 from asyncrl_cli.weights.versions import (
     MANIFEST,
@@ -46,7 +47,6 @@ from asyncrl_cli.weights.versions import (
     Sender,
     file_fingerprint,
     kept_versions,
-    send,
     version_directory,
 )
 
@@ -68,68 +68,6 @@ class Publication(NamedTuple):
         return replace(self.manifest, fingerprints=tuple(bucket.fingerprint for bucket in buckets)), buckets
 
 
-@dataclass(eq=False)
-class DiskSender(Sender):
-    """`root` must be the same directory on all nodes; configuration and tokenizer are copied from
-    `model_dir`.
-
-    With `durable`, files are flushed to disk before a version appears; otherwise a power cut may leave a
-    damaged version.
-    """
-
-    root: Path
-    model_dir: Path
-    durable: bool = False
-
-    def begin(self, version: int, num_buckets: int) -> None:
-        self._final = version_directory(self.root, version)
-        self._working = self.root / f".{self._final.name}.writing"
-        self._num_buckets = num_buckets
-        self._put: list[BucketFile] = []
-        shutil.rmtree(self._working, ignore_errors=True)
-        with self._named_errors():
-            self._working.mkdir(parents=True)
-
-    def put(self, bucket: Bucket) -> BucketFile:
-        index, total = len(self._put), self._num_buckets
-        name = WEIGHTS if total == 1 else f"model-{index + 1:05d}-of-{total:05d}.safetensors"
-        tensors = {entry.spec.name: view_of(bucket.data, entry) for entry in bucket.entries}
-        with self._named_errors():
-            write_weights(tensors, self._working / name)
-        self._put.append(BucketFile(path=self._final / name, entries=bucket.entries))
-        return self._put[-1]
-
-    def finish(self, manifest: Manifest) -> None:
-        """Complete the version's directory and rename it. Replaces an older copy: a resumed run publishes a
-        version again."""
-        file_of = {entry.spec: file.path.name for file in self._put for entry in file.entries}
-        # Parameters, which share a dtype, come before buffers.
-        dtype = next((spec.dtype for spec in file_of if torch_dtype(spec.dtype).is_floating_point), None)
-        with self._named_errors():
-            copy_model_files(self.model_dir, self._working, dtype)
-            names = {spec.name: file for spec, file in file_of.items()}
-            write_index(self._working, names, manifest.num_bytes)
-            write_manifest(self._working, manifest.version)
-            if self.durable:
-                sync_files(self._working)
-            remove_tree(self._final)
-            self._working.rename(self._final)
-
-    def keep(self, wanted: Collection[int]) -> None:
-        for version in kept_versions(self.root):
-            if version not in wanted:
-                remove_tree(version_directory(self.root, version))
-
-    @contextmanager
-    def _named_errors(self) -> Iterator[None]:
-        try:
-            yield
-        except (OSError, SafetensorError) as error:
-            without = "keep_versions=0" if self.durable else "transport=object-store"
-            hint = f"check its free space and permissions, or --set weights.{without}"
-            raise AsyncrlError(f"a version cannot be written to {self.root}: {error}", hint=hint) from error
-
-
 def write_manifest(directory: Path, version: int) -> None:
     """Describe the weight files of a directory, for `receivers.read_version`."""
     paths = sorted(directory.glob("*.safetensors"))
@@ -145,9 +83,30 @@ def keep_version(
     model_dir: Path,
     keep_versions: int | Literal["all"],
 ) -> None:
-    """Write a version for audits and tests. Of this and older versions, keep the newest `keep_versions` and
-    remove the rest."""
-    send(DiskSender(root, model_dir, durable=True), manifest, buckets)
+    """Write a version for audits and tests, with configuration and tokenizer from `model_dir`. Of this and
+    older versions, keep the newest `keep_versions` and remove the rest. Replaces an older copy: a resumed run
+    publishes a version again. Raises AsyncrlError if it cannot be written."""
+    final, file_of = version_directory(root, manifest.version), dict[Spec, str]()
+    working = root / f".{final.name}.writing"
+    try:
+        shutil.rmtree(working, ignore_errors=True)
+        working.mkdir(parents=True)
+        for index, bucket in enumerate(buckets):
+            name = weights_file(index, len(buckets))
+            tensors = {entry.spec.name: view_of(bucket.data, entry) for entry in bucket.entries}
+            write_weights(tensors, working / name)
+            file_of |= dict.fromkeys((entry.spec for entry in bucket.entries), name)
+        # Parameters, which share a dtype, come before buffers.
+        dtype = next((spec.dtype for spec in file_of if torch_dtype(spec.dtype).is_floating_point), None)
+        copy_model_files(model_dir, working, dtype)
+        write_index(working, {spec.name: file for spec, file in file_of.items()}, manifest.num_bytes)
+        write_manifest(working, manifest.version)
+        sync_files(working)
+        remove_tree(final)
+        working.rename(final)
+    except (OSError, SafetensorError) as error:
+        hint = "check its free space and permissions, or --set weights.keep_versions=0"
+        raise AsyncrlError(f"a version cannot be written to {root}: {error}", hint=hint) from error
     if keep_versions != "all":
         upto = [version for version in kept_versions(root) if version <= manifest.version]
         for old in upto[:-keep_versions]:

@@ -47,7 +47,7 @@ if TYPE_CHECKING:  # it needs torch
     from asyncrl_cli.weights.buckets import Bucket
 
 Ref = Any
-"""With it a worker gets a bucket: a Ray ObjectRef, a BucketFile, a BucketObject, or, with `nccl` and
+"""With it a worker gets a bucket: a Ray ObjectRef, a BucketObject, or, with `nccl` and
 `ipc`, only its layout. A DeltaRef has two: of the bucket, and of its delta (an ObjectRef or DeltaObject)."""
 UpdateInfo = dict[str, object]
 """What vLLM's processes are told of a transfer, as plain values."""

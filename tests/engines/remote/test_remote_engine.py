@@ -17,11 +17,12 @@ from asyncrl_cli.base.errors import ExecutorFailed, PreflightError
 from asyncrl_cli.engines.port import Completion, check_engine
 from asyncrl_cli.engines.remote import KIND, remote_engine, server
 from asyncrl_cli.engines.remote.remote_engine import RemoteEngine
+from asyncrl_cli.weights.directory import versions_at
+from asyncrl_cli.weights.directory_buckets import DirectorySender
 from asyncrl_cli.weights.receivers import manifest_of
-from asyncrl_cli.weights.senders import DiskSender
 from asyncrl_cli.weights.versions import send
 from tests.engines import tiny
-from tests.engines.made import prompts, sampling
+from tests.engines.made import made_for, prompts, sampling
 from tests.engines.remote.server_world import (
     MAX_RESPONSE_TOKENS,
     SIZES,
@@ -92,8 +93,10 @@ async def test_a_version_on_a_shared_disk_is_loaded_by_its_path(
 ) -> None:
     version = there.newer()
     buckets = pack(there.weights[version], 300_000)
-    refs = send(DiskSender(tmp_path, model_dir), manifest_of(buckets, version), buckets)
-    assert refs[0].version_at == str(tmp_path / f"version-{version:06d}")
+    profile, _ = made_for(model_dir, transport="disk")
+    sender = DirectorySender(versions_at(profile.weights, tmp_path))
+    refs = send(sender, manifest_of(buckets, version), buckets)
+    assert refs[0].version_at == f"file://{tmp_path}/weights/version-{version:06d}"
     await there.engine.load(
         await asyncio.to_thread(there.engine.fetch, refs[0].version_at), version, "keep-kv"
     )

@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from asyncrl_cli.base.errors import ExecutorFailed
 from asyncrl_cli.weights.buckets import Bucket
 from asyncrl_cli.weights.receivers import SharedWeights
-from asyncrl_cli.weights.senders import DiskSender, keep_version
-from asyncrl_cli.weights.versions import Manifest, send
+from asyncrl_cli.weights.senders import keep_version
+from asyncrl_cli.weights.versions import Manifest
 from tests.engines import tiny
 from tests.engines.made import sampling, transformers_engine
 from tests.engines.needs import needs_vllm
@@ -74,12 +74,8 @@ def test_training_has_changed_what_an_engine_computes(published):
         assert mean_diff(logprobs, own_logprobs(before, tokens)) > 0.05
 
 
-@pytest.mark.parametrize("way", ["disk", "kept"])
-def test_published_versions_on_disk_are_files_as_save_pretrained_writes_them(published, tmp_path, way):
-    if way == "disk":
-        send(DiskSender(tmp_path / "versions", published.model_dir), published.manifest, published.buckets)
-    else:
-        keep_version(tmp_path / "versions", published.manifest, published.buckets, published.model_dir, 1)
+def test_kept_versions_are_files_as_save_pretrained_writes_them(published, tmp_path):
+    keep_version(tmp_path / "versions", published.manifest, published.buckets, published.model_dir, 1)
     directory = tmp_path / "versions" / "version-000001"
     assert names_in(directory) == names_in(published.model_dir)
     assert "model.layers.0.mlp.experts.3.gate_proj.weight" in names_in(directory)

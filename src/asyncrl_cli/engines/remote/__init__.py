@@ -13,7 +13,7 @@ from typing import Any
 
 from asyncrl_cli.base.errors import ConfigError, PreflightError
 from asyncrl_cli.engines.port import Engine, EngineKind
-from asyncrl_cli.profile.schema import ProcessPlace, Profile
+from asyncrl_cli.profile.schema import FILE_TRANSPORTS, ProcessPlace, Profile
 
 URL = re.compile(r"https?://([\w.-]+|\[[\da-fA-F:]+\])(:\d{1,5})?/?")
 
@@ -41,7 +41,7 @@ def conflicts(profile: Profile) -> Iterator[ConfigError]:
     for key in (key for key, is_wrong in wrong.items() if is_wrong):
         why = "with rollout.urls, each server is a worker, has resources of its own, and gets whole weights"
         yield ConfigError(f"{key}: {why}", hint=f"leave {key} out")
-    if (transport := profile.weights.transport) not in ("directory", "disk"):
+    if (transport := profile.weights.transport) not in FILE_TRANSPORTS:
         hint = "--set weights.transport=directory --set weights.url=..., which the servers can read"
         yield ConfigError(f'weights.transport = "{transport}": servers read versions from files', hint=hint)
 
