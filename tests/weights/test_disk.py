@@ -151,8 +151,8 @@ def test_a_pipe_in_place_of_weights_is_refused_when_a_path_is_loaded(tmp_path):
     manifest["files"] = {"model.safetensors": "0" * 16}
     (tmp_path / "manifest.json").write_text(json.dumps(manifest))
     os.mkfifo(tmp_path / "model.safetensors")
-    with pytest.raises(DamagedWeights, match="it is a pipe, not a file"):
-        read_version(tmp_path)
+    with pytest.raises(AsyncrlError, match="it is a pipe, not a file"):
+        read_version(Directory(f"file://{tmp_path}"))
 
 
 def test_another_version_in_a_versions_place_is_refused(tmp_path, model_dir):

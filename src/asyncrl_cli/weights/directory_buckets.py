@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, fields, replace
 from itertools import accumulate, chain, pairwise
 
 import xxhash
@@ -131,7 +131,7 @@ class DirectorySender(Sender):
             "schema_version": SCHEMA_VERSION,
             "version": manifest.version,
             "files": self._fingerprints,
-            "probes": asdict(Probes.of(manifest)),
+            "probes": {one.name: getattr(manifest, one.name) for one in fields(Probes)},
         }
         text = json.dumps(content, indent=2).encode()
         self._directory.write(f"{self._name}/{MANIFEST}", lambda: iter([text]))

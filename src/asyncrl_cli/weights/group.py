@@ -64,7 +64,7 @@ class WeightGroup:
                 tensor = torch.empty(spec.shape, dtype=torch_dtype(spec.dtype), device=self._device)
                 self._group.broadcast(tensor, 0).wait()
                 packing.put(name, tensor)
-        except (RuntimeError, MemoryError) as error:  # also if there is no room
+        except (RuntimeError, OSError) as error:  # also if there is no room
             raise AsyncrlError(f"{name} did not arrive from rank 0: {first_line(error)}") from error
         return packing.seal()
 

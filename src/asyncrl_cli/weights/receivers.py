@@ -2,7 +2,7 @@
 is senders.py.
 
     object-store, disk   refs -> buckets -> verified -> SharedWeights(buckets)  bytes, in this node's memory
-    a path               read_version(directory) -> manifest, buckets -> the same
+    a directory          read_version(directory) -> manifest, buckets -> the same
     nccl, ipc            refs are layouts: AnnouncedWeights(layouts)            no bytes until the load
     lora.sync = adapter  verified -> BaseFiles.whole(buckets): adapters in, whole weights out (if the engine
                          does not apply adapters itself)
@@ -25,7 +25,7 @@ import os
 import sys
 import weakref
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import chain
 from pathlib import Path
 
@@ -36,7 +36,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load as load_tensors
 
 from asyncrl_cli.base.errors import AsyncrlError, ConfigError, RefusedError, first_names
-from asyncrl_cli.base.safe_files import MAX_JSON_BYTES, Count, load_json, open_regular, parse_json
+from asyncrl_cli.base.safe_files import MAX_JSON_BYTES, Count, parse_json
 from asyncrl_cli.models.model_files import tensor_files
 from asyncrl_cli.models.saved_form import ADAPTER, SavedForm, adapter_names, merged, scale_of, skeleton
 from asyncrl_cli.profile.check import holds_credentials
@@ -61,6 +61,7 @@ from asyncrl_cli.weights.buckets import (
 from asyncrl_cli.weights.directory import Directory
 from asyncrl_cli.weights.versions import (
     MANIFEST,
+    NO_PROBES,
     SCHEMA_VERSION,
     Manifest,
     Probes,
@@ -271,55 +272,27 @@ class ManifestFile:
     schema_version: int
     version: Count
     files: Mapping[str, str]
-    probes: Probes | None = None
+    probes: Probes = NO_PROBES
 
 
-def read_version(directory: Path | Directory) -> tuple[Manifest, list[Bucket]]:
+def read_version(directory: Directory) -> tuple[Manifest, list[Bucket]]:
     """Read a version and its buckets, one per file, for `Loader.prefetch`. Blocks, and holds the whole
     version in memory.
 
-    Raises RefusedError for an unusable manifest, DamagedWeights for a file that is missing, unreadable or has
-    another fingerprint; AsyncrlError for what a URL's store does not give.
+    Raises RefusedError for an unusable manifest, DamagedWeights for a file with another fingerprint, or that
+    is none of safetensors; AsyncrlError for what the directory does not give.
     """
-    where = directory.url if isinstance(directory, Directory) else directory
-    path, hint = f"{where}/{MANIFEST}", "it names the version and a fingerprint for each weight file"
-    if isinstance(directory, Directory):
-        content = directory.read(MANIFEST, 0, MAX_JSON_BYTES)
-        try:
-            found = parse_json(content, ManifestFile)
-        except ValueError as wrong:
-            raise RefusedError(f"{path} cannot be read: {wrong}", hint=hint) from None
-    else:
-        found = load_json(directory / MANIFEST, ManifestFile, hint=hint)
+    path, hint = f"{directory.url}/{MANIFEST}", "it names the version and a fingerprint for each weight file"
+    try:
+        found = parse_json(directory.read(MANIFEST, 0, MAX_JSON_BYTES), ManifestFile)
+    except ValueError as wrong:
+        raise RefusedError(f"{path} cannot be read: {wrong}", hint=hint) from None
     names = [*found.files]
     if found.schema_version != SCHEMA_VERSION or not names or any(Path(name).name != name for name in names):
         why = f"{path} is refused: schema {found.schema_version}, files {first_names(names)}"
         raise RefusedError(why, hint=f"schema {SCHEMA_VERSION}, and names of files beside it: {hint}")
-    buckets = list[Bucket]()
-    for name, expected in sorted(found.files.items()):
-        path = f"{where}/{name}"
-        try:
-            if isinstance(directory, Directory):
-                content = directory.read(name)
-            else:
-                with open_regular(directory / name) as file:
-                    content = file.read()
-            if (fingerprint := file_fingerprint(content)) != expected:
-                why = f"has the fingerprint {fingerprint}, but its manifest says {expected}"
-                raise DamagedWeights(f"{path} {why}")
-            buckets.append(packed(load_tensors(content)))
-        except (OSError, SafetensorError, ValueError) as error:
-            raise DamagedWeights(f"{path} cannot be read: {error}") from error
-    manifest = manifest_of(buckets, found.version)
-    if found.probes:
-        manifest = replace(
-            manifest,
-            temperature=found.probes.temperature,
-            probe_tokens=found.probes.tokens,
-            probe_logprobs=found.probes.logprobs,
-            previous_logprobs=found.probes.previous_logprobs,
-        )
-    return manifest, buckets
+    buckets = [_read_file(directory, name, found.files[name]) for name in sorted(names)]
+    return manifest_of(buckets, found.version, found.probes), buckets
 
 
 def read_weights(path: str, version: int | None, next_version: int) -> tuple[Manifest, list[Bucket]]:
@@ -328,31 +301,35 @@ def read_weights(path: str, version: int | None, next_version: int) -> tuple[Man
     does."""
     if "://" in path and holds_credentials(path):
         raise RefusedError("the URL holds credentials: the server's environment is the place for them")
-    if "://" in path:
-        manifest, buckets = read_version(Directory(path.rstrip("/")))
-    elif os.path.exists(os.path.join(path, MANIFEST)):
-        manifest, buckets = read_version(Path(path))
+    directory = Directory(path.rstrip("/") if "://" in path else f"file://{os.path.abspath(path)}")
+    if "://" in path or os.path.exists(os.path.join(path, MANIFEST)):
+        manifest, buckets = read_version(directory)
     else:
         if not (files := sorted(Path(path).glob("*.safetensors"))):
             raise RefusedError(f"{path} holds neither {MANIFEST} nor safetensors files")
-        try:
-            buckets = []
-            for file in files:
-                with open_regular(file) as opened:
-                    buckets.append(packed(load_tensors(opened.read())))
-        except (OSError, SafetensorError, ValueError) as error:
-            raise DamagedWeights(f"weights in {path} cannot be read: {error}") from error
+        buckets = [_read_file(directory, file.name) for file in files]
         manifest = manifest_of(buckets, next_version)
     return manifest if version is None else replace(manifest, version=version), buckets
 
 
-def manifest_of(buckets: Sequence[Bucket], version: int) -> Manifest:
-    """Of weights that come without probes."""
+def _read_file(directory: Directory, name: str, expected: str | None = None) -> Bucket:
+    content = directory.read(name)
+    if expected is not None and (fingerprint := file_fingerprint(content)) != expected:
+        why = f"has the fingerprint {fingerprint}, but its manifest says {expected}"
+        raise DamagedWeights(f"{directory.url}/{name} {why}")
+    try:
+        return packed(load_tensors(content))
+    except (SafetensorError, ValueError) as error:
+        raise DamagedWeights(f"{directory.url}/{name} cannot be read: {error}") from error
+
+
+def manifest_of(buckets: Sequence[Bucket], version: int, probes: Probes = NO_PROBES) -> Manifest:
+    """Weights of others may come without probes."""
     return Manifest(
         version=version,
         num_bytes=sum(len(bucket.data) for bucket in buckets),
         fingerprints=tuple(bucket.fingerprint for bucket in buckets),
-        temperature=1.0,
+        **asdict(probes),
     )
 
 

@@ -81,46 +81,33 @@ SLACK = 0.05
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Manifest:
-    """Describes a version, so that workers can verify what they receive and load.
+class Probes:
+    """`probe_logprobs[i]` are the trainer's logprobs (at `temperature`) of tokens 1.. of `probe_tokens[i]`
+    under these weights; `previous_logprobs[i]` those under the previous version, if any. They are in
+    manifest.json, too: a reader that is not part of the run can verify its load."""
 
-    `fingerprints` are those of the buckets, in order. `probe_logprobs[i]` are the trainer's logprobs (at
-    `temperature`) of tokens 1.. of `probe_tokens[i]` under these weights; `previous_logprobs[i]` those under
-    the previous version, if any.
-    """
-
-    version: int
-    num_bytes: int
-    fingerprints: tuple[int, ...]
     temperature: float
     probe_tokens: tuple[tuple[int, ...], ...] = ()
     probe_logprobs: tuple[tuple[float, ...], ...] = ()
     previous_logprobs: tuple[tuple[float, ...], ...] = ()
 
+
+NO_PROBES = Probes(temperature=1.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest(Probes):
+    """Describes a version, so that workers can verify what they receive and load. `fingerprints`: of the
+    buckets, in order."""
+
+    version: int
+    num_bytes: int
+    fingerprints: tuple[int, ...]
+
     @property
     def fingerprint(self) -> str:
         """Fingerprint of the whole version, in 16 hex digits."""
         return xxhash.xxh3_64_hexdigest(b"".join(one.to_bytes(8, "big") for one in self.fingerprints))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Probes:
-    """What a manifest says of the probes, in manifest.json: a reader that is not part of the run can verify
-    its load, too."""
-
-    temperature: float
-    tokens: tuple[tuple[int, ...], ...]
-    logprobs: tuple[tuple[float, ...], ...]
-    previous_logprobs: tuple[tuple[float, ...], ...] = ()
-
-    @classmethod
-    def of(cls, manifest: Manifest) -> Probes:
-        return cls(
-            temperature=manifest.temperature,
-            tokens=manifest.probe_tokens,
-            logprobs=manifest.probe_logprobs,
-            previous_logprobs=manifest.previous_logprobs,
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

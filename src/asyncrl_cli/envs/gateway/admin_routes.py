@@ -21,12 +21,12 @@ from typing import Literal, Protocol
 from aiohttp import web
 from pydantic import BaseModel
 
-from asyncrl_cli.base.errors import ExecutorFailed, RefusedError
+from asyncrl_cli.base.errors import AsyncrlError, ExecutorFailed
 from asyncrl_cli.contracts.weight_version import LoadReport
 from asyncrl_cli.envs.gateway.openai_api import Refused
 from asyncrl_cli.envs.gateway.server import PAUSE_LIMIT_S, Gateway, body_of
 from asyncrl_cli.profile.schema import Interrupt
-from asyncrl_cli.weights.buckets import DamagedWeights
+from asyncrl_cli.weights.directory import Directory
 from asyncrl_cli.weights.receivers import read_version
 from asyncrl_cli.weights.versions import Manifest
 
@@ -101,10 +101,12 @@ def described(loads: Loads) -> dict[str, object]:
 async def _load(loads: Loads, asked: LoadPost, lock: asyncio.Lock) -> None:
     try:
         async with lock:
-            manifest, refs = await asyncio.to_thread(read_version, asked.path)
+            manifest, refs = await asyncio.to_thread(
+                read_version, Directory(f"file://{asked.path.absolute()}")
+            )
             await loads.prefetch(manifest, refs)
             await loads.load(manifest.version, asked.interrupt)
-    except (RefusedError, DamagedWeights, ValueError) as error:
-        raise Refused(400, str(error), "weights_refused") from None
     except ExecutorFailed as error:
         raise Refused(503, str(error)) from None
+    except (AsyncrlError, ValueError) as error:
+        raise Refused(400, str(error), "weights_refused") from None
