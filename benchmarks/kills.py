@@ -6,6 +6,7 @@ it can be resumed.
     python -m benchmarks.kills --kinds 'any;any, restarts' --times 10        random processes at random times
     python -m benchmarks.kills --chain --kinds any --times 3 --directory DIR   the same run again and again
     python -m benchmarks.kills --servers 2 [--engine vllm] --kinds 'server;at servers' --times 5
+    python -m benchmarks.kills --set rollout.engine=vllm --set lora.rank=8 --kinds driver
 
 Each kill has its own short run, with a model that is made once. With `--chain` all kills of a kind hit one
 long run in DIR, also over several calls, so a run that survives a kill need not be started again for the next
@@ -379,6 +380,7 @@ def main() -> None:
     )
     parser.add_argument("--servers", type=int, default=0)
     parser.add_argument("--engine", choices=["transformers", "vllm"], default="transformers")
+    parser.add_argument("--set", action="append", default=[], help="KEY=VALUE for all runs")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     wanted = options.kinds.split(";")
@@ -395,8 +397,9 @@ def main() -> None:
             token_file = laboratory.temporary.with_name(f"{laboratory.temporary.name}.token")
             served = serving(token_file, MODEL, *SMALL, FLOAT, engine=options.engine)
             laboratory.servers.append(ending.enter_context(served))
+        laboratory.sets = (*SETS, *options.set)
         if laboratory.servers:
-            laboratory.sets = (*SETS, *remote_sets(directory, *laboratory.servers))
+            laboratory.sets += remote_sets(directory, *laboratory.servers)
         ending.callback(laboratory.close)
         wrong = 0
         for kind in [
