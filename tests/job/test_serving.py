@@ -14,9 +14,10 @@ import torch
 from pydantic import ValidationError
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from asyncrl_cli.base.daemon_threads import in_daemon
 from asyncrl_cli.base.errors import AsyncrlError, RefusedError
 from asyncrl_cli.envs.gateway.admin_routes import LoadPost, admin_routes
-from asyncrl_cli.envs.gateway.async_rl_routes import PathPost, UpdatePost, in_daemon
+from asyncrl_cli.envs.gateway.async_rl_routes import PathPost, UpdatePost
 from asyncrl_cli.job import serving
 from asyncrl_cli.profile.schema import LoraSection, ProcessPlace, Profile, RolloutSection
 from asyncrl_cli.weights.buckets import Spec, Unpacked
@@ -149,8 +150,8 @@ def test_no_update_takes_an_interrupt_that_only_a_run_can_honour(post, body):
 
 def test_the_end_does_not_wait_for_a_thread_that_receives():
     async def main() -> str:
-        in_daemon(lambda: time.sleep(30))
-        return await in_daemon(lambda: "received")
+        in_daemon(lambda: time.sleep(30), "sleep")
+        return await asyncio.wrap_future(in_daemon(lambda: "received", "receive"))
 
     began_s = time.monotonic()
     assert asyncio.run(main()) == "received"

@@ -5,15 +5,14 @@ from __future__ import annotations
 
 import asyncio
 import os
-import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, InvalidStateError
-from contextlib import suppress
+from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+from asyncrl_cli.base.daemon_threads import in_daemon
 from asyncrl_cli.base.errors import ConfigError, Interrupted
 from asyncrl_cli.base.named_code import UserCode
 from asyncrl_cli.builtin.tiny import UNTAUGHT, demonstrations_of
@@ -214,14 +213,5 @@ async def interruptible(work: Callable[[Callable[[], None]], T]) -> T:
         if answer.cancelled():
             raise Interrupted("interrupted before the run began")
 
-    def run() -> None:
-        with suppress(InvalidStateError):  # cancelled: nobody waits for the answer
-            try:
-                answer.set_result(work(check_cancelled))
-            except BaseException as error:
-                answer.set_exception(error)
-
-    # Not a thread of the loop's executor: asyncio waits for those at the end, and an import or a download may
-    # take long.
-    threading.Thread(target=run, name="preparing", daemon=True).start()
-    return await asyncio.wrap_future(answer)
+    # an import or a download may take long
+    return await asyncio.wrap_future(in_daemon(lambda: work(check_cancelled), "preparing", answer))

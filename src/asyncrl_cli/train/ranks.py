@@ -8,9 +8,7 @@ of its own, and its error names the missing ranks.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
-from concurrent.futures import Future
 from datetime import timedelta
 from urllib.parse import urlparse
 
@@ -18,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from asyncrl_cli.base.daemon_threads import in_daemon
 from asyncrl_cli.base.errors import ExecutorFailed
 from asyncrl_cli.profile.schema import ProcessPlace, Profile
 
@@ -159,20 +158,15 @@ def first_collective(
     `store`: of the process group. Raises ExecutorFailed if the sum is not finished in time, with the ranks
     that it misses.
     """
-    summed: Future[None] = Future()
     progress = store.clone()  # the group's own is locked while NCCL waits for it
 
     def first_sum() -> None:
-        try:
-            ones = torch.ones(1, device=device)
-            dist.all_reduce(ones)
-            ones.item()  # waits for the device
-            progress.set(f"summed/{rank}", "")
-            summed.set_result(None)
-        except Exception as error:  # `summed.result()` raises it in the caller's thread
-            summed.set_exception(error)
+        ones = torch.ones(1, device=device)
+        dist.all_reduce(ones)
+        ones.item()  # waits for the device
+        progress.set(f"summed/{rank}", "")
 
-    threading.Thread(target=first_sum, name="first sum", daemon=True).start()
+    summed = in_daemon(first_sum, "first sum")
     try:
         summed.result(timeout_s)
     except TimeoutError as error:

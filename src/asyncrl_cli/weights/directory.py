@@ -25,14 +25,13 @@ import re
 import secrets
 import time
 from collections.abc import Callable, Collection, Iterator
-from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from threading import Thread
 from typing import Any, TypeVar
 
+from asyncrl_cli.base.daemon_threads import in_daemon
 from asyncrl_cli.base.errors import AsyncrlError, PreflightError, first_line
 from asyncrl_cli.base.safe_files import UnsafeFile, open_regular
 from asyncrl_cli.profile.rollout_sections import WeightsSection
@@ -145,24 +144,18 @@ def check_url(weights: WeightsSection, timeout_s: float = CHECK_S) -> None:
     store's reason, also if its package is missing, or if it takes too long."""
     if (url := weights.url) is None:
         return
-    answer: Future[None] = Future()
     name = f".asyncrl-{secrets.token_hex(8)}"
 
     def check() -> None:
-        try:
-            here = Directory(f"{url.rstrip('/')}/{name}")
-            here.write("check", lambda: iter([name.encode()]))
-            if here.read("check") != name.encode():
-                raise AsyncrlError(f"{here.url}/check cannot be read: it holds something else")
-            here.versions()
-            here.remove("")
-            answer.set_result(None)
-        except BaseException as error:
-            answer.set_exception(error)
+        here = Directory(f"{url.rstrip('/')}/{name}")
+        here.write("check", lambda: iter([name.encode()]))
+        if here.read("check") != name.encode():
+            raise AsyncrlError(f"{here.url}/check cannot be read: it holds something else")
+        here.versions()
+        here.remove("")
 
-    Thread(target=check, name="check-url", daemon=True).start()  # nobody waits for one that hangs
     try:
-        answer.result(timeout_s)
+        in_daemon(check, "check-url").result(timeout_s)  # nobody waits for one that hangs
     except TimeoutError:
         why = f"it did not answer within {timeout_s:g} s"
         raise PreflightError(

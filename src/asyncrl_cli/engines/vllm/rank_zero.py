@@ -41,6 +41,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 
+from asyncrl_cli.base.daemon_threads import in_daemon
 from asyncrl_cli.base.errors import AsyncrlError, ExecutorFailed
 from asyncrl_cli.weights.senders import HeldVersions
 from asyncrl_cli.weights.versions import TIMEOUT_KEY, Meeting, UpdateInfo, turn_s
@@ -204,14 +205,8 @@ class NcclLinks:
         """Run `call` in a thread and put its result into `made`. If it fails or takes too long, end the link
         and raise."""
 
-        def make() -> None:
-            try:
-                made.set_result(call())
-            except Exception as error:  # `made.exception()` has it
-                made.set_exception(error)
-
         ends_s = self.clock() + self.timeout_s
-        threading.Thread(target=make, name=f"nccl with {link.worker}", daemon=True).start()
+        in_daemon(call, f"nccl with {link.worker}", made)
         while not (made.done() or link.ended.is_set() or self.clock() > ends_s):
             wait([made], timeout=LOOK_S)
         error: BaseException | None = AsyncrlError(f"rank 0 waited {waits}: {self._how_it_ended(link)}")

@@ -20,15 +20,14 @@ finished even if the client disconnects.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
-from concurrent.futures import Future
+from collections.abc import Awaitable
 from functools import partial
-from threading import Thread
 from typing import Annotated, Literal, TypeVar
 
 from aiohttp import web
 from pydantic import BaseModel, Field
 
+from asyncrl_cli.base.daemon_threads import in_daemon
 from asyncrl_cli.base.errors import AsyncrlError, ExecutorFailed
 from asyncrl_cli.envs.gateway.admin_routes import InPlace, Loads, described
 from asyncrl_cli.envs.gateway.openai_api import Body, Refused
@@ -78,21 +77,6 @@ class UpdatePost(BaseModel):
     interrupt: InPlace = "keep-kv"
 
 
-def in_daemon(call: Callable[[], T]) -> asyncio.Future[T]:
-    """As `asyncio.to_thread`, but the process ends without waiting for the thread."""
-    answer = Future[T]()
-    answer.set_running_or_notify_cancel()
-
-    def run() -> None:
-        try:
-            answer.set_result(call())
-        except BaseException as error:
-            answer.set_exception(error)
-
-    Thread(target=run, name="receive", daemon=True).start()
-    return asyncio.wrap_future(answer)
-
-
 class Updates:
     """The server's groups by name, and what each is to bring: `max_bytes` at most."""
 
@@ -124,7 +108,7 @@ class Updates:
                 backend=asked.backend,
                 timeout_s=self._timeout_s,
             )
-            self._groups[name] = await in_daemon(join)
+            self._groups[name] = await asyncio.wrap_future(in_daemon(join, "join"))
 
     async def announce(self, asked: MetaPost) -> None:
         lists = asked.names, asked.dtypes, asked.shapes
@@ -151,8 +135,9 @@ class Updates:
             if group is None or specs is None:
                 missing = "init_group" if group is None else "set_weight_meta"
                 raise Refused(409, f'group "{name}": {missing} comes first')
+            receive = partial(group.receive, specs)
             try:
-                buckets: list[Bucket] = await in_daemon(partial(group.receive, specs))
+                buckets: list[Bucket] = await asyncio.wrap_future(in_daemon(receive, "receive"))
             except AsyncrlError:
                 self._groups.pop(name).close()  # its ranks no longer agree on what comes next
                 raise
