@@ -131,7 +131,8 @@ def groups_wait(run: RunState) -> str:
         takeable = f" (only {num_takeable} takeable before groups that are due earlier)"
     groups = f"{len(ledger.finished)} finished{takeable}, {len(ledger.running)} running"
     reports = run.executors.reports.latest
-    tools = _first_few(f"{name} {waits}" for name, report in reports.items() if (waits := _tools(report)))
+    waiting = [(name, report) for name, report in reports.items() if report.state is State.WAITING]
+    tools = _first_few(f"{name} {_tools(report)}" for name, report in waiting)
     return _with_admission(run, f"{needed} takeable groups: {groups}", tools)
 
 

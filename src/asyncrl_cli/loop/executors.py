@@ -193,9 +193,11 @@ class ReportBook:
             executor.spans.sort(key=lambda span: span.start_s)
             return False
         executor.update(report, arrived_s)
+        if not report.sums:  # of a machine
+            return False
         # Only sums of tokens show work: sums of seconds also grow while the executor waits.
         sums = executor.report.sums.items()
-        return any(name.endswith("_tokens") and amount != before.sums.get(name) for name, amount in sums)
+        return any([name.endswith("_tokens") and amount != before.sums.get(name) for name, amount in sums])
 
     def lost(self, worker: str, now_s: float) -> int:
         """The worker's process is gone: its executors count as failed from now on. Returns the tokens of what

@@ -124,6 +124,8 @@ class Groups:
     def parts_ended(self, results: Sequence[PartResult]) -> bool:
         """Record a worker's results. Returns true if a group has ended with them. `check_limits` says whether
         too many have failed."""
+        if not results:
+            return False
         attempts: dict[Attempt, None] = {}
         for result in results:
             self.tokens_discarded += result.failed_tokens
@@ -282,7 +284,8 @@ class Groups:
         for attempt in list(self.ledger.training.values()):
             tokens, versions = attempt.outcome().response_tokens, Counter[int]()
             for meta in attempt.outcome().trajectories:
-                versions.update(dict(meta.version_tokens))
+                for version, sampled in meta.version_tokens:
+                    versions[version] += sampled
             self.tokens_trained += tokens
             self.bias.trained(self._rewarded(attempt))
             self.ledger.move(attempt, Stage.TRAINED)

@@ -146,7 +146,8 @@ class Lending:
         """Of this step, and all tokens up to the last one."""
 
     def pays(self) -> bool:
-        """Whether the devices are to be lent now."""
+        """Whether the devices are to be lent now. Asked when a group ends, before admission fills the slots
+        that this frees. (Asked after that, too, it gained no more: benchmarks/lending.py.)"""
         run, admission, num_groups = self._run, self._run.admission, self._run.settings.schedule.step_groups
         slots = sum(worker.slots.slots for worker in self._workers if not worker.is_down)
         may_lend = self._since_s is None and slots and self._newest() is not None

@@ -90,9 +90,9 @@ class Training:
             with self._times.waiting("wait_data"):
                 concerned = (Change.GROUPS, Change.LOADED, Change.PUBLISHED)
                 if lending is not None:
-                    # also when a slot is free: what ends a group opens admission for a moment
-                    each = (*concerned, Change.SLOTS)
-                    await run.changes.until(lambda: may_take() or lending.pays(), "trainer", missing, each)
+                    await run.changes.until(
+                        lambda: may_take() or lending.pays(), "trainer", missing, concerned
+                    )
                     if not may_take():
                         lending.lend()
                 await run.changes.until(may_take, "trainer", missing, concerned)

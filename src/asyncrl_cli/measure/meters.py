@@ -18,6 +18,8 @@ from asyncrl_cli.profile.schema import Interrupt
 
 DEBOUNCE_S, POLL_S = 0.1, 1.0
 """A worker's report: how long after the last one at the earliest, and after how long without a change."""
+MACHINES_EVERY_S = 1.0
+"""Not every report of a worker has those of its machines."""
 PROMPTS = "prompts"
 COLUMN_MACHINES = {"old_logprob": LOGP, "ref": REF_LOGP}
 """Columns that a trainer may compute itself -> the machine that does."""
@@ -50,7 +52,7 @@ class RolloutMeter:
         self._update = StateClock(f"{PARAM_UPDATE}-{name}", PARAM_UPDATE, "a version", now)
         self._now = now
         self._on_change = on_change
-        self._since_s = now()
+        self._since_s = self._machines_due_s = now()
         self._running = 0
         self._waiting: dict[str, tuple[str, float]] = {}
         """By trajectory, longest wait first: what it waits for, and since when."""
@@ -127,7 +129,8 @@ class RolloutMeter:
         machines: bool = True,
     ) -> ExecutorReport:
         """The worker's report. `sums` and `gauges`: further figures of the engine, by name.
-        `slot_intervals`: those of its sequences. `machines`: with those of the machines."""
+        `slot_intervals`: those of its sequences. `machines`: with those of the machines if their last ones
+        are MACHINES_EVERY_S old: each costs the driver as much as the worker's own."""
         self._advance()
         if self._waiting:
             self._settle()  # the text says how long it has waited
@@ -140,10 +143,10 @@ class RolloutMeter:
             "running_tokens": running_tokens,
             "version": version,
         }
-        report = self._clock.report(slot_intervals)
-        return (
-            replace(report, machines=(self._engine.report(), self._update.report())) if machines else report
-        )
+        if not machines or self._since_s < self._machines_due_s:
+            return self._clock.report(slot_intervals)
+        self._machines_due_s = self._since_s + MACHINES_EVERY_S
+        return self._clock.report(slot_intervals, (self._engine.report(), self._update.report()))
 
     def _advance(self) -> None:
         """Add the time since the last change to the sums. Call it before a change: the time counts under the

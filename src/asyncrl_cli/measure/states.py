@@ -106,7 +106,9 @@ class StateClock:
             self.state = state
         self.waiting_for = waiting_for or (self._starved_for if state is State.STARVED else "")
 
-    def report(self, slot_intervals: tuple[SlotInterval, ...] = ()) -> ExecutorReport:
+    def report(
+        self, slot_intervals: tuple[SlotInterval, ...] = (), machines: tuple[ExecutorReport, ...] = ()
+    ) -> ExecutorReport:
         now_s = self._now()
         self._close(now_s)
         spans, self._spans = tuple(self._spans), []
@@ -121,6 +123,7 @@ class StateClock:
             sums=dict(self.sums),
             gauges=dict(self.gauges),
             slot_intervals=slot_intervals,
+            machines=machines,
         )
 
     def _close(self, now_s: float) -> None:
