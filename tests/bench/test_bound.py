@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import random
 import tomllib
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from asyncrl_cli.bench.contest import Entry, contest_of
-from asyncrl_cli.bench.figures import bound_of_costs, bound_of_states, stretch_of, tokens_made
+from asyncrl_cli.bench.figures import Edges, bound_of_costs, bound_of_states, stretch_of, tokens_made
 from asyncrl_cli.bench.results import Contestant, FinishedRun, Range, summarise
 from asyncrl_cli.bench.simulated_runs import with_capacities
 from asyncrl_cli.simulate.costs import Capacities, Costs
@@ -93,6 +94,48 @@ def test_comparisons_that_once_passed_their_bound_do_so_no_more(seed: int) -> No
     """32, 34: steps with more tokens than the run's average cost less per token. 39: workers of unlike speeds
     (`speed_spread`) drew fast ones. 49: groups that were sampled before the measured stretch."""
     assert max(bound_ratios(seed).values()) <= 1 + 1e-9
+
+
+def test_lent_devices_generate_for_as_long_as_they_do_not_train() -> None:
+    """Generation alone takes 40 s, training 10 s. With as many lent devices as others, 30 of 40 units of work
+    would take 20 s in which both generate, and 10 s beside training."""
+    stretch = stretch_of([line(step, step, 10.0 * step, 10.0) for step in range(1, 5)])
+    rates = tokens_made(stretch) / 40, stretch.tokens / 10
+    own, lent = (
+        bound_of_costs(
+            stretch,
+            1.0,
+            Capacities(
+                rollout_tokens_per_s=rates[0],
+                trainer_tokens_per_s=rates[1],
+                colocated=False,
+                lent_share=share,
+            ),
+        )
+        for share in (0.0, 0.5)
+    )
+    assert (own["ideal_s"], lent["ideal_s"]) == (pytest.approx(40.0), pytest.approx(25.0))
+
+
+@pytest.mark.slow
+def test_a_run_that_lends_does_not_pass_its_bound() -> None:
+    chosen = drawn(random.Random(1))
+    training = chosen.training.model_copy(update={"s_per_token": 1e-6, "step_s": 0.0, "wake_s": 0.0})
+    starving = chosen.model_copy(update={"training": training})
+    sets = ("placement.lend=true", "placement.gpus=4", 'placement.ratio="2:2"')
+    loaded = profile_for(starving, "partial-rollout", sets, groups=160)
+    run = simulate(loaded.profile, starving, groups=160)
+    assert run.error is None
+    assert sum(one["placement/lent_s"] for one in run.lines) > 0
+    made = FinishedRun(profile="partial-rollout", seed=0, lines=run.lines)
+    (kept,) = with_capacities([(made, run.costs)], 8)
+    stretch = stretch_of(kept.lines, Edges(8, 152))
+    assert kept.capacities is not None
+    assert kept.capacities.lent_share == pytest.approx(0.5, abs=0.1)
+    assert bound_of_costs(stretch, 1.0, kept.capacities)["bound_ratio"] <= 1 + 1e-9
+    # their share matters here
+    alone = replace(kept.capacities, lent_share=0.0)
+    assert bound_of_costs(stretch, 1.0, alone)["bound_ratio"] > 1
 
 
 def test_what_was_sampled_before_the_stretch_is_not_its_work() -> None:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 import tomllib
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +62,7 @@ def test_runs_have_the_capacities_of_their_own_lengths_and_the_workload_is_held_
 ):
     published = COLOCATE | {"source": "4 GPUs", "evidence": "published"}
     made = workload({"profile": "partial-rollout", "window_time_s": 2.0, "calibrated": False}, published)
-    runs, fit = simulate_all([job(made), job(made, seed=1)], WINDOW_GROUPS, lambda name, groups: None)
+    runs, fit, _ = simulate_all([job(made), job(made, seed=1)], WINDOW_GROUPS, lambda name, groups: None)
     assert [run.lines[-1]["groups_trained"] for run in runs] == [ENOUGH_GROUPS, ENOUGH_GROUPS]
     assert len({run.capacities.trainer_tokens_per_s for run in runs if run.capacities}) == 2
     assert fit == residuals(made)
@@ -95,6 +96,23 @@ def test_an_interrupt_ends_all_runs_in_their_middle() -> None:
         simulate_all(jobs, WINDOW_GROUPS, interrupt)
     assert raised.value.exit_code == 130
     assert set(multiprocessing.active_children()) <= set(others)
+
+
+@pytest.mark.slow
+def test_runs_that_had_ended_before_an_interrupt_are_kept() -> None:
+    made, reports = workload(), Counter[str]()
+    short, long = job(made), job(made, groups=400_000, seed=1)
+
+    def interrupt(name: str, groups: int) -> None:
+        reports[name] = groups
+        if reports[short.name] == ENOUGH_GROUPS and groups > reports["then"] + 500 > 500:
+            raise KeyboardInterrupt
+        reports["then"] = reports["then"] or (reports[short.name] == ENOUGH_GROUPS) * groups
+
+    runs, fit, missing = simulate_all([long, short], WINDOW_GROUPS, interrupt)
+    assert [(run.seed, run.lines[-1]["groups_trained"]) for run in runs] == [(0, ENOUGH_GROUPS)]
+    assert runs[0].capacities is not None
+    assert (fit, missing) == ([], [long])
 
 
 @pytest.mark.slow

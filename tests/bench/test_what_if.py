@@ -8,17 +8,22 @@ from pathlib import Path
 
 import pytest
 
+from asyncrl_cli.bench.space import Setting
 from asyncrl_cli.bench.what_if import (
+    BATCH,
+    WEIGHTS_READ,
     Change,
     Effect,
     Interval,
     Scaling,
+    WhatIf,
     changes,
     effects,
     limit,
     resources,
 )
 from asyncrl_cli.cli.app import run
+from asyncrl_cli.cli.tune_answers import _print_effects
 from asyncrl_cli.plan.compiler import compile_job
 from asyncrl_cli.report.scaling import drawing
 from asyncrl_cli.simulate.workload import Workload
@@ -91,6 +96,31 @@ def test_one_change_of_each_kind_is_tried(tmp_path: Path) -> None:
         compile_job(changed, virtual_cluster(changed))
 
 
+def test_costs_of_decoding_that_are_not_known_apart_are_one_resource(tmp_path: Path) -> None:
+    apart, together = (
+        {one.label: one.factors for one in resources(workload, profile)}
+        for workload in (
+            small(tmp_path),
+            small(tmp_path, ("step_s = 0.01", "step_s = 0.01\ntells_batch = false")),
+        )
+        for profile in [profile_for(workload, "partial-rollout", groups=1).profile]
+    )
+    both = {label: factors for label, factors in apart.items() if label in (BATCH, WEIGHTS_READ)}
+    merged = together.pop("rollouts: decode steps")
+    assert merged == {key: factor for factors in both.values() for key, factor in factors.items()}
+    assert together.keys() == apart.keys() - both.keys()
+
+
+def test_the_setting_that_is_changed_is_shown(tmp_path: Path, capsys: Capture) -> None:
+    workload = small(tmp_path)
+    profile = profile_for(workload, "partial-rollout", groups=1).profile
+    setting = Setting.of(profile, compile_job(profile, virtual_cluster(profile)))
+    one = Interval(value=1.0, low=1.0, high=1.0)
+    as_it_is = Effect(change=Change(label="as it is"), groups_per_s=one, ratio=one, staleness=one, cost_s=one)
+    _print_effects(WhatIf(workload=workload, profile="mine", setting=setting, effects=[as_it_is]))
+    assert "as it is: split 2:2, K 4, batches 1, eta 0.5, slots 16, bound 1" in capsys.readouterr().out
+
+
 @pytest.mark.slow
 def test_changes_are_compared_with_the_same_draws(tmp_path: Path) -> None:
     workload, more = small(tmp_path), Change(label="more GPUs", sets=("placement.gpus=8",))
@@ -156,6 +186,7 @@ def test_tune_answers_both_questions_and_draws_the_second(tmp_path: Path, capsys
     assert run(["tune", str(file), "--what-if", "--json"]) == 0
     answer = json.loads(capsys.readouterr().out)
     assert answer["simulated"]
+    assert (answer["setting"]["slots"], answer["setting"]["split"]) == (16, "2:2")
     assert answer["effects"][0]["ratio"] == {"value": 1.0, "low": 1.0, "high": 1.0}
     asked = ["tune", str(file), "--scale", "2,4,8", "--profile", "partial-rollout", "--out", str(page)]
     assert run(asked) == 0

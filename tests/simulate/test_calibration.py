@@ -258,6 +258,12 @@ def test_a_fit_does_not_guess_what_never_varied() -> None:
     assert (fit.interference, fit.tells_interference) == (0.0, False)
 
 
+def test_a_fit_says_whether_its_amounts_tell_the_slope() -> None:
+    points = [Point(amount=amount, seconds=1 + 0.1 * amount) for amount in (30.0, 31.0, 32.0)]
+    assert not fit_line(points).tells_slope
+    assert fit_line([*points, Point(amount=8.0, seconds=1.8)]).tells_slope
+
+
 def test_the_predictions_of_a_fit_add_up_to_what_a_noisy_machine_took() -> None:
     """Relative least squares alone ask for sum(1/x) / sum(1/x^2): 1.46 s for these four steps of 1 to 4 s,
     whose mean is 2.5."""

@@ -42,8 +42,8 @@ KINDS: dict[int, type[AsyncrlError]] = {2: ConfigError, 3: PreflightError}
 
 def compare(contest: Contest, directory: Path, bars: Bars) -> Comparison:
     """Make all runs, in `directory`/runs. Raises AsyncrlError if the first run fails. The error of a later
-    real run becomes the comparison's `error`; of simulated runs nothing is kept after an error. What comes
-    after all simulated runs ends with an `error`, too."""
+    real run becomes the comparison's `error`, and so does an interrupt of simulated runs, of which nothing is
+    kept after another error. What comes after all simulated runs ends with an `error`, too."""
     runs_dir, workload, groups = directory.resolve() / "runs", contest.workload, contest.groups
     if workload is None:
         return _compare_real(contest, runs_dir, bars)
@@ -59,12 +59,17 @@ def compare(contest: Contest, directory: Path, bars: Bars) -> Comparison:
     for job in jobs:
         progress(job.name, 0)
     try:
-        runs, fit = simulate_all(jobs, contest.longest_window, progress)
+        runs, fit, ended = simulate_all(jobs, contest.longest_window, progress)
     except BaseException:
         remove(runs_dir)
         raise
+    if ended:
+        for cut_off in filter(None, [job.directory for job in ended]):
+            remove(cut_off)
+        error: AsyncrlError | None = Interrupted("interrupted: simulated runs that had ended are compared")
+        return comparison_of(contest, runs, missing=tuple(job.name for job in ended), error=error)
     made, outlooks, scalings = comparison_of(contest, runs, remarks_of(workload, fit)), dict[str, str](), []
-    error: AsyncrlError | None = None
+    error = None
     try:
         with simulators(usable_cores()) as pool:
             for entry in contest.entries:

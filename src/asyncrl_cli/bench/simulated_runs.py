@@ -5,7 +5,7 @@
                               +--> the files of some runs, like those of real runs
 
 Only the parent handles Ctrl-C. It ends the pool at once, because an unfinished simulated run is not worth
-keeping. No process of the pool outlives the command, however the command ends.
+keeping; those that have ended are. No process of the pool outlives the command, however the command ends.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, wait
 from contextlib import closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
+from itertools import compress, zip_longest
 from multiprocessing.queues import SimpleQueue
 from pathlib import Path
 from typing import ClassVar, ParamSpec, TypeVar
@@ -95,31 +96,45 @@ class SimulatedJob:
     def name(self) -> str:
         return f"SIMULATED {self.loaded.profile.name}-s{self.seed}"
 
+    @property
+    def directory(self) -> Path | None:
+        return self.runs_dir and self.runs_dir / f"{self.loaded.profile.name}-s{self.seed}"
+
 
 def simulate_all(
     jobs: Sequence[SimulatedJob], window_groups: int, progress: Progress
-) -> tuple[list[FinishedRun], list[Residual]]:
-    """The runs in the order of `jobs`, with their capacities, and how well the workload fits its references.
-    `window_groups`: the longest W of all profiles.
+) -> tuple[list[FinishedRun], list[Residual], list[SimulatedJob]]:
+    """The runs in the order of `jobs`, with their capacities, how well the workload fits its references, and
+    the jobs that an interrupt has ended. `window_groups`: the longest W of all profiles.
 
-    If a run fails, or on an interrupt, ends all other runs and raises that run's error or Interrupted.
+    If a run fails, ends all other runs and raises its error; on an interrupt before the first has ended,
+    Interrupted.
     """
     workload = jobs[0].workload
     rows = [workload.model_copy(update={"references": [reference]}) for reference in workload.references]
     reports: Reports = multiprocessing.get_context("spawn").SimpleQueue()
-    with simulators(min(len(jobs) + len(rows), usable_cores()), reports) as pool:
-        running = [pool.submit(_simulate, job) for job in jobs]
-        fits = [pool.submit(residuals, row) for row in rows]
-        unfinished: set[Future[object]] = {*running, *fits}  # type: ignore[arg-type]
-        while unfinished:
-            ended, unfinished = wait(unfinished, timeout=POLL_S)
-            while not reports.empty():
-                progress(*reports.get())
-            for future in ended:
-                future.result()  # raises the error of the first run that fails
-        made = [future.result() for future in running]
-        fit = [residual for future in fits for residual in future.result()]
-    return with_capacities(made, window_groups), fit
+    running, fits = list[Future[tuple[FinishedRun, Costs]]](), list[Future[list[Residual]]]()
+    interrupt: Interrupted | None = None
+    try:
+        with simulators(min(len(jobs) + len(rows), usable_cores()), reports) as pool:
+            running += [pool.submit(_simulate, job) for job in jobs]
+            fits += [pool.submit(residuals, row) for row in rows]
+            unfinished: set[Future[object]] = {*running, *fits}  # type: ignore[arg-type]
+            while unfinished:
+                ended, unfinished = wait(unfinished, timeout=POLL_S)
+                while not reports.empty():
+                    progress(*reports.get())
+                for future in ended:
+                    future.result()  # raises the error of the first run that fails
+    except Interrupted as error:
+        interrupt = error
+    has_ended = [future.done() and not future.cancelled() and not future.exception() for future in running]
+    if interrupt is not None and not any(has_ended):
+        raise interrupt
+    made = [future.result() for future in compress(running, has_ended)]
+    fit = [] if interrupt else [residual for future in fits for residual in future.result()]
+    missing = [job for job, ended in zip_longest(jobs, has_ended) if not ended]
+    return with_capacities(made, window_groups), fit, missing
 
 
 def with_capacities(made: Sequence[tuple[FinishedRun, Costs]], window_groups: int) -> list[FinishedRun]:
@@ -133,7 +148,7 @@ def with_capacities(made: Sequence[tuple[FinishedRun, Costs]], window_groups: in
 
 def _simulate(job: SimulatedJob) -> tuple[FinishedRun, Costs]:
     profile = job.loaded.profile
-    directory = job.runs_dir and job.runs_dir / f"{profile.name}-s{job.seed}"
+    directory = job.directory
     with recorded(job.loaded, directory) if directory else nullcontext(Observer()) as recorder:
         observers, keeps = [_Reporter(job.name), recorder], directory is not None
         run = simulate(profile, job.workload, seed=job.seed, observers=observers, machines=keeps)

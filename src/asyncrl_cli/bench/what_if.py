@@ -61,6 +61,8 @@ class Change:
     is_resource: bool = False
 
 
+WEIGHTS_READ = "rollouts: weights read per decode step"
+BATCH = "rollouts: contexts and arithmetic of the batch"
 RESOURCES = {
     "trainer: arithmetic": {
         f"training.{name}": 0.5
@@ -75,8 +77,8 @@ RESOURCES = {
     "trainer: fixed costs of a step": {
         f"training.{name}": 0.5 for name in ("fixed_step_s", "old_logprob_fixed_step_s", "step_overhead_s")
     },
-    "rollouts: weights read per decode step": {"decoding.step_s": 0.5, "decoding.experts_s": 0.5},
-    "rollouts: contexts and arithmetic of the batch": {
+    WEIGHTS_READ: {"decoding.step_s": 0.5, "decoding.experts_s": 0.5},
+    BATCH: {
         f"decoding.{name}": 0.5
         for name in ("step_s_per_sequence", "step_s_per_context_token", "prefill_s_per_token")
     },
@@ -211,9 +213,10 @@ def simulated(job: Job) -> Figures | str:
 
 def resources(workload: Workload, profile: Profile) -> list[Change]:
     """Twice as much of each resource that the workload knows, and a tail cut off."""
-    given = workload.on(profile.placement)
-    found = []
-    for label, factors in RESOURCES.items():
+    given, tables, found = workload.on(profile.placement), {**RESOURCES}, list[Change]()
+    if not given.decoding.tells_batch:
+        tables["rollouts: decode steps"] = tables.pop(WEIGHTS_READ) | tables.pop(BATCH)
+    for label, factors in tables.items():
         known = {key: factor for key, factor in factors.items() if _figure(given, key)}
         if known:
             found.append(Change(label=label, factors=known, is_resource=True))
@@ -284,6 +287,7 @@ class WhatIf:
 
     workload: Workload
     profile: str
+    setting: Setting
     effects: Sequence[Effect]
 
     @property
@@ -295,6 +299,7 @@ class WhatIf:
             "simulated": True,
             "workload": self.workload.name,
             "profile": self.profile,
+            "setting": self.setting.to_json(),
             "draws": DRAWS,
             "limited_by": self.limit,
             "effects": [asdict(effect) for effect in self.effects],
@@ -315,7 +320,8 @@ def what_if(asked: TuneRequest, progress: Callable[..., None], default_profile: 
     progress(f"SIMULATED: {DRAWS} draws of {len(tried)} changes")
     with simulators(usable_cores()) as pool:
         found = effects(pool, workload, reference, sets, tried)
-    return WhatIf(workload=workload, profile=reference, effects=found)
+    setting = Setting.of(profile, compile_job(profile, virtual_cluster(profile)))
+    return WhatIf(workload=workload, profile=reference, setting=setting, effects=found)
 
 
 def resized(workload: Workload, profile: Profile, sets: Sequence[str], gpus: int) -> tuple[str, ...]:

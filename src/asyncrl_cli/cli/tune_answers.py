@@ -73,6 +73,8 @@ def _numbers(scale: str) -> list[int]:
 def _print_effects(found: WhatIf) -> None:
     from rich.table import Table
 
+    from asyncrl_cli.bench.space import HEADINGS
+
     first, *others = found.effects
     assert first.groups_per_s is not None
     assert first.staleness is not None
@@ -81,6 +83,8 @@ def _print_effects(found: WhatIf) -> None:
         "own error"
     )
     assert first.cost_s is not None
+    setting = (f"{heading} {getattr(found.setting, name)}" for heading, name in HEADINGS.items())
+    print_prose(f"as it is: {', '.join(setting)}")
     rate, stale, cost = map(_shown, (first.groups_per_s, first.staleness, first.cost_s))
     print_prose(f"{rate} groups/s, {stale} versions of staleness, {cost} device s per group")
     print_prose(f"limited by {found.limit}\n")

@@ -153,6 +153,7 @@ def _calibrated(run_directory: Path) -> Workload:
             step_s=max(decoding.constant, 1e-9),
             step_s_per_sequence=decoding.slope,
             interference_ratio=decoding.interference,
+            tells_batch=decoding.tells_slope,
         ),
         training=Training(
             step_s=training.constant / step_optimizer_steps(profile),
@@ -222,6 +223,12 @@ def _notes(
         notes.append(
             "The run had no old-logprob passes, so their cost is unknown and they are free here "
             "(old_logprob_s_per_token 0)."
+        )
+    if not decode_fit.tells_slope:
+        notes.append(
+            "Its workers always had about as many sequences running (their slots were full, say), so how a "
+            "decode step's time depends on their number is a guess, and with it what other slots would do. A "
+            "run with fewer slots, or a longer one with waits, tells."
         )
     fits = {"generation": decode_fit, "training": train_fit}
     if sides := [name for name, fit in fits.items() if not fit.tells_interference]:

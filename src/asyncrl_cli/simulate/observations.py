@@ -31,6 +31,8 @@ INTERFERENCES = tuple(step / 100 for step in range(201))
 """Interference ratios to try, if the points can tell them apart."""
 LEAST_SHARED_RANGE = 0.05
 """If `shared` varies less than this, interference cannot be told from slower work."""
+LEAST_RANGE = 0.1
+"""Amounts that differ by less, relative to the largest, do not tell a line's constant from its slope."""
 WARMING_STEPS = 4
 LENGTHS_KEPT = 2000
 LENGTHS_PER_STEP = 64
@@ -57,14 +59,16 @@ class Point(NamedTuple):
 
 
 class Fit(NamedTuple):
-    """`tells_interference`: whether the points could determine `interference` (else it is 0). `error`: the
-    relative standard error of the line's height, from how much the points scatter around it."""
+    """`tells_interference`: whether the points could determine `interference` (else it is 0). `tells_slope`:
+    whether their amounts differ enough for the line's direction. `error`: the relative standard error of its
+    height, from how much the points scatter around it."""
 
     constant: float
     slope: float
     interference: float
     tells_interference: bool
     error: float = 0.0
+    tells_slope: bool = True
 
 
 def alone(seconds: Seconds, shared: Seconds, interference: float) -> Seconds:
@@ -92,7 +96,8 @@ def fit_line(points: Sequence[Point]) -> Fit:
     predicted_s = lines @ coefficients / alone(np.ones_like(shares), shares, interference)
     constant, slope = (float(coefficient) for coefficient in coefficients * seconds.sum() / predicted_s.sum())
     scatter = float(np.std(seconds / predicted_s, ddof=1)) if len(points) > 1 else 0.0
-    return Fit(constant, slope, interference, tells, error=scatter / math.sqrt(len(points)))
+    tells_slope = bool(np.ptp(amounts) > LEAST_RANGE * amounts.max())
+    return Fit(constant, slope, interference, tells, scatter / math.sqrt(len(points)), tells_slope)
 
 
 def reasons_against(lines: Sequence[Line]) -> list[str]:

@@ -106,6 +106,10 @@ class Decoding(Section):
     """How much slower a worker is beside other workers, if several fill one machine (colocate on CPUs).
     Default: as much as beside the trainer (`interference_ratio`)."""
 
+    tells_batch: bool = True
+    """Whether `step_s` and `step_s_per_sequence` are known apart. Not if they are from a run whose batch was
+    always as large."""
+
     def batch_step_s(self, running: float) -> float:
         """A decode step of so many sequences, without reading their contexts."""
         experts_s = self.experts_s * float(1 - (1 - self.expert_ratio) ** running)

@@ -79,6 +79,7 @@ def simulate(
         workers=num_workers,
         scorers=job.scorers,
         scale=scale,
+        num_lent=num_lent,
     )
     length: dict[str, int | None] = {"seed": seed}
     if groups is not None:
@@ -104,7 +105,7 @@ def simulate(
             )
             for index in range(costs.workers + num_lent)
         ]
-        costs.speeds = [worker.speed for worker in workers[: costs.workers]]
+        costs.speeds = [worker.speed for worker in workers]
         world = World(
             feed=NumberedFeed(),
             eval_sets={"": [{"uid": f"eval-{number}"} for number in range(profile.eval.prompts)]},
