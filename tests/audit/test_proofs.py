@@ -138,6 +138,8 @@ def test_other_trajectories_make_other_weights(copy: Path) -> None:
 
     d.arrays(other_reward)(copy)
     assert replayed(copy, "other").different == [3, 4]  # step 5 is the first of the window after version 2
+    ended = read_status("other", copy.parent).status
+    assert (ended.phase, ended.error.partition(": ")[2]) == ("failed", "version 3 is the first that has not")
     assert command(["replay", str(copy), "--runs-dir", str(copy.parent), "--no-eval"]) == 1
 
 

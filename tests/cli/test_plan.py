@@ -122,19 +122,20 @@ def node_needs_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[s
 def test_a_nodes_host_memory_is_counted_with_all_that_its_processes_hold(qwen_7b, capsys):
     # Rank 0 has two versions, and so has the object store; a checkpoint's copy is 12 bytes per parameter;
     # a node's workers have two buffers of a version, and each 0.44 GiB of vLLM's own. Payloads in flight take
-    # 0.25 GiB.
-    version, state, payloads, engine = 14.18, 85.1, 0.25, 0.44
-    one = 4 * version + state + 2 * version + 4 * engine + payloads
+    # 0.25 GiB, a process's own modules 0.375 GiB.
+    version, state, payloads, engine, process = 14.18, 85.1, 0.25, 0.44, 0.375
+    own = 8 * process + payloads
+    one = 4 * version + state + 2 * version + 4 * engine + own
     gpus = [*qwen_7b, "--gpus", "8", "--gpu-memory", "80"]
     assert node_needs_of(capsys, *gpus) == {"4 trainer 4 rollout": pytest.approx(one, abs=0.2)}
     assert node_needs_of(capsys, *gpus, "--nodes", "2") == {
-        "8 trainer": pytest.approx(4 * version + state + payloads, abs=0.2),
-        "8 rollout": pytest.approx(2 * version + 2 * version + 8 * engine + payloads, abs=0.2),
+        "8 trainer": pytest.approx(4 * version + state + own, abs=0.2),
+        "8 rollout": pytest.approx(2 * version + 2 * version + 8 * engine + own, abs=0.2),
     }
     less = 4 * version - 2 * version  # nothing through the store, no buffers
     direct = [*gpus, "--set", "weights.transport=nccl", "--set", "placement.device=cuda"]
     assert node_needs_of(capsys, *direct) == {
-        "4 trainer 4 rollout": pytest.approx(less + state + 4 * engine + payloads, abs=0.2)
+        "4 trainer 4 rollout": pytest.approx(less + state + 4 * engine + own, abs=0.2)
     }
 
 
@@ -248,6 +249,20 @@ def test_train_refuses_what_a_plan_refuses(seven_billion, capsys, monkeypatch, t
     assert run(command) == 3
     assert capsys.readouterr().err == refusal
     assert "75.3 GiB of a GPU, which has 16.0 GiB" in refusal
+
+
+def test_on_cpus_the_memory_of_many_workers_is_refused_and_that_of_many_slots_is_not(
+    monkeypatch, tmp_path, capsys
+):
+    monkeypatch.setattr(memory_fit, "host_memory_bytes", lambda: 8 * 2**30)
+    # 50 processes of Python and torch, of which each takes over 0.3 GiB, however small the model
+    command = ["train", "-p", "base", "--set", "rollout.workers=50", "--runs-dir", str(tmp_path / "runs")]
+    assert run(command) == 3
+    refusal = capsys.readouterr().err
+    assert run([*command, "--dry-run", *hinted(refusal)]) == 0
+    # the engine gives the cache of any number of slots half of what is free
+    assert run(["plan", "-p", "base", "--set", "rollout.slots=50000"]) == 0
+    assert "the engine takes at most half of what is free" in capsys.readouterr().err
 
 
 def test_options_for_gpus_are_said_to_be_unused_on_cpus(capsys, monkeypatch):

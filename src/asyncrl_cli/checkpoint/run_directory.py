@@ -76,6 +76,7 @@ class RunDirectory:
         self.samples = path / "samples"
         self.logs = path / "logs"
         self._lock: TextIO | None = None
+        self._attempt_dir: Path | None = None
         self._made_runs_dir = False
 
     @classmethod
@@ -132,8 +133,15 @@ class RunDirectory:
         """Make the next `logs/attempt-N` and point `logs/latest` at it."""
         directory = self.logs / f"attempt-{self.attempts + 1}"
         directory.mkdir()
+        self._attempt_dir = directory
         replace_link(self.logs / "latest", directory.name)
         return directory
+
+    def remove_attempt(self) -> None:
+        """Undo `start_attempt`, if it was called: nothing came of this attempt of a resumed run."""
+        if self._attempt_dir is not None:
+            remove_tree(self._attempt_dir)
+            replace_link(self.logs / "latest", f"attempt-{self.attempts}")
 
     @property
     def attempts(self) -> int:

@@ -111,15 +111,13 @@ def replay(
     is_scored = evals and bool(made.loaded.profile.eval.prompts)
     with ProgressLine(ui) as progress:
         made.run(progress, is_scored=is_scored)
-    equal = f"{len(made.equal)} of {len(made.equal) + len(made.different)} versions have the run's weights"
-    if made.trains_differently:
-        say(f"{equal}; with another {', '.join(made.changes)}, on the data that the run sampled without it")
-    elif not made.different:
-        say(f"{equal}, bit for bit")
-    else:
-        what = f"{equal}: version {made.different[0]} is the first that has not"
+    if made.failure:
         hint = "bits are equal on the same kind of machine, with the same torch and as many threads"
-        raise AsyncrlError(what, hint=hint)
+        raise AsyncrlError(made.failure, hint=hint)
+    how = "bit for bit"
+    if made.trains_differently:
+        how = f"with another {', '.join(made.changes)}, on the data that the run sampled without it"
+    say(f"{made.equality}, {how}")
     found, exit_code = made.to_json(), 0
     if is_scored:
         try:

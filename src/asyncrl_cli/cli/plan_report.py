@@ -39,7 +39,9 @@ from asyncrl_cli.train.losses import check_loss
 from asyncrl_cli.weights.directory import check_url
 
 MIB, GIB = 2**20, 2**30
-NOT_COUNTED = "not counted: Python, torch and a GPU's context (about 1 GiB per process), and fragmentation"
+NOT_COUNTED = (
+    "not counted: a GPU's context (about 1 GiB per process), driver and Ray (about 1 GiB), and fragmentation"
+)
 NEED = ("device", "roles", "num_bytes", "available_bytes", "fits")
 """What JSON says of a `DeviceNeed`."""
 
@@ -100,7 +102,7 @@ def print_plan(
         teachers = parameters_of(profile.teacher.paths.values(), memory.shape)
         loaded = for_job(loaded, job, memory.shape, teachers=teachers)
         needs = [*memory_fit.device_needs(memory), *memory_fit.node_needs(memory, there.all)]
-        refusal = memory_fit.cannot_fit(memory) or memory_fit.shortage(needs)
+        refusal = memory_fit.refusal_of(memory, there.all)
         if refusal is None:
             warnings += [*memory_fit.cache_warnings(memory), *memory_fit.transfer_warnings(memory)]
             try:

@@ -129,6 +129,17 @@ class Replay:
         return {"of": str(self._run.files.path), "changes": dict(self.changes), **steps, **found}
 
     @property
+    def equality(self) -> str:
+        return f"{len(self.equal)} of {len(self.equal) + len(self.different)} versions have the run's weights"
+
+    @property
+    def failure(self) -> str:
+        """Why the replay has failed; "" if its weights are the run's, or need not be."""
+        if self.trains_differently or not self.different:
+            return ""
+        return f"{self.equality}: version {self.different[0]} is the first that has not"
+
+    @property
     def steps(self) -> str:
         return f"steps {self._begin.step + 1}-{self._last} of {self._last}, from {self._begin.directory.name}"
 
@@ -207,7 +218,7 @@ class Replay:
         trainer.snapshot(step)
         progress = {"time_s": time.monotonic() - began_s, "observers": [observers.state()]}
         self._checkpoint(trainer, directory, version, tokens, progress)
-        observers.close(phase)
+        observers.close("failed" if self.failure else phase, self.failure)
 
     def _trained(self, trainer: Any, path: Path) -> StepRecord:
         from asyncrl_cli.data.step_files import read_step

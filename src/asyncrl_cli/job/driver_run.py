@@ -153,7 +153,7 @@ class Run:
         async with AsyncExitStack() as stack:
             # after Ray has ended: an actor that starts late makes its log's directory
             stack.push(self._remove_unbegun)
-            directory = self._directory()
+            directory = self._unbegun = self._directory()
             stack.callback(directory.close)
             attempt_dir = directory.start_attempt()
             stack.enter_context(logged_to(attempt_dir / "driver.log"))
@@ -263,8 +263,7 @@ class Run:
             return RunDirectory.open(self.checkpoint.directory.parent.parent)
         self.name = self.name or self.profile.run.name or fresh_name(self.profile.name, self.runs_dir)
         toml, resolved = self._documents()
-        self._unbegun = RunDirectory.create(self.runs_dir, self.name, profile_toml=toml, resolved=resolved)
-        return self._unbegun
+        return RunDirectory.create(self.runs_dir, self.name, profile_toml=toml, resolved=resolved)
 
     def _documents(self) -> tuple[str, Table]:
         """The contents of `profile.toml` and of `config.resolved.json`."""
@@ -289,11 +288,15 @@ class Run:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: object
     ) -> None:
         """Remove the directory of a run that never began: nothing could resume it, and its name would stay
-        taken. If an executor failed, its logs are kept."""
+        taken. Of a resume that never began, remove the attempt. If an executor failed, its logs are kept."""
         if self._start is not None:
             self._start.take_back()
         if self._unbegun is None:
             return
-        logs = self._unbegun.remove(keep_logs=isinstance(error, ExecutorFailed))
+        keep_logs, logs = isinstance(error, ExecutorFailed), None
+        if self.checkpoint is None:
+            logs = self._unbegun.remove(keep_logs=keep_logs)
+        elif not keep_logs:
+            self._unbegun.remove_attempt()
         if logs is not None and isinstance(error, ExecutorFailed):
             error.hint = error.hint or f"the logs of this start are in {logs}"

@@ -227,9 +227,10 @@ class LiveStatus:
         )
 
     def _step_s(self) -> float | None:
-        """Recent seconds per step. Counts this attempt only: a resumed run may be on another machine."""
+        """Recent seconds per step, from the second on: the first one waits for an eval and for kernels.
+        Counts this attempt only: a resumed run may be on another machine."""
         if len(self._pace) < 2:
-            return self._line.get("timing/step_s")
+            return None
         (first_s, first), (last_s, last) = self._pace[0], self._pace[-1]
         return (last_s - first_s) / (last - first)
 

@@ -190,7 +190,8 @@ class Plain(Sink):
             case "checkpointed":
                 text = f"{text} written"
             case "failed":
-                text = f"stopping: {event.get('error', '')}"
+                # which executor; why is the command's last line
+                text = f"stopping: {str(event.get('error', '')).partition(': ')[0]}"
         self._write(event["time_s"], text)
 
     def status(self, status: Status) -> None:

@@ -125,6 +125,12 @@ def _store(estimate: MemoryEstimate) -> MemoryItem:
     return MemoryItem(NODE, 1, "host", "always", STORE, estimate.store_bytes, how)
 
 
+def refusal_of(estimate: MemoryEstimate, there: ClusterResources) -> PreflightError | None:
+    """Why the job is refused on this machine or cluster; None if it fits, by the estimate."""
+    needs = [*device_needs(estimate), *node_needs(estimate, there)]
+    return cannot_fit(estimate) or shortage(needs)
+
+
 def shortage(needs: Iterable[DeviceNeed]) -> PreflightError | None:
     """The refusal of a job whose peak is larger than a device, by the estimate: a run would start and may
     fail. None if all fit."""
@@ -181,7 +187,7 @@ def cache_warnings(estimate: MemoryEstimate) -> list[str]:
     """A warning if the KV cache is too small for all slots. The transformers engine gives it half of the
     memory free at its start, vLLM what its share leaves; both evict responses when it is full."""
     plan, rollout, engine = estimate.plan, estimate.profile.rollout, estimate.engine
-    if plan.device == "cpu" or estimate.available_bytes is None or plan.servers:
+    if estimate.available_bytes is None or plan.servers:
         return []
     needed = kv_cache_bytes(estimate.profile, estimate.shape) // max(plan.gpus_per_rollout_worker, 1)
     caches = (item for item in estimate.of(ROLLOUT, "device") if item.what in (CACHE, SHARED_CACHE))

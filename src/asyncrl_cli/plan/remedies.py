@@ -15,6 +15,7 @@ from asyncrl_cli.plan.compiler import compile_job, device_of
 from asyncrl_cli.plan.job_plan import ROLLOUT, TRAINER, for_device
 from asyncrl_cli.plan.memory import (
     CACHE,
+    PROCESS,
     SHARED_CACHE,
     WIRE_BUFFERS,
     MemoryEstimate,
@@ -34,15 +35,13 @@ MORE_GPUS = (2, 4, 8, 16, 32, 64)
 
 
 def refuse_what_cannot_fit(loaded: Loaded) -> None:
-    """Called before a run on this machine. Raises PreflightError if its GPUs are too small for what a process
-    always holds."""
+    """Called before a run on this machine. Raises the PreflightError of `asyncrl plan` if the job does not
+    fit, by the estimate."""
     here = cluster.local_cluster()
-    if (device := device_of(loaded.profile, here)) == "cpu":
-        return
-    profile = for_device(loaded, device).profile
-    available = memory_fit.known_memory_bytes("cuda")
+    device = device_of(loaded.profile, here)
+    profile, available = for_device(loaded, device).profile, memory_fit.known_memory_bytes(device)
     estimate = memory_fit.estimate_or_reason(profile, compile_job(profile, here), available)
-    if isinstance(estimate, MemoryEstimate) and (refusal := memory_fit.cannot_fit(estimate)) is not None:
+    if isinstance(estimate, MemoryEstimate) and (refusal := memory_fit.refusal_of(estimate, here)):
         raise with_hint(refusal, estimate, here)
 
 
@@ -145,6 +144,7 @@ def _changes(item: MemoryItem, estimate: MemoryEstimate) -> list[Values]:
         (TRAINER, WIRE_BUFFERS): wires,
         (TRAINER, "optimizer"): [*offload, *more_ranks, *fewer_ranks],
         (TRAINER, "parameters"): state,
+        (TRAINER, PROCESS): fewer_ranks,
         (TRAINER, "optimizer's step"): state,
         (TRAINER, "gradients"): state,
         (TRAINER, "gathered"): state,
@@ -153,6 +153,7 @@ def _changes(item: MemoryItem, estimate: MemoryEstimate) -> list[Values]:
         (ROLLOUT, SHARED_CACHE): generation,
         (ROLLOUT, "prefill"): generation,
         (ROLLOUT, "sampling"): generation,
+        (ROLLOUT, PROCESS): fewer_workers,
         (ROLLOUT, "weights"): [*bfloat16, *more_gpus, *fewer_workers],
         (ROLLOUT, WIRE_BUFFERS): wires,
         (ROLLOUT, "load buffer"): [*past_the_store, *one_buffer, *more_gpus],

@@ -125,7 +125,13 @@ def _failure(executor: str, call: str, limit: Limit, error: Exception, host: str
     if not isinstance(error, RayError):  # a TimeoutError within the actor arrives as both
         hint = f"its log may say why; if it only needs longer, --set {limit.key}=..." if limit.key else ""
         return ExecutorLost(f"{call}{where} took longer than {limit}", hint=hint, executor=executor)
-    logger.error("%s failed in %s: %s", executor, call, COLORS.sub("", str(error)))
+    text = COLORS.sub("", str(error))
+    # the informative line of Ray's long message: the reason, without ids and tables of processes
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    words = "cause", "exit", "killed"
+    reasons = [line for line in lines if any(word in line.lower() for word in words)]
+    why = (reasons or lines or [type(error).__name__])[0]
+    logger.error("%s failed in %s: %s", executor, call, text if isinstance(error, RayTaskError) else why)
     if isinstance(error, OutOfDiskError):
         raised_at = RAISED_AT.search(str(error))
         node = raised_at[1] if raised_at else ray.util.get_node_ip_address()
@@ -133,11 +139,7 @@ def _failure(executor: str, call: str, limit: Limit, error: Exception, host: str
         return ExecutorFailed(f"{full} that it spills to, during {call}", hint=DISK_HINT, executor=executor)
     if not isinstance(error, RayTaskError):
         what = "arrays were lost" if isinstance(error, ObjectLostError) else f"its process{where} ended"
-        # the informative line of Ray's long message: the reason, without ids and guesses
-        lines = [line.strip() for line in COLORS.sub("", str(error)).splitlines() if line.strip()]
-        words = "cause", "exit", "killed"
-        reasons = [line for line in lines if any(word in line.lower() for word in words)]
-        why = (reasons or lines or [type(error).__name__])[0].partition(GUESSES)[0]
+        why = why.partition(GUESSES)[0]
         if isinstance(error, ActorUnavailableError):
             why = "it cannot be reached"
         elif "connection error code" in why:  # Ray knows no more
