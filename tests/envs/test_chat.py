@@ -257,6 +257,11 @@ def test_a_text_that_is_no_unicode_fails_its_trajectory_alone() -> None:
     assert failed.value.kind == "template"
 
 
+def test_the_characters_that_a_vocabulary_lacks_are_named_once_each() -> None:
+    chat = Chat(chat_tokenizer("345"))
+    assert (chat.unknown("3é4日5é"), chat.unknown("345")) == ("é日", "")
+
+
 def test_calls_are_text_where_no_tools_were_offered() -> None:
     chat = chat_of("qwen3")
     text = '<tool_call>{"name": "search", "arguments": {}}</tool_call>'

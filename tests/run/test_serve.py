@@ -121,9 +121,15 @@ def test_the_recipes_four_requests_by_curl(tmp_path, model_dir):
     assert (status, answer["version"]) == (200, 7), answer
     assert rank_zero.wait(60) == 0
     check_answers(server, model_dir, weights, 7)
+    _, again = server.curl("/async_rl/update_weights", {"model_path": str(tmp_path / "others")})
+    assert (again["version"], again["fingerprint"]) == (8, answer["fingerprint"])
 
+    status, answer = server.curl("/v1/completions", {"prompt": "3é4é"})
+    assert (status, answer["error"]["message"]) == (400, "the model's vocabulary lacks the characters 'é'")
+    talk = {"messages": [{"role": "user", "content": "3é"}]}
+    assert server.curl("/v1/chat/completions", talk)[0] == 400
     status, text = server.curl("/metrics")
-    assert (status, "asyncrl_version 7\n" in text) == (200, True)
+    assert (status, "asyncrl_version 8\n" in text) == (200, True)
     server.process.send_signal(signal.SIGTERM)
     code, _, err = finish(server.process, 60)
     assert (code, "leaked" in err) == (0, False), err
@@ -177,7 +183,8 @@ def test_a_taken_port_an_open_token_file_and_a_missing_model_are_one_error_each(
     code, _, err = finish(start(tmp_path, "serve", "--model", str(model_dir), "--port", "0", verbose=False))
     assert (code, "serve.token is refused: mode 0644" in err) == (4, True)
     (tmp_path / "serve.token").unlink()
-    code, _, err = finish(start(tmp_path, "serve", "--model", "./nowhere", "--port", "0", verbose=False))
+    words = ("serve", "--model", "./nowhere", "--port", "0", "--set", "rollout.slots=4")
+    code, _, err = finish(start(tmp_path, *words, verbose=False))
     assert (code, f"directory {tmp_path / 'nowhere'} does not exist" in err) == (3, True)
 
 

@@ -18,7 +18,7 @@ from asyncrl_cli.job.host_process import arriving
 from asyncrl_cli.weights.buckets import DamagedWeights, Unpacked
 from asyncrl_cli.weights.directory import Directory
 from asyncrl_cli.weights.directory_buckets import DirectorySender
-from asyncrl_cli.weights.receivers import read_version
+from asyncrl_cli.weights.receivers import manifest_of, read_version
 from asyncrl_cli.weights.senders import keep_version, write_manifest
 from asyncrl_cli.weights.versions import Manifest, kept_versions, send
 from tests.packed import pack
@@ -59,6 +59,15 @@ def published(model_dir: Path, version: int, bucket_bytes: int = BUCKET_BYTES):
 
 def sender_at(root: Path) -> DirectorySender:
     return DirectorySender(Directory(f"file://{root}"))
+
+
+def test_the_same_tensors_have_one_fingerprint_in_whatever_order_and_buckets_they_come():
+    tensors = {name: torch.arange(8.0) + at for at, name in enumerate("abc")}
+    in_one, backwards = pack(tensors, 1000), pack(dict(reversed(tensors.items())), 40)
+    changed = pack({**tensors, "b": tensors["a"]}, 1000)
+    assert (len(in_one), len(backwards)) == (1, 3)
+    first, second, third = (manifest_of(one, 1).fingerprint for one in (in_one, backwards, changed))
+    assert first == second != third
 
 
 @pytest.mark.parametrize(

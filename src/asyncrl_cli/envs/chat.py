@@ -97,6 +97,13 @@ class Chat:
     def decode(self, tokens: Sequence[int]) -> str:
         return str(self.tokenizer.decode(list(tokens), skip_special_tokens=True))
 
+    def unknown(self, text: str) -> str:
+        """The characters of a text that the vocabulary lacks. Raises as `encode`."""
+        unknown = self.tokenizer.unk_token_id
+        if unknown is None or unknown not in self._ids(text):
+            return ""
+        return "".join(one for one in dict.fromkeys(text) if unknown in self._ids(one))
+
     def render(self, messages: Sequence[Message], tools: Tools = ()) -> list[int]:
         """Ids of a conversation, up to where the model's answer begins. Without a chat template: ids of the
         joined contents.

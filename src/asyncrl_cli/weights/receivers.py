@@ -32,6 +32,7 @@ from pathlib import Path
 import numpy as np
 import psutil
 import torch
+import xxhash
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load as load_tensors
 
@@ -324,11 +325,18 @@ def _read_file(directory: Directory, name: str, expected: str | None = None) -> 
 
 
 def manifest_of(buckets: Sequence[Bucket], version: int, probes: Probes = NO_PROBES) -> Manifest:
-    """Weights of others may come without probes."""
+    """Of whole tensors; those of others may come without probes. Its fingerprint is the same in whatever order
+    and buckets they come: from files, or by broadcasts."""
+    whole = xxhash.xxh3_64()
+    entries = ((entry, bucket.data) for bucket in buckets for entry in bucket.entries)
+    for entry, data in sorted(entries, key=lambda one: one[0].spec.name):
+        whole.update(repr(entry.spec).encode())
+        whole.update(data[entry.offset_bytes : entry.end_bytes].data)
     return Manifest(
         version=version,
         num_bytes=sum(len(bucket.data) for bucket in buckets),
         fingerprints=tuple(bucket.fingerprint for bucket in buckets),
+        of_tensors=whole.hexdigest(),
         **asdict(probes),
     )
 

@@ -98,16 +98,18 @@ NO_PROBES = Probes(temperature=1.0)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest(Probes):
     """Describes a version, so that workers can verify what they receive and load. `fingerprints`: of the
-    buckets, in order."""
+    buckets, in order; `of_tensors`: of the whole version, if it does not depend on them."""
 
     version: int
     num_bytes: int
     fingerprints: tuple[int, ...]
+    of_tensors: str = ""
 
     @property
     def fingerprint(self) -> str:
         """Fingerprint of the whole version, in 16 hex digits."""
-        return xxhash.xxh3_64_hexdigest(b"".join(one.to_bytes(8, "big") for one in self.fingerprints))
+        buckets = b"".join(one.to_bytes(8, "big") for one in self.fingerprints)
+        return self.of_tensors or xxhash.xxh3_64_hexdigest(buckets)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -174,6 +174,10 @@ class ChatRequest(ModelRequest):
     tools: list[FunctionTool] | None = None
     tool_choice: str | dict[str, object] | None = None
 
+    @property
+    def text(self) -> str:
+        return "".join(message.plain()["content"] for message in self.messages)
+
     def ignored(self, sampling: Sampling) -> list[str]:
         forces_a_call = self.tool_choice not in (None, "none", "auto")
         return sorted([*super().ignored(sampling), *(["tool_choice"] if forces_a_call else [])])
@@ -183,6 +187,10 @@ class TextRequest(ModelRequest):
     """The body of `/v1/completions`: a prompt as text or as token ids."""
 
     prompt: str | Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
+
+    @property
+    def text(self) -> str:
+        return self.prompt if isinstance(self.prompt, str) else ""
 
 
 class RewardPost(BaseModel):

@@ -242,6 +242,8 @@ class Gateway:
             raise session.too_long(f"the request has more than {self._max_body_bytes:,} bytes") from None
         if self._follows_requests:
             session.sampling, session.seed = asked.sampling(session.sampling, session.seed)
+            if lacking := await asyncio.to_thread(self._chat.unknown, asked.text):
+                raise Refused(400, f"the model's vocabulary lacks the characters {lacking!r}")
         if request.match_info.get("id") is None:
             self._outside.add(session)
         try:
