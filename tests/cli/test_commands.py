@@ -100,6 +100,13 @@ def test_profiles_lists_the_six_modes_as_json(capsys):
     assert len(modes) == 6
 
 
+def test_profiles_lists_the_workloads_with_their_rows(capsys):
+    assert run(["profiles", "--workloads", "--json"]) == 0
+    rows = {row["name"]: row["rows"] for row in json.loads(capsys.readouterr().out)}
+    assert list(rows) == [path.stem for path in sorted(Path("profiles/workloads").glob("*.toml"))]
+    assert rows["trl-1.5b-lora"] == ["2:2, queue 476"]
+
+
 def test_show_prints_a_profile_that_can_be_trained(capsys, tmp_path):
     assert run(["profiles", "show", "stale-samples", "--origin", "--set", "run.seed=3"]) == 0
     shown = capsys.readouterr()

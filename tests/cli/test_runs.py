@@ -78,6 +78,17 @@ def test_logs_of_a_role_or_of_all(directory, tmp_path, role, lines, capsys):
     assert capsys.readouterr().out.splitlines() == lines
 
 
+def test_the_lines_of_all_logs_stand_in_order_of_time_with_those_that_follow_without_one(
+    directory, tmp_path, capsys
+):
+    logs, day = directory.start_attempt(), "2026-11-27 22:16"
+    (logs / "driver.log").write_text(f"{day}:01,000 one\n{day}:03,000 three\n  its traceback\n")
+    (logs / "trainer-0.log").write_text(f"a start\n{day}:02,500 two\n{day}:04,000 four\n")
+    assert run(["logs", "first", "--runs-dir", str(tmp_path)]) == 0
+    words = [line.split()[-1] for line in capsys.readouterr().out.splitlines()]
+    assert words == ["start", "one", "two", "three", "traceback", "four"]
+
+
 def test_an_unknown_role_names_those_there_are(directory, tmp_path, capsys):
     assert run(["logs", "first", "--runs-dir", str(tmp_path), "--role", "reward"]) == 2
     assert "hint: logs: driver, trainer-0, trainer-1" in capsys.readouterr().err

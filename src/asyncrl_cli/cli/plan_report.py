@@ -30,7 +30,7 @@ from asyncrl_cli.profile.arithmetic import Schedule
 from asyncrl_cli.profile.keys import values_of, with_values
 from asyncrl_cli.profile.loaded import DEFAULT, Loaded, is_default
 from asyncrl_cli.profile.schema import Profile
-from asyncrl_cli.profile.toml_files import toml_value
+from asyncrl_cli.profile.toml_files import shortened, toml_value
 from asyncrl_cli.sandbox.rehearsal import Rehearsal, rehearse
 from asyncrl_cli.tasks.code_choice import check_fields
 from asyncrl_cli.tasks.files import KINDS
@@ -161,8 +161,9 @@ def print_plan(
             there.print(job)
         _print_memory(memory, job, needs, is_here=is_here)
         for by in dict.fromkeys(origin for _, origin in changed.values()):
-            pairs = (f"{key} = {toml_value(value):.60}" for key, (value, why) in changed.items() if why == by)
-            print_prose(f"by {by.partition(' (')[0]}: {', '.join(pairs)}")
+            pairs = [f"{key} = {toml_value(value)}" for key, (value, why) in changed.items() if why == by]
+            # a file by its own name: profiles of users are often called "profile"
+            print_prose(f"by {by.rpartition('/')[2].rstrip(')')}: {', '.join(map(shortened, pairs))}")
         for key, (value, why) in derived.items():
             print_prose(f"{key} = {f'{value:,.0f} s' if key.endswith('_s') else value} ({why})")
         print_text("\n" + "\n".join(rehearsal.lines()))

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 import typer
 from rich.table import Column
 
-from asyncrl_cli.base.errors import ConfigError
+from asyncrl_cli.base.errors import ConfigError, counted
 from asyncrl_cli.cli.console import print_json, print_table, print_text, say, stdout, warn
 from asyncrl_cli.cli.options import (
     MOST,
@@ -183,10 +183,11 @@ def samples(
         console.print(scale.legend)
     for one in chosen:
         console.print(shown(one, scale))
-    steps = recorded.sampled_steps
-    kept = f"step {steps[0]}" if len(steps) == 1 else f"{len(steps)} steps, {steps[0]} to {steps[-1]}"
-    all_steps = f"samples were kept for {kept}"
-    say(f"{len(chosen)} of step {chosen[0].step}; {all_steps}")
+    steps = [str(step) for step in recorded.sampled_steps]
+    # the first ones and the last
+    kept = ", ".join(steps if len(steps) < 6 else [*steps[:4], "...", steps[-1]])
+    kept = f"samples were kept for {counted(len(steps), 'step')}: {kept}"
+    say(f"{len(chosen)} of step {chosen[0].step}; {kept}")
     coloured = [name for name, one in chosen[0].fields.items() if one["shown"] == "colour"]
     if scale is None and coloured:
         say(f"--field {' or --field '.join(coloured)} colours the tokens by it")
@@ -275,7 +276,6 @@ def export(
     as_json: JsonOption = False,
 ) -> None:
     """Write a run's weights as a Hugging Face model directory."""
-    from asyncrl_cli.base.errors import counted
     from asyncrl_cli.export.exported import export as export_weights
     from asyncrl_cli.observe.screen import ProgressLine
 

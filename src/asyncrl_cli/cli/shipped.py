@@ -36,6 +36,7 @@ from asyncrl_cli.cli.options import (
 
 PROFILES_EXAMPLES = """
   asyncrl profiles
+  asyncrl profiles --workloads            for `asyncrl bench --simulate`
   asyncrl profiles partial-rollout        a whole profile, with all defaults
   asyncrl profiles show partial-rollout --origin
   asyncrl profiles keys rollout           every key of a section, explained
@@ -76,10 +77,21 @@ profiles = typer.Typer(
 
 
 @profiles.callback(invoke_without_command=True)
-def list_profiles(context: typer.Context, as_json: JsonOption = False) -> None:
+def list_profiles(
+    context: typer.Context,
+    workloads: Annotated[
+        bool,
+        typer.Option(
+            "--workloads", help="List the workloads instead, which [bold]bench --simulate[/] simulates."
+        ),
+    ] = False,
+    as_json: JsonOption = False,
+) -> None:
     """List the profiles that come with asyncrl; [bold]show NAME[/] prints one."""
     if context.invoked_subcommand is not None:
         return
+    if workloads:
+        return _list_workloads(as_json=as_json)
     from asyncrl_cli.profile.arithmetic import mode_of
     from asyncrl_cli.profile.loaded import load
     from asyncrl_cli.profile.toml_files import shipped_profiles, toml_value
@@ -103,6 +115,24 @@ def list_profiles(context: typer.Context, as_json: JsonOption = False) -> None:
     shown = ({**row, "partial_rollout": toml_value(row["partial_rollout"])} for row in rows)
     cells = ([str(value) for key, value in row.items() if key != "mode"] for row in shown)
     print_table([*columns, "purpose"], cells)
+
+
+def _list_workloads(*, as_json: bool) -> None:
+    from asyncrl_cli.profile.toml_files import shipped_workloads
+    from asyncrl_cli.simulate.workload_files import load_workload
+
+    rows = [(name, load_workload(name)) for name in shipped_workloads()]
+    if as_json:
+        return print_json(
+            [
+                {"name": name, "purpose": one.purpose, "rows": [row.source for row in one.references]}
+                for name, one in rows
+            ]
+        )
+    cells = ((name, str(len(one.references)), one.purpose) for name, one in rows)
+    headers = Column("name", no_wrap=True), Column("rows", justify="right"), "purpose"
+    print_table(headers, cells)
+    say("rows: that were measured or published, in parentheses by whom; docs/simulation.md names the sources")
 
 
 @profiles.command("keys")

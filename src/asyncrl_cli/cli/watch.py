@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import heapq
 import json
+import re
 import sys
 import time
 from collections import deque
@@ -11,6 +13,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import asdict
 from functools import partial
 from io import TextIOWrapper
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TextIO
 
@@ -38,6 +41,7 @@ if TYPE_CHECKING:
 LOOK_EVERY_S = 1.0
 LOGS_POLL_S = 0.3
 MAX_LINE_CHARACTERS = 2**20
+LOG_TIME = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3}")
 STATUS_EXAMPLES = """
   asyncrl status                 all runs, newest first, and what to do next
   asyncrl status first           one run in detail
@@ -245,8 +249,8 @@ def logs_of(directory: Path, role: str | None) -> list[Path]:
 def follow_lines(
     directory: Path, logs: Callable[[], Sequence[Path]], *, follow: bool, wait: Callable[[], None]
 ) -> Iterator[tuple[str, str]]:
-    """Yield (log, line): all lines so far, file by file; then, with `follow`, new lines until no process
-    holds the run. Call `logs` again each time, because a run that is still starting has only its driver's
+    """Yield (log, line): all lines so far, by time; then, with `follow`, new lines until no process holds the
+    run. Call `logs` again each time, because a run that is still starting has only its driver's
     log."""
     from asyncrl_cli.checkpoint.lookup import is_locked
 
@@ -257,18 +261,25 @@ def follow_lines(
             for path in logs():
                 if path.stem not in files:
                     files[path.stem] = stack.enter_context(_open(path))
-            for name, file in files.items():
-                while True:
-                    position = file.tell()
-                    line = file.readline(MAX_LINE_CHARACTERS)
-                    is_half = not line.endswith("\n") and len(line) < MAX_LINE_CHARACTERS
-                    if not line or (live and is_half):
-                        file.seek(position)  # an unfinished last line is left for the next look
-                        break
-                    yield name, line.rstrip("\n")
+            new = (_new_lines(name, file, is_live=live) for name, file in files.items())
+            yield from (named for _, named in heapq.merge(*new, key=itemgetter(0)))
             if not live:
                 return
             wait()
+
+
+def _new_lines(name: str, file: TextIO, *, is_live: bool) -> Iterator[tuple[str, tuple[str, str]]]:
+    """A log's new lines, each with its time, or that of the line before."""
+    time_text = ""
+    while True:
+        position = file.tell()
+        line = file.readline(MAX_LINE_CHARACTERS)
+        is_half = not line.endswith("\n") and len(line) < MAX_LINE_CHARACTERS
+        if not line or (is_live and is_half):
+            file.seek(position)  # an unfinished last line is left for the next look
+            return
+        time_text = found[0] if (found := LOG_TIME.match(line)) else time_text
+        yield time_text, (name, line.rstrip("\n"))
 
 
 def _open(path: Path) -> TextIO:

@@ -325,7 +325,7 @@ def _read_file(directory: Directory, name: str, expected: str | None = None) -> 
 
 
 def manifest_of(buckets: Sequence[Bucket], version: int, probes: Probes = NO_PROBES) -> Manifest:
-    """Of whole tensors; those of others may come without probes. Its fingerprint is the same in whatever order
+    """Of whole tensors; those of others come without probes. Its fingerprint is the same in whatever order
     and buckets they come: from files, or by broadcasts."""
     whole = xxhash.xxh3_64()
     entries = ((entry, bucket.data) for bucket in buckets for entry in bucket.entries)
