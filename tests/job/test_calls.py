@@ -135,6 +135,27 @@ def test_arrays_that_went_with_their_node_are_not_called_a_dead_process():
     assert "\n" not in str(failed.value)
 
 
+def test_a_full_memory_is_named_without_rays_table_also_in_the_log(caplog):
+    from ray.exceptions import OutOfMemoryError
+
+    from asyncrl_cli.job.ray.calls import Limit, answer
+
+    # Ray 2.60's own words, shortened
+    said = (
+        "1 worker(s) were killed due to the node running low on memory. Memory on the node (IP: 127.0.0.1, "
+        "ID: 60da90ca) was 21.20GB used / 23.54GB limit (0.900719)\nOOM kill reason: exceeded\n15722 6.10"
+    )
+
+    async def fetch() -> None:
+        raise OutOfMemoryError(said)
+
+    with pytest.raises(ExecutorLost) as failed:
+        asyncio.run(answer(fetch(), executor="rollout-0", call="a report", limit=Limit(5.0)))
+    full = "ray ended it because its node's memory was full, 21.20GB used / 23.54GB limit"
+    assert str(failed.value) == f"rollout-0 failed: its process ended during a report: {full}"
+    assert "15722" not in caplog.text
+
+
 def test_a_full_disk_is_named_with_its_node(actor):
     import ray
 

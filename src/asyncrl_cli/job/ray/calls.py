@@ -30,6 +30,7 @@ ENDS_WITHIN_S, LOOK_EVERY_S = 2.0, 0.1
 DISK_HINT = "`df` there shows the disk; `ray start --object-store-memory` gives the object store more memory"
 RAISED_AT = re.compile(r"\(pid=\d+, ip=([^,)]+)")
 """In Ray's text of an error that an actor raised."""
+MEMORY_FULL = re.compile(r"low on memory.* was (.* limit)")
 COLORS = re.compile(r"\x1b\[[0-9;]*m")
 
 
@@ -142,6 +143,8 @@ def _failure(executor: str, call: str, limit: Limit, error: Exception, host: str
         why = why.partition(GUESSES)[0]
         if isinstance(error, ActorUnavailableError):
             why = "it cannot be reached"
+        elif used := MEMORY_FULL.search(why):
+            why = f"ray ended it because its node's memory was full, {used[1]}"
         elif "connection error code" in why:  # Ray knows no more
             why = "a signal ended it (kill -9, or too little memory), or it crashed"
         return ExecutorLost(f"{what} during {call}: {why}", executor=executor)
