@@ -11,13 +11,33 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from asyncrl_cli.contracts.status import parse_status
+from asyncrl_cli.measure.machines import MACHINES, machine_of
+from asyncrl_cli.observe.recorded import Recorded
+from asyncrl_cli.observe.render import render
+from asyncrl_cli.report.page import page_of
+from asyncrl_cli.report.run_data import run_data
+from asyncrl_cli.report.write import write_trace
 from tests.engines.needs import needs_vllm
 from tests.engines.vllm.vllm_processes import engine_processes
-from tests.run.commands import SMALL, descendants, finish, lines, start, wait_for_steps, wait_until_gone
+from tests.run.commands import (
+    SMALL,
+    Finished,
+    descendants,
+    finish,
+    lines,
+    start,
+    wait_for_steps,
+    wait_until_gone,
+)
 
 pytestmark = pytest.mark.slow
 
 STEPS, AHEAD = 10, 8
+RANKS = {"transformers": 2, "vllm": 1}
+"""Trainer ranks, and as many rollout workers."""
+REPORTED_S = 2.5
+"""Executors report once a second; two ends of a run's time."""
 
 
 class Ended(NamedTuple):
@@ -51,6 +71,13 @@ def partial(tmp_path_factory, request):
         "logging.samples_per_step=1000",
         "logging.wandb=offline",
         "async_training.trigger_parameter_sync_step=1",
+        # a trainer that computes logp and ref_logp itself: the run has all eight machines
+        f"placement.trainer_workers={RANKS[request.param]}",
+        f"rollout.workers={RANKS[request.param]}",
+        "algorithm.use_kl_loss=true",
+        'algorithm.old_logprobs="recompute"',
+        "trainer.ppo_mini_batch_size=2",
+        "async_training.require_batches=2",
     )
     words = ("--profile", "partial-rollout", "--name", "kept", "--ui", "plain")
     process = start(directory, "train", *words, sets=(*SMALL, *sets))
@@ -136,7 +163,8 @@ def test_samples_have_the_trainers_logprobs_as_the_step_began(partial):
 def test_idle_ratios_are_those_of_the_timeline_and_leave_out_the_start(partial):
     spans = [span for line in lines(partial.run / "timeline.jsonl") for span in line["spans"]["trainer"]]
     idle_s, whole_s = (
-        sum(end_s - start_s for state, start_s, end_s in spans if state != busy) for busy in ("busy", None)
+        sum(end_s - start_s for state, start_s, end_s in spans if state not in at_work)
+        for at_work in (("busy", "scoring"), ())
     )
     totals = json.loads((partial.run / "status.json").read_text())["totals"]
     # The timeline ends with the oldest of all executors' newest reports, up to a second before the last
@@ -196,3 +224,46 @@ def test_the_driver_never_waits_for_an_import_of_torch(partial):
 
 def test_weights_and_biases_got_the_run(partial):
     assert list(partial.run.rglob("run-*.wandb"))
+
+
+def test_every_machine_is_in_one_state_at_any_time_of_the_run(partial):
+    ran, status = Finished.of(partial.run), parse_status((partial.run / "status.json").read_text())
+    to_s, found = status.periods.utilization.to_s, {name: {} for name in MACHINES}
+    for executor in status.executors:
+        found[machine_of(executor.name, executor.role)][executor.name] = executor.state_s
+    assert all(found.values()), found
+    for state_s in (state_s for executors in found.values() for state_s in executors.values()):
+        assert sum(state_s.values()) == pytest.approx(to_s, abs=REPORTED_S)
+    updates, numbers = found["param_update"], range(len(found["generate"]))
+    assert updates.keys() == {
+        f"param_update-{role}-{number}" for role in ("trainer", "rollout") for number in numbers
+    }
+    gathers = [updates[f"param_update-trainer-{rank}"]["syncing"] for rank in numbers]
+    assert min(gathers) == pytest.approx(max(gathers), rel=0.5)
+    for worker in numbers:
+        mine = updates[f"param_update-rollout-{worker}"]
+        loads = [event for event in ran.named("loaded") if event["worker"] == f"rollout-{worker}"]
+        assert mine["sending"] >= 0.5 * sum(event["send_s"] for event in loads[:-1])
+        assert mine["loading"] >= 0.5 * sum(event["load_s"] for event in loads[:-1])
+    # the trainer's own seconds, by another clock
+    spent = {
+        name: sum(step[f"timing/{name}_s"] for step in ran.steps) for name in ("ref", "old_logprob", "train")
+    }
+    assert found["ref_logp"]["ref_logp"]["busy"] == pytest.approx(spent["ref"], rel=0.3)
+    assert found["logp"]["logp"]["busy"] == pytest.approx(spent["old_logprob"], rel=0.3)
+    scoring_s = found["train"]["trainer"]["scoring"]
+    assert scoring_s == pytest.approx(spent["ref"] + spent["old_logprob"], rel=0.3)
+    assert found["train"]["trainer"]["busy"] >= spent["train"] * 0.9
+
+
+def test_every_machine_has_a_row_on_the_screen_in_the_trace_and_in_the_report(partial, tmp_path):
+    status = parse_status((partial.run / "status.json").read_text())
+    rows = render(status, width=104, height=60).plain.splitlines()
+    assert {row.split()[0] for row in rows if row} >= MACHINES.keys()
+    write_trace(Recorded(partial.run), tmp_path / "trace.json")
+    entries = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    states = [entry["args"].get("machine") for entry in entries if entry.get("cat") == "state"]
+    assert set(states) == MACHINES.keys()
+    page = page_of([run_data(Recorded(partial.run))], library="", title="kept")
+    assert all(f"<td>{machine}</td>" in page for machine in MACHINES)
+    assert "Not in this run" not in page
