@@ -65,6 +65,7 @@ def test_adapters_are_merged_or_written_as_peft_has_them(lora_run):
     assert scores(opened) == pytest.approx(ours, abs=1e-5)
 
 
+@pytest.mark.slow
 def test_another_base_model_is_refused(lora_run, tmp_path):
     directory, *_ = lora_run
     other = tmp_path / "other"

@@ -202,6 +202,7 @@ def test_a_target_that_cannot_be_is_refused_and_a_given_one_before_a_byte_is_rea
     assert f"error: {tmp_path / 'file'} is a file\n" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_what_can_be_refused_is_refused_before_torch_is_imported(make_run):
     command = ["export", "otter", "--runs-dir", str(make_run().runs_dir)]
     refused = [["--version", "7"], ["--model", "/nope"], ["--adapter"], ["--out", "/dev"]]

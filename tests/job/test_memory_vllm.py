@@ -135,6 +135,7 @@ def test_slots_that_the_share_has_no_room_for_are_warned_of_with_the_number_that
     assert 0.92 * 80 - 12.6 - 4 < fitting < 0.92 * 80 - 12.6
 
 
+@pytest.mark.slow
 def test_the_plan_names_the_engine_and_an_engine_that_is_missing_here(capsys, monkeypatch):
     from asyncrl_cli.engines.vllm import vllm_kind
 

@@ -160,6 +160,7 @@ def refusal(path: object, tmp_path: Path) -> PreflightError:
     return refused.value
 
 
+@pytest.mark.slow
 def test_a_file_that_cannot_be_converted_is_refused_before_anything_starts(
     llama, file, tmp_path, monkeypatch, capsys
 ):

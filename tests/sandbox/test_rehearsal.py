@@ -161,6 +161,7 @@ def test_a_sound_reward_passes_without_a_warning(rehearsed, reward):
     assert max(num_right(found, what) for what in FORMS) == 20
 
 
+@pytest.mark.slow
 def test_a_reward_that_reads_the_question_as_the_answer_is_found(rehearsed):
     for found in (rehearsed("evaluated"), rehearsed("math-verify", answer_format="anywhere")):
         warning = found.warnings()[-1]
@@ -172,6 +173,7 @@ def test_a_reward_that_reads_the_question_as_the_answer_is_found(rehearsed):
     assert "the prompt repeated is rewarded" in rehearsed("evaluated").warnings()[0]
 
 
+@pytest.mark.slow
 def test_a_reward_that_misreads_references_is_found(rehearsed):
     rows = [{"prompt": f"Question {index}?", "answer": answer} for index, answer in enumerate(MATH_500[:60])]
     (warning,) = rehearsed("misread", rows).warnings()
@@ -201,6 +203,7 @@ def test_it_is_an_error_if_no_reference_scores(rehearsed, reward):
     assert "task.rehearsal_items = 0" in caught.value.hint
 
 
+@pytest.mark.slow
 def test_a_reward_that_judges_all_texts_alike_is_told_from_one_that_gives_nothing(rehearsed):
     with pytest.raises(ConfigError, match=r"does not tell right from wrong: every text earns 0.5, on 20"):
         rehearsed("for_nothing").check()
@@ -212,6 +215,7 @@ def test_a_reward_that_judges_all_texts_alike_is_told_from_one_that_gives_nothin
         rehearsed("strict").check()
 
 
+@pytest.mark.slow
 def test_what_is_an_error_is_not_a_warning_too(rehearsed):
     assert rehearsed("for_nothing").warnings() == []
     assert len(rehearsed("silent_about_wrong").warnings()) == 1  # that it failed
@@ -225,6 +229,7 @@ def test_failures_of_the_reward_are_a_warning_with_an_example(rehearsed):
     assert "ValueError: invalid literal for int()" in warning
 
 
+@pytest.mark.slow
 def test_a_reward_that_asks_for_answers_that_no_item_has_is_refused(rehearsed):
     rows = [{"prompt": f"What is {a} + 1?", "truth": a + 1} for a in range(12)]
     with pytest.raises(ConfigError, match="but no item has an answer") as caught:
@@ -244,6 +249,7 @@ def place(of: str) -> str:
     return f"(rehearsed_rewards.py:{number})"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("answer", [{}, {"answer": "3"}])
 def test_a_field_that_a_reward_reads_and_no_item_has_is_a_warning(rehearsed, answer):
     rows = [{"prompt": f"What is {a} + 1?", "truth": a, **answer} for a in range(12)]
@@ -268,6 +274,7 @@ def test_a_reward_that_fails_for_every_item_without_an_answer_is_refused_with_it
     assert 'in item["metadata"]: truth' in caught.value.hint
 
 
+@pytest.mark.slow
 def test_a_plan_and_a_run_rehearse_the_same_items(tmp_path, monkeypatch):
     seen = []
 
@@ -294,6 +301,7 @@ def test_a_plan_and_a_run_rehearse_the_same_items(tmp_path, monkeypatch):
         assert len(run_items) == profile.task.rehearsal_items
 
 
+@pytest.mark.slow
 def test_what_a_reward_prints_and_its_tracebacks_go_to_a_file(rehearsed, tmp_path, capfd):
     found = rehearsed("talkative", log_path=tmp_path / "reward-0.log")
     assert capfd.readouterr() == ("", "")
@@ -304,6 +312,7 @@ def test_what_a_reward_prints_and_its_tracebacks_go_to_a_file(rehearsed, tmp_pat
     assert capfd.readouterr() == ("", "")
 
 
+@pytest.mark.slow
 def test_it_ends_in_time_with_the_items_that_were_scored(rehearsed, monkeypatch):
     monkeypatch.setattr(rehearsal, "LIMIT_S", 2.0)
     found = rehearsed("hangs_later", reward_timeout_s=30.0)
@@ -317,6 +326,7 @@ def test_it_ends_in_time_with_the_items_that_were_scored(rehearsed, monkeypatch)
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("task", "reason"),
     [
@@ -333,6 +343,7 @@ def test_what_cannot_be_rehearsed_is_said(task, reason):
     assert reason in found.lines()[0]
 
 
+@pytest.mark.slow
 def test_reasoning_gyms_own_verifiers_and_the_worked_form_are_rehearsed():
     for path, rows in (("builtin:tiny", 4), ("builtin:untaught", 9)):
         profile = Profile.model_validate(
@@ -342,6 +353,7 @@ def test_reasoning_gyms_own_verifiers_and_the_worked_form_are_rehearsed():
         assert (found.num_items, len(found.rows), found.warnings()) == (64, rows, [])
 
 
+@pytest.mark.slow
 def test_plan_shows_the_table_and_the_warnings_and_refuses_with_2(rehearsed, capsys, tmp_path):
     rehearsed("exact-match")  # writes the files
     sets = [

@@ -118,6 +118,7 @@ def mistakes(rng: random.Random, old: Bucket, new: Bucket, older: Bucket, delta:
 EMPTY = deltas._compressed(np.zeros(0, dtype=np.uint8))
 
 
+@pytest.mark.slow
 def test_1000_random_mistakes_are_all_noticed_before_the_version_counts_as_arrived():
     rng, noticed, harmless = random.Random(7), 0, 0
     for seed in range(20):

@@ -35,6 +35,7 @@ def version_of(sent: Sequence[Sequence[Bucket]], version: int = 3) -> tuple[Mani
     return joined_version([(manifest_of(buckets, version), buckets) for buckets in sent])
 
 
+@pytest.mark.slow
 @settings(max_examples=150)
 @given(models, st.integers(1, 4), st.integers(1, 300))
 def test_what_a_worker_loads_is_bit_equal_to_the_whole_tensors(found, num_ranks, bucket_bytes):
