@@ -157,7 +157,7 @@ class Driver:
         self.calls.append("made")
         return SimpleNamespace(
             __ray_ready__=remote(lambda: True),
-            start=remote(lambda: self.calls.append("started") or ("", "", {})),
+            start=remote(lambda: self.calls.append("started") or ("", "", [])),
             connect=remote(lambda actor: self.calls.append(("connect", actor is self.trainer_actor))),
         )
 
