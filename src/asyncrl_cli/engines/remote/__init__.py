@@ -52,26 +52,21 @@ def check_servers(profile: Profile, model_dir: Path | None = None) -> None:
     may read."""
     from asyncrl_cli.engines.remote.server import Server, ServerFailed, check_facts, facts_of
 
-    async def facts_at(server: Server) -> dict[str, Any] | ServerFailed:
-        try:
-            return await server.facts()
-        except ServerFailed as failed:
-            return failed
-        finally:
-            await server.close()
+    servers = [Server(url, profile) for url in profile.rollout.urls or ()]
 
-    async def ask() -> dict[str, dict[str, Any] | ServerFailed]:
-        servers = [Server(url, profile) for url in profile.rollout.urls or ()]
-        answers = await asyncio.gather(*map(facts_at, servers))
-        return {server.url: answer for server, answer in zip(servers, answers, strict=True)}
+    async def ask() -> list[dict[str, Any] | BaseException]:
+        try:
+            return await asyncio.gather(*(server.facts() for server in servers), return_exceptions=True)
+        finally:
+            await asyncio.gather(*(server.close() for server in servers))
 
     refusals, answers = list[PreflightError | ServerFailed](), asyncio.run(ask())
     ours = facts_of(profile, model_dir)  # once: it reads a tokenizer
-    for url, answer in answers.items():
+    for server, answer in zip(servers, answers, strict=True):
         try:
-            if isinstance(answer, ServerFailed):
+            if isinstance(answer, BaseException):
                 raise answer
-            check_facts(url, answer, ours, profile, model_dir)
+            check_facts(server.url, answer, ours, profile, model_dir)
         except (PreflightError, ServerFailed) as refusal:
             refusals.append(refusal)
     if refusals:
