@@ -107,7 +107,7 @@ def test_a_traceback_is_shown_only_with_v(capsys):
     assert run(["-v", "plan", "-p", "nope"]) == 2
     err = capsys.readouterr().err
     assert "Traceback" in err
-    assert "error: --profile: there is no profile 'nope'" in err
+    assert "error: there is no profile 'nope'" in err
 
 
 @pytest.mark.parametrize(

@@ -385,7 +385,8 @@ def test_a_plan_rehearses_on_a_files_training_prompts_and_refuses_a_task_as_a_ru
     shown = capsys.readouterr()
     assert code == (0 if said is None else 2)
     if said is None:
-        assert json.loads(shown.out)["rehearsal"]["items"] == 2
+        found = json.loads(shown.out)["rehearsal"]
+        assert (found["items"], found["reason"]) == (2, "")
     else:
         assert said in shown.err.partition("error: ")[2]
 

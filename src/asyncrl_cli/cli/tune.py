@@ -253,7 +253,7 @@ def _write_profile(tuned: TuneResult, asked: TuneRequest, path: Path) -> None:
     extended = tuned.profile
     if is_file_reference(extended):
         # Relative if the file lies below the new one's directory, so that both can be moved together.
-        above, here = locate(extended, relative_to=Path.cwd(), asked_by="--profile"), path.parent.resolve()
+        above, here = locate(extended, relative_to=Path.cwd()), path.parent.resolve()
         extended = f"./{above.relative_to(here)}" if above.is_relative_to(here) else str(above)
     lines = [
         f"# Recommended by a SIMULATED search (asyncrl {__version__}):",

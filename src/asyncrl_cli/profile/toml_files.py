@@ -169,14 +169,14 @@ def is_file_reference(reference: str) -> bool:
     return reference.endswith(".toml") or "/" in reference or "\\" in reference
 
 
-def locate(reference: str, *, relative_to: Path, asked_by: str) -> Path:
-    """The path of the profile NAME or FILE. Errors begin with `asked_by`, which says where the reference was
-    given."""
+def locate(reference: str, *, relative_to: Path, asked_by: str = "") -> Path:
+    """The path of the profile NAME or FILE. Errors begin with `asked_by`: the file that gives the
+    reference."""
     path = relative_to / expand(reference)
     if os.path.isdir(path) and reference not in (*shipped_profiles(), *shipped_templates()):
         inside = sorted(file.name for file in path.glob("*.toml"))
         hint = "a profile is a TOML file" + (f", such as {path / inside[0]}" if inside else "")
-        raise ConfigError(f"{asked_by}: {shortened(reference)} is a directory", hint=hint)
+        raise ConfigError(f"{asked_by}{shortened(reference)} is a directory", hint=hint)
     if is_file_reference(reference):
         if os.path.isfile(path):
             return path.resolve()
@@ -184,21 +184,21 @@ def locate(reference: str, *, relative_to: Path, asked_by: str) -> Path:
         otherwise = "`asyncrl profiles` lists the profiles by name"
         if shipped := nearest(path.stem, shipped_profiles()):
             otherwise = f"asyncrl has a profile `{shipped}`"
-        raise ConfigError(f"{asked_by}: {shortened(path)} {wrong}", hint=missing_hint(path, otherwise))
+        raise ConfigError(f"{asked_by}{shortened(path)} {wrong}", hint=missing_hint(path, otherwise))
     known = shipped_profiles()
     if reference in known:
         return known[reference].resolve()
     if reference in shipped_templates():
         hint = f"it is a template: `asyncrl init {reference} DIR`, and then --profile DIR/profile.toml"
-        raise ConfigError(f"{asked_by}: there is no profile '{reference}'", hint=hint)
+        raise ConfigError(f"{asked_by}there is no profile '{reference}'", hint=hint)
     if os.path.isfile(path):
-        why = f"{asked_by}: {shortened(reference)} is not a profile: the name of a TOML file ends in .toml"
+        why = f"{asked_by}{shortened(reference)} is not a profile: the name of a TOML file ends in .toml"
         raise ConfigError(why, hint="docs/coming-from.md says which keys of other trainers are which here")
     hint = did_you_mean(reference, known, f"known profiles: {', '.join(known)}.", "`{}`".format)
     hint = f"{hint} A file is given with its path or .toml"
     if os.path.isfile(f"{path}.toml"):
         hint = f"did you mean {reference}.toml?"
-    raise ConfigError(f"{asked_by}: there is no profile '{shortened(reference)}'", hint=hint)
+    raise ConfigError(f"{asked_by}there is no profile '{shortened(reference)}'", hint=hint)
 
 
 def chain(reference: str) -> list[ProfileFile]:
@@ -216,7 +216,7 @@ def chain(reference: str) -> list[ProfileFile]:
 
 def _chain(reference: str) -> list[ProfileFile]:
     files: list[ProfileFile] = []
-    path = locate(reference, relative_to=Path.cwd(), asked_by="--profile")
+    path = locate(reference, relative_to=Path.cwd())
     while True:
         paths = [file.path for file in files]
         if path in paths:
@@ -234,4 +234,4 @@ def _chain(reference: str) -> list[ProfileFile]:
         if not isinstance(above, str):
             why = f"{path}: extends = {shortened(above)}: expected one profile's name or file"
             raise ConfigError(why, hint='extends = "base"')
-        path = locate(above, relative_to=path.parent, asked_by=f'{path}: extends = "{shortened(above)}"')
+        path = locate(above, relative_to=path.parent, asked_by=f'{path}: extends = "{shortened(above)}": ')

@@ -248,7 +248,7 @@ async def _rehearsed(name: str, task: Task, items: Sequence[Item], score: Score,
     return Rehearsal(
         name=name,
         rows={what: rows[what] for what in (*FORMS, *FOILS) if what in rows},
-        reason=f"no item was scored within {LIMIT_S:g} s",
+        reason="" if rows else f"no item was scored within {LIMIT_S:g} s",
         wall_s=time.monotonic() - began_s,
         unscored=unscored,
         num_items=num_items,
