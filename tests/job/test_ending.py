@@ -22,13 +22,11 @@ DIRECTORY: Any = SimpleNamespace(name="otter", path=Path("otter"), stop_requests
 
 
 class FakePipeline:
-    grace_s = 60.0
-
     def __init__(self, error: Exception | None = None, lasts_s: float = 0.0) -> None:
         self.error = error
         self.lasts_s = lasts_s
         self.was_cancelled = False
-        self.state = SimpleNamespace(progress=SimpleNamespace(step=2))
+        self.state = SimpleNamespace(progress=SimpleNamespace(step=2), grace_s=60.0)
 
     async def run(self) -> None:
         try:

@@ -22,9 +22,9 @@ def constant(rng) -> int:
     return 50
 
 
-def run(*, lend: bool, mode: str = "partial-rollout", **changes):
+def run(*, lend: bool, mode: str = "partial-rollout", stop_grace_s: float = 60.0, **changes):
     changes = {"times": {"response_tokens": constant}, **STARVES, **changes}
-    return run_world(settings(mode, lend=lend), lent=int(lend), **changes)
+    return run_world(settings(mode, lend=lend, stop_grace_s=stop_grace_s), lent=int(lend), **changes)
 
 
 def test_the_worked_example_of_the_forecast():
@@ -115,19 +115,22 @@ def test_what_lending_excludes_is_refused_with_a_hint(other):
     assert "placement.lend=false" in refused.value.hint
 
 
-@pytest.mark.parametrize("hangs", [False, True])
-def test_the_last_checkpoint_has_what_a_recall_was_handing_back_when_the_stop_came(hangs):
+@pytest.mark.parametrize(
+    ("hangs", "stop_grace_s", "waits_s"), [(False, 60.0, 1.5), (True, 60.0, STOP_S), (True, 5.0, 2.5)]
+)
+def test_the_last_checkpoint_has_what_a_recall_was_handing_back_when_the_stop_came(
+    hangs, stop_grace_s, waits_s
+):
     changes = {"times": {"sleep_s": 3.0, "call_timeout_s": 600.0}, "slots": 8}
     undisturbed = run(lend=True, **changes)
     recalled, lent_s = undisturbed.recorder.named("recalled")[0], 3.0
     stop_at_s = recalled.time_s - lent_s / 2
     hang = Fault(kind=FaultKind.WORKER_HANGS, executor="rollout-1", at_s=stop_at_s)
-    ran = run(lend=True, stop_at_s=stop_at_s, faults=Faults([hang] if hangs else []), **changes)
+    faults = Faults([hang] if hangs else [])
+    ran = run(lend=True, stop_at_s=stop_at_s, stop_grace_s=stop_grace_s, faults=faults, **changes)
     assert "stopped after step" in str(ran.error)
     # it waits for the recall, or for what hangs as long as it may, and writes for 0.4 s
-    assert ran.elapsed_s == pytest.approx(
-        stop_at_s + STOP_S + 0.4 if hangs else recalled.time_s + 0.4, abs=0.2
-    )
+    assert ran.elapsed_s == pytest.approx(stop_at_s + waits_s + 0.4, abs=0.2)
     snapshot, state = ran.checkpoints.snapshots[-1]
     kept = {tuple(entry["key"]): entry["kept"] for entry in state["groups"]["running"]}
     if not hangs:

@@ -9,7 +9,7 @@ from collections import Counter, defaultdict
 import pytest
 
 from asyncrl_cli.measure.machines import MACHINES, machine_of
-from asyncrl_cli.measure.meters import MACHINES_EVERY_S, MeteredRewards
+from asyncrl_cli.measure.meters import MACHINES_EVERY_S, MeteredRewards, RolloutMeter
 from asyncrl_cli.measure.states import ExecutorReport, State
 from asyncrl_cli.simulate.sequences import ToolWait
 from asyncrl_cli.simulate.world import run_virtual
@@ -105,6 +105,16 @@ def test_a_worker_whose_trajectories_all_wait_for_rewards_is_blocked_and_its_eng
         assert 0 <= worker.state_s[State.BUSY] - engine.state_s[State.BUSY] <= older_s
         idle_s = sum(worker.state_s.get(state, 0.0) for state in (State.BLOCKED, State.STARVED))
         assert 0 <= idle_s - engine.state_s[State.STARVED] + 1e-6 <= older_s + 2e-6
+
+
+def test_a_workers_machines_are_reported_only_once_they_are_due() -> None:
+    now_s = 0.0
+    meter = RolloutMeter("rollout-0", 8, lambda: now_s, lambda: None)
+    have_machines = []
+    for now_s in (0.0, 0.9 * MACHINES_EVERY_S, MACHINES_EVERY_S):  # noqa: B007  (the meter's clock reads it)
+        report = meter.report(version=0, sampled_tokens=0, decode_steps=0, running_tokens=0)
+        have_machines.append(bool(report.machines))
+    assert have_machines == [True, False, True]
 
 
 def test_an_engine_is_starved_while_all_trajectories_wait_for_tools() -> None:

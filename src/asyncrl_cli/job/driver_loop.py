@@ -141,12 +141,12 @@ async def run_to_the_end(
     def stop() -> None:
         pipeline.request_stop()
         if not running.done():  # the observers are closed next
-            limit = f"within {pipeline.grace_s:.0f} s"
+            limit = f"within {pipeline.state.grace_s:.0f} s"
             observers.remark(
                 f"stopping after this train step, {limit}; {requests.again} ends the run at once"
             )
 
-    requests.allow(lambda: pipeline.grace_s + END_S)
+    requests.allow(lambda: pipeline.state.grace_s + END_S)
     why = "ended at once: finished checkpoints are kept; the reaper ends this run's processes"
     requests.set_actions(partial(in_loop, stop), partial(in_loop, running.cancel), partial(leave, why=why))
     error: AsyncrlError | None = None

@@ -40,8 +40,9 @@ from asyncrl_cli.loop.run_state import RunState
 
 FORGET = 0.5
 """The weight of what was counted before the last time that the devices were lent."""
-STOP_S = 10.0
-"""How long the last checkpoint waits for workers that hand back, which may hang."""
+STOP_S, STOP_SHARE = 10.0, 0.5
+"""How long the last checkpoint waits for workers that hand back, which may hang; at most this share of the
+time that a stop may take."""
 COST_LEFT = 0.95
 """What is left after a train step of the costs of the last time."""
 
@@ -147,7 +148,7 @@ class Lending:
 
     def pays(self) -> bool:
         """Whether the devices are to be lent now. Asked when a group ends, before admission fills the slots
-        that this frees. (Asked after that, too, it gained no more: benchmarks/lending.py.)"""
+        that this frees. (A changed loop that asked after that, too, gained no more: docs/simulation.md.)"""
         run, admission, num_groups = self._run, self._run.admission, self._run.settings.schedule.step_groups
         slots = sum(worker.slots.slots for worker in self._workers if not worker.is_down)
         may_lend = self._since_s is None and slots and self._newest() is not None
@@ -183,7 +184,7 @@ class Lending:
         )
         if run.failure.stopping:
             with suppress(TimeoutError):
-                async with asyncio.timeout(STOP_S):
+                async with asyncio.timeout(min(STOP_S, STOP_SHARE * run.grace_s)):
                     await run.changes.until(
                         lambda: not self._handing_back(),
                         "trainer (lending)",

@@ -138,9 +138,6 @@ from asyncrl_cli.loop.training import Training
 from asyncrl_cli.profile.arithmetic import CRITIC, LoopSettings
 
 _TICK_S = 1.0
-_GRACE_STEPS = 3
-"""A stop has at least as long as this many of the run's longest train steps: one to finish, and the rest for
-the checkpoint."""
 
 
 class Pipeline:
@@ -191,14 +188,8 @@ class Pipeline:
             raise Interrupted(f"stopped after step {run.progress.step} of {last_step}")
 
     def request_stop(self) -> None:
-        """Ask the run to finish its train step, write a checkpoint and end, all within `grace_s`."""
+        """Ask the run to finish its train step, write a checkpoint and end, all within `RunState.grace_s`."""
         self.state.failure.stop()
-
-    @property
-    def grace_s(self) -> float:
-        """Seconds that a stop may take, from when it is asked for."""
-        run = self.state
-        return max(run.settings.profile.run.stop_grace_s, _GRACE_STEPS * run.progress.longest_step_s)
 
     def _end(self, phase: str, error: BaseException | None = None) -> None:
         """The run is over: every executor counts as done, or as failed if it raised `error`."""
@@ -246,8 +237,8 @@ class Pipeline:
                 failure.stop(StallError(message, hint=hint))
             if failure.stopping:
                 stop_s = run.now_s() if stop_s is None else stop_s
-                if run.now_s() - stop_s > self.grace_s:
+                if run.now_s() - stop_s > run.grace_s:
                     hint = "a larger run.stop_grace_s gives a stop more time"
-                    message = f"the stop took longer than {self.grace_s:.3g} s (run.stop_grace_s)"
+                    message = f"the stop took longer than {run.grace_s:.3g} s (run.stop_grace_s)"
                     raise failure.error or StallError(message, hint=hint)
             await asyncio.sleep(_TICK_S)

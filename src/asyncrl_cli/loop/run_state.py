@@ -38,6 +38,10 @@ from asyncrl_cli.loop.progress import RunProgress
 from asyncrl_cli.loop.weight_sync import WeightSync
 from asyncrl_cli.profile.arithmetic import REWARD, LoopSettings
 
+GRACE_STEPS = 3
+"""A stop has at least as long as this many of the run's longest train steps: one to finish, and the rest for
+the checkpoint."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResumeFrom:
@@ -144,3 +148,8 @@ class RunState:
     @property
     def version(self) -> int:
         return self.admission.version
+
+    @property
+    def grace_s(self) -> float:
+        """Seconds that a stop may take, from when it is asked for."""
+        return max(self.settings.profile.run.stop_grace_s, GRACE_STEPS * self.progress.longest_step_s)
