@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import subprocess
@@ -10,9 +11,15 @@ import time
 
 import psutil
 import pytest
+import ray
+from benchmarks.local_store import LocalStore
 
 from asyncrl_cli.base.errors import ExecutorFailed
-from asyncrl_cli.job.ray.endings import began, end_processes
+from asyncrl_cli.job.driver_rollout import RayRolloutWorker
+from asyncrl_cli.job.ray.endings import Began, began, end_processes
+from asyncrl_cli.job.ray.reaper import families
+
+from .crew import nodes, small_profile
 
 SLEEPS = [sys.executable, "-c", "import time; time.sleep(60)"]
 
@@ -36,3 +43,32 @@ def test_a_process_that_does_not_go_is_named(monkeypatch):
             end_processes(began([psutil.Process(one.pid)]), 0.05)
         assert time.monotonic() - began_s < 5.0
         os.kill(one.pid, signal.SIGKILL)
+
+
+class Stuck:
+    """An actor that starts a process in a session of its own, which outlives it, and answers no more."""
+
+    def start(self) -> tuple[str, str, list[Began]]:
+        subprocess.Popen(SLEEPS, start_new_session=True)
+        me = ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address()
+        return *me, began(families([os.getpid()]))
+
+
+@pytest.mark.slow
+def test_a_worker_that_is_ended_leaves_no_process_behind():
+    from asyncrl_cli.job.ray.session import ray_session
+
+    profile = small_profile()
+
+    async def ended() -> list[Began]:
+        worker = RayRolloutWorker("rollout-1", ray.remote(Stuck).remote, profile, LocalStore(), is_lent=True)
+        await worker.start()
+        assert all(map(psutil.pid_exists, dict(worker._processes)))
+        await worker.end()
+        return worker._processes
+
+    with ray_session(profile, cluster=nodes((2, 0), elastic_cpus=True)):
+        processes = asyncio.run(ended())
+        assert len(processes) == 2
+        left = [psutil.Process(pid) for pid in dict(processes) if psutil.pid_exists(pid)]
+        assert {process.status() for process in left} <= {psutil.STATUS_ZOMBIE}
