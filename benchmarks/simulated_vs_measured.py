@@ -3,9 +3,11 @@ both.
 
     asyncrl bench --compare colocate --profile stale-samples --profile partial-rollout --out BENCH_DIR
     python benchmarks/simulated_vs_measured.py BENCH_DIR [--calibrate-on stale-samples] [--repeat 0]
+                                               [--calibrated-in OTHER_BENCH_DIR]
 
 The measured and the simulated groups are the same: those of the comparison, without warm-up and run-out. Each
-prediction is compared with the median of the profile's repeats. As a policy learns, its responses grow or
+prediction is compared with the median of the profile's repeats, also for another number of rollout workers
+than the calibrated run had (`--calibrated-in`). As a policy learns, its responses grow or
 shrink, differently in each profile. So predictions are made with the lengths of the calibrated run, and again
 with the profile's own. Exits with 1 if one of the latter is off by more than `--within`.
 
@@ -34,7 +36,7 @@ from asyncrl_cli.simulate.world import simulate
 Lines = Sequence[Mapping[str, Any]]
 HOW = """Seconds per train step. tokens: mean length of a profile's responses, which is a matter of what the
 model has learnt by then, and no simulation tells. SIMULATED*: told these lengths; all else is from the one
-calibrated run."""
+calibrated run. stale: mean versions per token, measured and SIMULATED*."""
 SEEDS = 3
 """Simulated runs per profile; the median counts."""
 
@@ -50,8 +52,8 @@ def measured_runs(bench_dir: Path) -> dict[str, list[Lines]]:
     return found
 
 
-def predicted_runs(workload: Workload, name: str, groups: int) -> list[Lines]:
-    profile = profile_for(workload, name, [], groups=groups, environ={}).profile
+def predicted_runs(workload: Workload, name: str, groups: int, sets: Sequence[str]) -> list[Lines]:
+    profile = profile_for(workload, name, sets, groups=groups, environ={}).profile
     runs = [simulate(profile, workload, seed=seed) for seed in range(SEEDS)]
     for run in runs:
         if run.error is not None:
@@ -59,11 +61,9 @@ def predicted_runs(workload: Workload, name: str, groups: int) -> list[Lines]:
     return [run.lines for run in runs]
 
 
-def step_s(runs: Sequence[Lines], edges: Edges, window_groups: int) -> float:
-    """Median over the runs of the mean step."""
-    return statistics.median(
-        figures_of(stretch_of(lines, edges), window_groups)["step_s_mean"] for lines in runs
-    )
+def step_s(runs: Sequence[Lines], edges: Edges, window_groups: int, figure: str = "step_s_mean") -> float:
+    """Median over the runs of the mean step, or of another figure."""
+    return statistics.median(figures_of(stretch_of(lines, edges), window_groups)[figure] for lines in runs)
 
 
 def main() -> int:
@@ -73,23 +73,27 @@ def main() -> int:
     parser.add_argument("bench_dir", type=Path)
     parser.add_argument("--calibrate-on", default="partial-rollout", metavar="PROFILE")
     parser.add_argument("--repeat", type=int, default=0, help="the repeat to calibrate on")
+    parser.add_argument("--calibrated-in", type=Path, metavar="BENCH_DIR")
     parser.add_argument("--within", type=float, default=0.2, metavar="SHARE")
     options = parser.parse_args()
     runs = measured_runs(options.bench_dir)
-    if options.calibrate_on not in runs:
+    calibrated_in = options.calibrated_in or options.bench_dir
+    if options.calibrate_on not in measured_runs(calibrated_in):
         parser.error(
-            f"{options.bench_dir} has no runs of {options.calibrate_on}: {', '.join(runs) or 'none at all'}"
+            f"{calibrated_in} has no runs of {options.calibrate_on}: {', '.join(runs) or 'none at all'}"
         )
     try:
         workloads = {
             name: calibrate(options.bench_dir / "runs" / f"{name}-r{options.repeat}") for name in runs
         }
+        workload = calibrate(calibrated_in / "runs" / f"{options.calibrate_on}-r{options.repeat}")
     except ConfigError as error:
         parser.error(str(error))
-    workload = workloads[options.calibrate_on]
+    workers = next(iter(workloads.values())).profile["rollout"]["workers"]
+    sets = [f"rollout.workers={workers}"]
     groups = int(next(iter(runs.values()))[0][-1]["groups_trained"])
     windows = [
-        Schedule.of(profile_for(workload, name, [], groups=groups, environ={}).profile).window_groups
+        Schedule.of(profile_for(workload, name, sets, groups=groups, environ={}).profile).window_groups
         for name in runs
     ]
     edges = common_edges([lines for repeats in runs.values() for lines in repeats], max(windows))
@@ -98,17 +102,17 @@ def main() -> int:
         f"{workload.decoding}\n{workload.training}\n"
     )
     heads = ("measured", 10), ("(least-most)", 14), ("SIMULATED", 11), ("off by", 8), ("tokens", 8)
-    heads += ("SIMULATED*", 12), ("off by", 8)
+    heads += ("SIMULATED*", 12), ("off by", 8), ("stale", 7), ("SIMULATED*", 11)
     print(" " * 20 + "".join(f"{head:>{width}}" for head, width in heads))
     worst = worst_told = 0.0
     for name, repeats in runs.items():
         each = [step_s([lines], edges, max(windows)) for lines in repeats]
         measured = statistics.median(each)
         own_lengths = workload.model_copy(update={"lengths": workloads[name].lengths})
-        plain, told = (
-            step_s(predicted_runs(one, name, groups), edges, max(windows)) for one in (workload, own_lengths)
-        )
-        if name != options.calibrate_on:
+        made = [predicted_runs(one, name, groups, sets) for one in (workload, own_lengths)]
+        plain, told = (step_s(one, edges, max(windows)) for one in made)
+        stale = [step_s(one, edges, max(windows), "staleness_mean") for one in (repeats, made[1])]
+        if name != options.calibrate_on or options.calibrated_in:
             worst, worst_told = (
                 max(worst, abs(plain / measured - 1)),
                 max(worst_told, abs(told / measured - 1)),
@@ -117,6 +121,7 @@ def main() -> int:
         print(
             f"{name:<20}{measured:>10.3f}{f'{min(each):.3f}-{max(each):.3f}':>14}{plain:>11.3f}"
             f"{plain / measured - 1:>+8.1%}{tokens:>8.1f}{told:>12.3f}{told / measured - 1:>+8.1%}"
+            f"{stale[0]:>7.2f}{stale[1]:>11.2f}"
         )
     print(f"\n{HOW}\nlargest difference of a prediction {worst:.1%}; told the lengths* {worst_told:.1%}")
     print(f"that is {'within' if worst_told <= options.within else 'NOT within'} {options.within:.0%}")
