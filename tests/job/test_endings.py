@@ -16,7 +16,7 @@ from benchmarks.local_store import LocalStore
 
 from asyncrl_cli.base.errors import ExecutorFailed
 from asyncrl_cli.job.driver_rollout import RayRolloutWorker
-from asyncrl_cli.job.ray.endings import Began, began, end_processes
+from asyncrl_cli.job.ray.endings import Began, end_processes
 from asyncrl_cli.job.ray.reaper import families
 
 from .crew import nodes, small_profile
@@ -24,10 +24,14 @@ from .crew import nodes, small_profile
 SLEEPS = [sys.executable, "-c", "import time; time.sleep(60)"]
 
 
+def began(pid: int) -> Began:
+    return pid, psutil.Process(pid).create_time()
+
+
 def test_a_stopped_process_has_gone_when_the_call_returns_and_a_reused_pid_is_left_alone():
     with subprocess.Popen(SLEEPS) as one, subprocess.Popen(SLEEPS) as other:
         os.kill(one.pid, signal.SIGSTOP)
-        (mine, (pid, began_s)) = began(map(psutil.Process, (one.pid, other.pid)))
+        mine, (pid, began_s) = began(one.pid), began(other.pid)
         end_processes([mine, (pid, began_s - 1.0)], 10.0)
         assert psutil.Process(one.pid).status() == psutil.STATUS_ZOMBIE
         assert one.wait(0) == -signal.SIGKILL
@@ -40,7 +44,7 @@ def test_a_process_that_does_not_go_is_named(monkeypatch):
     with subprocess.Popen(SLEEPS) as one:
         began_s = time.monotonic()
         with pytest.raises(ExecutorFailed, match=f"still be in use by process {one.pid}$"):
-            end_processes(began([psutil.Process(one.pid)]), 0.05)
+            end_processes([began(one.pid)], 0.05)
         assert time.monotonic() - began_s < 5.0
         os.kill(one.pid, signal.SIGKILL)
 
@@ -51,7 +55,7 @@ class Stuck:
     def start(self) -> tuple[str, str, list[Began]]:
         subprocess.Popen(SLEEPS, start_new_session=True)
         me = ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address()
-        return *me, began(families([os.getpid()]))
+        return *me, [(one.pid, one.create_time()) for one in families([os.getpid()])]
 
 
 @pytest.mark.slow

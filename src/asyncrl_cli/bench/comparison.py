@@ -50,8 +50,9 @@ def compare(contest: Contest, directory: Path, bars: Bars) -> Comparison:
     loaded = [profile_for(workload, entry.reference, entry.sets, groups=groups) for entry in contest.entries]
     jobs = []
     for seed, one in product(contest.seeds, loaded):
-        recorded_in = runs_dir if seed == contest.seeds[0] else None  # the first run of each profile
-        jobs.append(SimulatedJob(loaded=one, workload=workload, seed=seed, runs_dir=recorded_in))
+        # the first run of each profile is recorded
+        recorded_in = runs_dir / f"{one.profile.name}-s{seed}" if seed == contest.seeds[0] else None
+        jobs.append(SimulatedJob(loaded=one, workload=workload, seed=seed, directory=recorded_in))
 
     def progress(name: str, trained: int) -> None:
         bars.run(name, trained, groups)
@@ -59,15 +60,17 @@ def compare(contest: Contest, directory: Path, bars: Bars) -> Comparison:
     for job in jobs:
         progress(job.name, 0)
     try:
-        runs, fit, ended = simulate_all(jobs, contest.longest_window, progress)
+        runs, fit, interrupt = simulate_all(jobs, contest.longest_window, progress)
     except BaseException:
         remove(runs_dir)
         raise
-    if ended:
-        for cut_off in filter(None, [job.directory for job in ended]):
+    if interrupt is not None:
+        made_of = {(run.profile, run.seed) for run in runs}
+        missing = [job for job in jobs if (job.loaded.profile.name, job.seed) not in made_of]
+        for cut_off in filter(None, [job.directory for job in missing]):
             remove(cut_off)
         error: AsyncrlError | None = Interrupted("interrupted: simulated runs that had ended are compared")
-        return comparison_of(contest, runs, missing=tuple(job.name for job in ended), error=error)
+        return comparison_of(contest, runs, missing=tuple(job.name for job in missing), error=error)
     made, outlooks, scalings = comparison_of(contest, runs, remarks_of(workload, fit)), dict[str, str](), []
     error = None
     try:

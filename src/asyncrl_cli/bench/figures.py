@@ -19,8 +19,7 @@ measured time, both per window.
     colocated   ideal = generation + training
     lent        ideal = max(training, (1 - l) * generation + l * training)
 
-`l`: the share of lent devices in all that generate (`placement.lend`). They can do so while they do not
-train.
+`l`: the share of lent devices in all that generate, which they can while they do not train.
 
 Simulated runs know what work costs. Generation and training are the seconds that each phase would take alone,
 in full batches, for the very groups that are measured. The ideal leaves out weight syncs, the long tail of a
@@ -198,8 +197,9 @@ def bound_of_costs(stretch: Stretch, windows: float, capacities: Capacities) -> 
     """The bound of a simulated run, and the rates that it rests on, per window."""
     generation_s = tokens_made(stretch) / capacities.rollout_tokens_per_s
     training_s = stretch.tokens / capacities.trainer_tokens_per_s
-    bound = _bound(generation_s, training_s, stretch, windows, capacities.colocated, capacities.lent_share)
-    return bound | {
+    ideal_s = (1 - capacities.lent_share) * generation_s + capacities.lent_share * training_s
+    ideal_s = generation_s + training_s if capacities.colocated else max(ideal_s, training_s)
+    return _bound(generation_s, training_s, ideal_s, stretch, windows) | {
         "rollout_tokens_per_s": capacities.rollout_tokens_per_s,
         "trainer_tokens_per_s": capacities.trainer_tokens_per_s,
     }
@@ -212,20 +212,14 @@ def bound_of_states(stretch: Stretch, windows: float, *, is_colocated: bool) -> 
     if rollout_idle is None or trainer_idle is None:
         return {}
     generation_s, training_s = (1 - rollout_idle) * stretch.seconds, (1 - trainer_idle) * stretch.seconds
-    return _bound(generation_s, training_s, stretch, windows, is_colocated)
+    ideal_s = generation_s + training_s if is_colocated else max(generation_s, training_s)
+    return _bound(generation_s, training_s, ideal_s, stretch, windows)
 
 
 def _bound(
-    generation_s: float,
-    training_s: float,
-    stretch: Stretch,
-    windows: float,
-    is_colocated: bool,
-    lent_share: float = 0.0,
+    generation_s: float, training_s: float, ideal_s: float, stretch: Stretch, windows: float
 ) -> dict[str, float]:
     """Of the seconds that the work of the whole stretch takes."""
-    shared_s = (1 - lent_share) * generation_s + lent_share * training_s
-    ideal_s = generation_s + training_s if is_colocated else max(shared_s, training_s)
     times = {"generation_s": generation_s, "training_s": training_s, "ideal_s": ideal_s}
     return {name: seconds / windows for name, seconds in times.items()} | {
         "bound_ratio": ideal_s / stretch.seconds

@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, wait
 from contextlib import closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
-from itertools import compress, zip_longest
 from multiprocessing.queues import SimpleQueue
 from pathlib import Path
 from typing import ClassVar, ParamSpec, TypeVar
@@ -85,30 +84,25 @@ def _begin(reports: Reports | None) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulatedJob:
-    """One run to simulate. `runs_dir`: where it is recorded, for a report; None if it is not."""
+    """One run to simulate. `directory`: where it is recorded, for a report; None if it is not."""
 
     loaded: Loaded
     workload: Workload
     seed: int
-    runs_dir: Path | None = None
+    directory: Path | None = None
 
     @property
     def name(self) -> str:
         return f"SIMULATED {self.loaded.profile.name}-s{self.seed}"
 
-    @property
-    def directory(self) -> Path | None:
-        return self.runs_dir and self.runs_dir / f"{self.loaded.profile.name}-s{self.seed}"
-
 
 def simulate_all(
     jobs: Sequence[SimulatedJob], window_groups: int, progress: Progress
-) -> tuple[list[FinishedRun], list[Residual], list[SimulatedJob]]:
-    """The runs in the order of `jobs`, with their capacities, how well the workload fits its references, and
-    the jobs that an interrupt has ended. `window_groups`: the longest W of all profiles.
+) -> tuple[list[FinishedRun], list[Residual], Interrupted | None]:
+    """The runs in the order of `jobs`, with their capacities, and how well the workload fits its references;
+    after an interrupt, the runs that had ended. `window_groups`: the longest W of all profiles.
 
-    If a run fails, ends all other runs and raises its error; on an interrupt before the first has ended,
-    Interrupted.
+    Raises the error of a run that fails, or Interrupted if none had ended. All others are ended.
     """
     workload = jobs[0].workload
     rows = [workload.model_copy(update={"references": [reference]}) for reference in workload.references]
@@ -121,20 +115,18 @@ def simulate_all(
             fits += [pool.submit(residuals, row) for row in rows]
             unfinished: set[Future[object]] = {*running, *fits}  # type: ignore[arg-type]
             while unfinished:
-                ended, unfinished = wait(unfinished, timeout=POLL_S)
+                done, unfinished = wait(unfinished, timeout=POLL_S)
                 while not reports.empty():
                     progress(*reports.get())
-                for future in ended:
+                for future in done:
                     future.result()  # raises the error of the first run that fails
     except Interrupted as error:
         interrupt = error
-    has_ended = [future.done() and not future.cancelled() and not future.exception() for future in running]
-    if interrupt is not None and not any(has_ended):
+    ended = [one for one in running if one.done() and not one.cancelled() and not one.exception()]
+    if interrupt is not None and not ended:
         raise interrupt
-    made = [future.result() for future in compress(running, has_ended)]
     fit = [] if interrupt else [residual for future in fits for residual in future.result()]
-    missing = [job for job, ended in zip_longest(jobs, has_ended) if not ended]
-    return with_capacities(made, window_groups), fit, missing
+    return with_capacities([one.result() for one in ended], window_groups), fit, interrupt
 
 
 def with_capacities(made: Sequence[tuple[FinishedRun, Costs]], window_groups: int) -> list[FinishedRun]:
@@ -147,8 +139,7 @@ def with_capacities(made: Sequence[tuple[FinishedRun, Costs]], window_groups: in
 
 
 def _simulate(job: SimulatedJob) -> tuple[FinishedRun, Costs]:
-    profile = job.loaded.profile
-    directory = job.directory
+    profile, directory = job.loaded.profile, job.directory
     with recorded(job.loaded, directory) if directory else nullcontext(Observer()) as recorder:
         observers, keeps = [_Reporter(job.name), recorder], directory is not None
         run = simulate(profile, job.workload, seed=job.seed, observers=observers, machines=keeps)

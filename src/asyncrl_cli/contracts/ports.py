@@ -157,8 +157,8 @@ class RolloutWorker(Protocol):
         """Take the resources: in colocate after the window's gather, as a lent worker before a load."""
 
     async def end(self) -> None:
-        """End this worker's processes for good, whatever they do (a lent worker that has failed). Returns
-        once they have left its device; raises ExecutorLost if they do not."""
+        """End a lent worker that has failed, for good. Its processes have left their device then; raises
+        ExecutorLost if they do not."""
 
     async def node_is_gone(self) -> bool:
         """After the loss of this worker: whether its node is gone too, and with it the arrays of all parts

@@ -45,7 +45,7 @@ from asyncrl_cli.envs import find_environment
 from asyncrl_cli.envs.slots import Slots, VersionGate
 from asyncrl_cli.envs.tool_environment import SUFFIX, CallLog, ToolEnvironment
 from asyncrl_cli.job.host_process import Refs, merging, no_collection_while_starting, set_up_process
-from asyncrl_cli.job.ray.endings import Began, began
+from asyncrl_cli.job.ray.endings import Began
 from asyncrl_cli.job.ray.reaper import families
 from asyncrl_cli.job.rollout_weights import Loader, RayRankZero
 from asyncrl_cli.measure.meters import LongPoll, MeteredRewards, RolloutMeter
@@ -69,7 +69,6 @@ OBJECTS_PER_ANSWER = 8
 """Ray objects beside an answer: the data of ended parts, which does not pass through the driver. A part has
 one, or a large one up to `ray_store.MOST_PIECES`. If more parts have ended, the next answer comes at once."""
 GIVEN_EVERY_S = 0.01
-"""How often a call looks whether the parts of the calls before it have come."""
 
 
 class RolloutHost:
@@ -163,7 +162,7 @@ class RolloutHost:
             self._runner = await self._make_runner()
         logger.info("%s started: %s", self._name, place)
         node, address = ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address()
-        return node, address, began(families([os.getpid()]))
+        return node, address, [(one.pid, one.create_time()) for one in families([os.getpid()])]
 
     async def _make_runner(self) -> GroupRunner:
         """What plays groups: with an agent against a gateway, with tools against the environments' processes,

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, replace
+from itertools import chain
 from typing import Any, NotRequired
 
 from typing_extensions import TypedDict  # pydantic reads typing's own from Python 3.12 on
@@ -118,18 +119,17 @@ def partial_tokens(
 ) -> dict[AttemptKey, dict[int, DataKey]]:
     """The running groups with `kept` responses, and by index the keys of these responses' tokens: what their
     workers have just given, or else what they continue from."""
-    given = dict[PartKey, dict[int, DataKey]]()
-    for found in partial_results:
-        # those that have not begun come last, and have no new key
-        for key, (part_key, indices) in zip(found.keys, found.responses.items(), strict=False):
-            given[part_key] = dict.fromkeys(indices, key)
+    given = {
+        part_key: dict.fromkeys(indices, key)
+        for found in partial_results  # parts that have not begun come last, and have no new key
+        for key, (part_key, indices) in zip(found.keys, found.responses.items(), strict=False)
+    }
     keys = dict[AttemptKey, dict[int, DataKey]]()
     for entry in running:
-        attempt = groups.ledger.running[entry["key"]]
-        newest = dict(attempt.partial_tokens)
-        for part in attempt.running_parts():
-            newest |= given.get(part.key, {})
         if kept := entry.get("kept"):
+            attempt = groups.ledger.running[entry["key"]]
+            parts = [given.get(part.key, {}) for part in attempt.running_parts()]
+            newest = dict(chain(attempt.partial_tokens.items(), *(one.items() for one in parts)))
             keys[attempt.key] = {index: newest[index] for index in kept}
     return keys
 

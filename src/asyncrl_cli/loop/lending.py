@@ -185,11 +185,8 @@ class Lending:
         if run.failure.stopping:
             with suppress(TimeoutError):
                 async with asyncio.timeout(min(STOP_S, STOP_SHARE * run.grace_s)):
-                    await run.changes.until(
-                        lambda: not self._handing_back(),
-                        "trainer (lending)",
-                        lambda: f"what ran on {', '.join(self._handing_back())}, for the last checkpoint",
-                    )
+                    what = "what ran on lent workers, for the last checkpoint"
+                    await run.changes.until(self._have_handed_back, "trainer (lending)", what)
             return
         lent_s, self._since_s = run.now_s() - self._since_s, None
         self._lent_s += lent_s
@@ -197,10 +194,10 @@ class Lending:
         self._forecast.recalled(run.now_s(), self._num_ended, wake_s, run.now_s() - began_s)
         run.progress.event("recalled", lent_s=lent_s)
 
-    def _handing_back(self) -> list[str]:
-        """The workers that are about to say what ran on them."""
-        there = [worker for worker in self._workers if worker.slots.down and not worker.is_down]
-        return [worker.worker.name for worker in there if worker.slots.unfinished]
+    def _have_handed_back(self) -> bool:
+        """Whether no worker that gives its device back has yet to say what ran on it."""
+        there = [worker.slots for worker in self._workers if worker.slots.down and not worker.is_down]
+        return not any(slots.unfinished for slots in there)
 
     def figures(self) -> dict[str, float]:
         """Metrics of the train step so far."""

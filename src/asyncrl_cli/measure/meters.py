@@ -19,7 +19,7 @@ from asyncrl_cli.profile.schema import Interrupt
 DEBOUNCE_S, POLL_S = 0.1, 1.0
 """A worker's report: how long after the last one at the earliest, and after how long without a change."""
 MACHINES_EVERY_S = 1.0
-"""Not every report of a worker has those of its machines."""
+"""Not every report of a worker has those of its machines, each of which costs the driver as much."""
 PROMPTS = "prompts"
 COLUMN_MACHINES = {"old_logprob": LOGP, "ref": REF_LOGP}
 """Columns that a trainer may compute itself -> the machine that does."""
@@ -129,8 +129,7 @@ class RolloutMeter:
         machines: bool = True,
     ) -> ExecutorReport:
         """The worker's report. `sums` and `gauges`: further figures of the engine, by name.
-        `slot_intervals`: those of its sequences. `machines`: with those of the machines if their last ones
-        are MACHINES_EVERY_S old: each costs the driver as much as the worker's own."""
+        `slot_intervals`: those of its sequences. `machines`: with those of the machines, if they are due."""
         self._advance()
         if self._waiting:
             self._settle()  # the text says how long it has waited

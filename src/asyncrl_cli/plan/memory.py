@@ -440,9 +440,8 @@ def _wires(job: MemoryEstimate, role: str, processes: int) -> Iterator[MemoryIte
 
 
 def _rollout(job: MemoryEstimate, left_bytes: int | None, role: str = ROLLOUT) -> Iterator[MemoryItem]:
-    """A rollout worker. `left_bytes`: what a colocated rank leaves of the device, None if unknown. What
-    adapters take of an engine's share of the device, its cache lacks. Tensor parallelism splits one of an
-    adapter's two matrices, but both are counted whole."""
+    """A rollout worker. `left_bytes`: what a colocated rank leaves of the device, None if unknown. Adapters
+    are within an engine's share, and counted whole; tensor parallelism splits one of their two matrices."""
     if job.plan.servers:  # which have their own
         return
     profile, shape, engine, e = job.profile, job.shape, job.engine, job.value_bytes

@@ -226,9 +226,8 @@ def _notes(
         )
     if not decode_fit.tells_slope:
         notes.append(
-            "Its workers always had about as many sequences running (their slots were full, say), so how a "
-            "decode step's time depends on their number is a guess, and with it what other slots would do. A "
-            "run with fewer slots, or a longer one with waits, tells."
+            "Its workers always had about as many sequences running (full slots, say): how a decode step's "
+            "time depends on their number is a guess, and so is what other slots would do."
         )
     fits = {"generation": decode_fit, "training": train_fit}
     if sides := [name for name, fit in fits.items() if not fit.tells_interference]:

@@ -76,8 +76,7 @@ class Capacities:
     trainer_tokens_per_s: float
     colocated: bool
     lent_share: float = 0.0
-    """Of the speed of all workers, that of those on the trainer's devices. The rollout's own rate is without
-    them."""
+    """Of the speed of all workers, that of those on the trainer's devices, which the rate above lacks."""
 
 
 class Spent(NamedTuple):
@@ -94,8 +93,8 @@ class Costs:
     """The costs of one run of `profile` with `ranks` trainer ranks, `workers` rollout workers and, by task,
     the number of `scorers` (separate processes).
 
-    The run records here how fast its workers are (`speeds`, drawn at random; at the end, `num_lent` of those
-    on the trainer's devices) and what its trainer has done:
+    The run records here how fast its workers are (`speeds`, drawn at random, lent ones last) and what its
+    trainer has done:
     `spent[i]` is the total after i train steps. `scale`: how many times more devices and prompts the run has
     of which this is a miniature.
     """
@@ -108,7 +107,6 @@ class Costs:
     speeds: Sequence[float] = ()
     spent: list[Spent] = field(default_factory=lambda: [Spent()])
     scale: int = 1
-    num_lent: int = 0
 
     def trainer_times(self) -> TrainerTimes:
         sync = self._sync_times()
@@ -208,7 +206,7 @@ class Costs:
         prefill_s = (trajectories * prefilled + max(result_tokens, 0)) * decoding.prefill_s_per_token
         worker_s = (tokens * token_s + prefill_s) * self._slowdown(decoding, self.workers)
         each = [tokens / (worker_s * speed) for speed in self.speeds]
-        own = each[: len(each) - self.num_lent]
+        own = each[: self.workers]
         return Capacities(
             rollout_tokens_per_s=sum(own),
             lent_share=1 - sum(own) / sum(each),

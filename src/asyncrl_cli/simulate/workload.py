@@ -107,8 +107,7 @@ class Decoding(Section):
     Default: as much as beside the trainer (`interference_ratio`)."""
 
     tells_batch: bool = True
-    """Whether `step_s` and `step_s_per_sequence` are known apart. Not if they are from a run whose batch was
-    always as large."""
+    """Whether `step_s` and `step_s_per_sequence` are known apart: not from batches of one size."""
 
     def batch_step_s(self, running: float) -> float:
         """A decode step of so many sequences, without reading their contexts."""

@@ -79,7 +79,6 @@ def simulate(
         workers=num_workers,
         scorers=job.scorers,
         scale=scale,
-        num_lent=num_lent,
     )
     length: dict[str, int | None] = {"seed": seed}
     if groups is not None:

@@ -4,7 +4,7 @@ vLLM's end themselves when the actor has, and hold their device until then."""
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 
 import psutil
@@ -17,13 +17,8 @@ Began = tuple[int, float]
 LOOK_EVERY_S = 0.1
 
 
-def began(processes: Iterable[psutil.Process]) -> list[Began]:
-    return [(process.pid, process.create_time()) for process in processes]
-
-
 def end_processes(processes: Sequence[Began], timeout_s: float) -> None:
-    """Kill these processes, and wait until they have gone. Raises ExecutorFailed if one has not within
-    `timeout_s`."""
+    """Kill these processes, and wait until they have gone. Raises ExecutorFailed after `timeout_s`."""
     left, until_s = set[psutil.Process](), time.monotonic() + timeout_s
     for pid, began_s in processes:
         with suppress(psutil.NoSuchProcess):
