@@ -259,6 +259,8 @@ def test_on_cpus_the_memory_of_many_workers_is_refused_and_that_of_many_slots_is
     command = ["train", "-p", "base", "--set", "rollout.workers=50", "--runs-dir", str(tmp_path / "runs")]
     assert run(command) == 3
     refusal = capsys.readouterr().err
+    assert "placement.check_memory=false" in refusal
+    assert run([*command, "--dry-run", "--set", "placement.check_memory=false"]) == 0
     assert run([*command, "--dry-run", *hinted(refusal)]) == 0
     # the engine gives the cache of any number of slots half of what is free
     assert run(["plan", "-p", "base", "--set", "rollout.slots=50000"]) == 0

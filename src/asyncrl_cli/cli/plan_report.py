@@ -163,7 +163,8 @@ def print_plan(
         for by in dict.fromkeys(origin for _, origin in changed.values()):
             pairs = [f"{key} = {toml_value(value)}" for key, (value, why) in changed.items() if why == by]
             # a file by its own name: profiles of users are often called "profile"
-            print_prose(f"by {by.rpartition('/')[2].rstrip(')')}: {', '.join(map(shortened, pairs))}")
+            name = by.rpartition("/")[2].rstrip(")") if "/" in by else by
+            print_prose(f"by {name}: {', '.join(map(shortened, pairs))}")
         for key, (value, why) in derived.items():
             print_prose(f"{key} = {f'{value:,.0f} s' if key.endswith('_s') else value} ({why})")
         print_text("\n" + "\n".join(rehearsal.lines()))

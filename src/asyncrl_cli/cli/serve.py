@@ -51,9 +51,9 @@ def serve(
     from asyncrl_cli.profile.schema import ProcessPlace
     from asyncrl_cli.tasks.task import load_task
 
-    # requests are responses, not groups
-    groups = ["rollout.n=1", "algorithm.adv_estimator=gae"]
-    given = [*groups, *(sets or []), f"model.path={model}", f"rollout.engine={engine}"]
+    # last, because they hold whatever is set: requests are responses, not groups
+    own = ["rollout.n=1", "algorithm.adv_estimator=gae", f"model.path={model}", f"rollout.engine={engine}"]
+    given = [*(sets or []), *own]
     here = local_cluster()
     loaded = load_profile("base", given)
     device = device_of(loaded.profile, here)

@@ -35,7 +35,7 @@ from asyncrl_cli.job.rollout_host import RolloutHost
 from asyncrl_cli.plan.cluster import LOOPBACK
 from asyncrl_cli.plan.job_plan import LENT, ROLLOUT, TRAINER, JobPlan, place_of
 from asyncrl_cli.profile.arithmetic import CRITIC, REF, TEACHER
-from asyncrl_cli.profile.schema import DIRECT_TRANSPORTS, FILE_TRANSPORTS, Profile
+from asyncrl_cli.profile.schema import DIRECT_TRANSPORTS, Profile
 from asyncrl_cli.tasks.tool_class import ToolClass
 from asyncrl_cli.weights.directory import versions_at
 
@@ -105,10 +105,9 @@ async def started_crew(order: CrewOrder) -> AsyncIterator[Crew]:
             nodes = {node: names[node] for node in nodes_of(groups)}  # the trainer's first
             for warning in refuse(await examined(nodes, wanted, say)):
                 order.warn(warning)
-        files = None
-        if profile.weights.transport in FILE_TRANSPORTS:
-            files = versions_at(profile.weights, order.run_dir)
-            await asyncio.to_thread(files.keep, ())  # what a killed attempt has left
+        # without a URL in the run's own directory, whatever transport a killed attempt had
+        files = versions_at(profile.weights, order.run_dir)
+        await asyncio.to_thread(files.keep, ())
         store = await asyncio.to_thread(started_store, profile, order.run_dir.name)
         order = replace(order, store=store)
         scorers = [make_scorer(name, order, options) for name in plan.scorers]
@@ -148,11 +147,10 @@ async def started_crew(order: CrewOrder) -> AsyncIterator[Crew]:
         finally:
             await _stop([trainer, *workers, *scorers])
             await asyncio.to_thread(store.close)
-            if files is not None:
-                try:
-                    await asyncio.to_thread(files.keep, ())
-                except AsyncrlError as left:
-                    logger.warning("%s", left.message)
+            try:
+                await asyncio.to_thread(files.keep, ())
+            except AsyncrlError as left:
+                logger.warning("%s", left.message)
 
 
 def make_trainer(order: CrewOrder, options: Options, critic: RayScorer | None = None) -> RayTrainer:

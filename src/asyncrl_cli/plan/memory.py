@@ -55,8 +55,8 @@ SNAPSHOT = "the snapshot that is being written"
 
 Phase = Literal["always", "start", "score", "step", "update", "sync"]
 REUSED: dict[str, Phase] = {"cpu": "step", "cuda": "sync"}
-"""The phase of host memory that is filled again for each version or snapshot (weights/senders.py). On CPUs it
-lies beside a train step."""
+"""The phase of host memory that is filled again for each version or snapshot (BufferPool in
+weights/buckets.py). On CPUs it lies beside a train step."""
 MemoryKind = Literal["device", "host"]
 
 

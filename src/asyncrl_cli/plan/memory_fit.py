@@ -128,19 +128,19 @@ def _store(estimate: MemoryEstimate) -> MemoryItem:
 def refusal_of(estimate: MemoryEstimate, there: ClusterResources) -> PreflightError | None:
     """Why the job is refused on this machine or cluster; None if it fits, by the estimate."""
     needs = [*device_needs(estimate), *node_needs(estimate, there)]
-    return cannot_fit(estimate) or shortage(needs)
+    checks = estimate.profile.placement.check_memory
+    return cannot_fit(estimate) or (shortage(needs) if checks else None)
 
 
 def shortage(needs: Iterable[DeviceNeed]) -> PreflightError | None:
-    """The refusal of a job whose peak is larger than a device, by the estimate: a run would start and may
-    fail. None if all fit."""
+    """The refusal of a job whose peak is larger than a device, by the estimate. None if all fit."""
     for need in needs:
         if need.available_bytes is not None and not need.fits:
             verb = "needs" if len(need.roles) == 1 else "need"
             has = f"a {need.device}'s {need.available_bytes / GIB:.1f} GiB"
             message = (
                 f"{' and '.join(need.roles)} {verb} about {need.num_bytes / GIB:.1f} GiB of {has}, by an "
-                "estimate: a run would start and may fail"
+                "estimate (to start it all the same: --set placement.check_memory=false)"
             )
             other = f"a smaller model, or a {need.device} with more memory"
             return PreflightError(message, hint=SMALLER if need.device == GPU else other)

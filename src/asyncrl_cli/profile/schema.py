@@ -384,6 +384,9 @@ class PlacementSection(Section):
     H200)", zone = "!b"}`."""
     rollout_labels: Labels = Field(default_factory=dict)
     """Labels that the rollout workers' nodes must have."""
+    check_memory: bool = True
+    """Refuse a job that needs more memory than there is, by the estimate of `asyncrl plan`. `false`: start it
+    all the same, unless what a process always holds is more than its GPU has."""
     disjoint_nodes: bool = False
     """Never place trainer ranks and rollout workers on the same node."""
     autoscaler: bool = False

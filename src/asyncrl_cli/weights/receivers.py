@@ -197,7 +197,10 @@ class SharedWeights(dict[str, torch.Tensor]):
     def bucket(self, entries: Layout) -> Bucket:
         """These tensors, or rows of them, in a new bucket of this layout. Raises KeyError or ValueError for
         what is not here."""
-        bucket = Bucket(data=self._scratch.take(entries[-1].end_bytes), entries=entries)
+        num_bytes = entries[-1].end_bytes
+        # rounded up, so that buckets of almost the same size are the same memory; unused pages take none
+        data = self._scratch.take(1 << (num_bytes - 1).bit_length())[:num_bytes]
+        bucket = Bucket(data=data, entries=entries)
         bucket.clear_gaps()
         for entry in entries:
             begin = self._entries[entry.spec.name].offset_bytes + entry.spec.begin_bytes

@@ -98,7 +98,7 @@ NO_PROBES = Probes(temperature=1.0)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest(Probes):
     """Describes a version, so that workers can verify what they receive and load. `fingerprints`: of the
-    buckets, in order; `of_tensors`: of the whole version, if it does not depend on them."""
+    buckets, in order; `of_tensors`: of all tensors, where the same ones may come in other buckets, or ""."""
 
     version: int
     num_bytes: int

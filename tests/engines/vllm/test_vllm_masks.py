@@ -92,6 +92,20 @@ def test_an_output_that_waited_and_was_appended_to_has_every_sampled_token_among
     assert [{*kept} for kept in track.fields[KEPT_TOKENS]] == [{4, 5, 6}, {20, 21, 22}, {30, 31, 32}]
 
 
+def test_more_tokens_of_equal_probability_than_vllm_lists_are_a_failure_wherever_the_sampled_one_is() -> None:
+    from vllm.logprobs import FlatLogprobs
+    from vllm.outputs import CompletionOutput
+
+    how = sampling(**{**HOW, "top_k": 3})
+    for sampled in (4, 20):  # listed, and not
+        listed = FlatLogprobs()
+        tokens = [sampled, 4, 5, 6, 7, 8, 9]
+        listed.append_fast(tokens, [-1.0] * 7, itertools.count(), itertools.repeat(None))
+        track = VllmTrack(request_id="r", prompt_tokens=[1], sampling=how, seed=0, vocab_size=64)
+        with pytest.raises(EpisodeFailed, match="of equal probability"):
+            track.add(CompletionOutput(0, "", [sampled], None, listed))
+
+
 async def test_an_eval_beside_them_has_no_masks(there: World) -> None:
     prompt = prompts(1)[0]
     greedy, masked = await asyncio.gather(

@@ -81,7 +81,7 @@ class VllmTrack(Track):
             kept = [token for token, logprob in dict(listed).items() if logprob > -math.inf]
             if not self.sampling.returns_kept:
                 kept = []
-            elif len(kept) == self.num_listed < self.vocab_size:
+            elif self.num_listed <= len(kept) < self.vocab_size:
                 why = f"vLLM kept {len(kept)} tokens or more, of equal probability, and lists no more"
                 raise EpisodeFailed("engine", f"{why} with rollout.top_k = {self.sampling.top_k}")
             self.fields.setdefault(KEPT_TOKENS, []).append(kept)

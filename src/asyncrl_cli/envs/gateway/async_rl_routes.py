@@ -22,7 +22,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable
 from functools import partial
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, Literal
 
 from aiohttp import web
 from pydantic import BaseModel, Field
@@ -36,7 +36,6 @@ from asyncrl_cli.weights.buckets import Bucket, Spec
 from asyncrl_cli.weights.group import WeightGroup, specs_of
 from asyncrl_cli.weights.receivers import manifest_of, read_weights
 
-T = TypeVar("T")
 MOST_GROUPS = 8
 MOST_TENSORS = 200_000
 Name = Annotated[str, Field(max_length=256)]
@@ -142,7 +141,8 @@ class Updates:
                 self._groups.pop(name).close()  # its ranks no longer agree on what comes next
                 raise
             version = self._loads.held + 1 if asked.version is None else asked.version
-            await self._loads.prefetch(manifest_of(buckets, version), buckets)
+            manifest = await asyncio.to_thread(manifest_of, buckets, version)
+            await self._loads.prefetch(manifest, buckets)
             await self._loads.load(version, asked.interrupt)
 
     def close(self) -> None:
