@@ -100,9 +100,8 @@ def simulate_all(
     jobs: Sequence[SimulatedJob], window_groups: int, progress: Progress
 ) -> tuple[list[FinishedRun], list[Residual], Interrupted | None]:
     """The runs in the order of `jobs`, with their capacities, and how well the workload fits its references;
-    after an interrupt, the runs that had ended. `window_groups`: the longest W of all profiles.
-
-    Raises the error of a run that fails, or Interrupted if none had ended. All others are ended.
+    after an interrupt, the runs that had ended. `window_groups`: the longest W of all profiles. Raises the
+    error of a run that fails, or Interrupted if none had ended; all others are ended.
     """
     workload = jobs[0].workload
     rows = [workload.model_copy(update={"references": [reference]}) for reference in workload.references]

@@ -20,8 +20,7 @@ are 0, and they are forgotten slowly, so that one slow load does not end lending
 Worked example: 4 groups are missing, one ends every 5 s, own = lent, waking takes 6 s and a recall 2 s. The
 trainer would wait for 20 s. 14 s of them with twice the slots do the work of 28: 7 s are saved, and 2 s lost.
 
-A lent worker that fails is not started again. Its processes are ended before the trainer goes on; if they do
-not leave the device, the run stops.
+A lent worker that fails is not started again. Its processes leave the device before the trainer goes on.
 """
 
 from __future__ import annotations
@@ -122,8 +121,7 @@ class LentTasks(WorkerTasks):
         super().go_away(error, "a worker on the trainer's devices is not started again")
 
     async def tasks_ended(self, tasks: list[asyncio.Task[None]]) -> None:
-        who = f"{self.worker.name} (end)"
-        with self._run.changes.waiting(who, "its processes to leave the trainer's device"):
+        with self._run.changes.waiting(f"{self.worker.name} (end)", "its processes to leave the device"):
             await self.worker.end()
         self._gave_back()
         await super().tasks_ended(tasks)
