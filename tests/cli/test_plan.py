@@ -251,6 +251,7 @@ def test_train_refuses_what_a_plan_refuses(seven_billion, capsys, monkeypatch, t
     assert "75.3 GiB of a GPU, which has 16.0 GiB" in refusal
 
 
+@pytest.mark.slow
 def test_on_cpus_the_memory_of_many_workers_is_refused_and_that_of_many_slots_is_not(
     monkeypatch, tmp_path, capsys
 ):
