@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 def test_ranks_and_workers_sync_and_each_phase_has_its_figures() -> None:
     """The benchmark itself fails if a worker has other weights, or other logprobs, than the trainer."""
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    words = [*("--ranks", "2", "--workers", "1", "--encoding", "delta", *SMALLEST)]
+    words = ("--cells", "2x1", "--encoding", "delta", *SMALLEST)
     command = [sys.executable, str(BENCHMARKS / "weight_sync.py"), *words]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=500, env=environment, check=False)
     assert ended.returncode == 0, ended.stderr[-2000:]
