@@ -43,6 +43,15 @@ CALCULATOR = (
     "env.max_context_tokens=160",
 )
 """Episodes of several turns with tools."""
+DELTAS = (
+    "weights.encoding=delta",
+    "model.dtype=bfloat16",
+    "trainer.lr=2e-5",
+    "rollout.workers=2",
+    "weights.max_logprob_diff=0.05",
+    "async_training.trigger_parameter_sync_step=1",
+)
+"""Weights that travel as differences, to two workers of a node."""
 
 
 def trained_that_count(events):
@@ -102,11 +111,24 @@ def kill_while_a_group_with_calls_runs(process, run):
         kill(process, signal.SIGKILL if is_killed else signal.SIGCONT)
 
 
+def assert_each_start_sends_all_bytes_and_goes_on_with_differences(run):
+    loads = [event for event in lines(run / "events.jsonl") if event["event"] == "loaded"]
+    assert {event["worker"] for event in loads} == {"rollout-0", "rollout-1"}
+    assert all(event["logprob_abs_diff_median"] < 0.05 for event in loads)
+    sizes = [event["fetched_bytes"] for event in loads]
+    whole = sizes[0] or sizes[1]
+    assert all(size in (0, whole) or size < 0.2 * whole for size in sizes)
+    assert sizes.count(whole) >= 2, "at the start and after the resume"
+    assert sum(0 < size < 0.2 * whole for size in sizes) > 4
+    assert sizes.count(0) > 4, "of two workers of a node one fetches"
+
+
 def test_a_killed_run_goes_on_without_losing_or_repeating_a_group_and_interrupts_do_not_spoil_its_end(
     tmp_path,
 ):
     words = ("--profile", "partial-rollout", "--name", "killed", "--ui", "plain")
-    process = start(tmp_path, "train", *words, sets=(*SMALL, *CALCULATOR, "logging.wandb=offline"))
+    sets = (*SMALL, *CALCULATOR, *DELTAS, "logging.wandb=offline")
+    process = start(tmp_path, "train", *words, sets=sets)
     run = tmp_path / "runs" / "killed"
     wait_for_steps(process, run, 1)
     wait_for_checkpoint(process, run)
@@ -130,6 +152,7 @@ def test_a_killed_run_goes_on_without_losing_or_repeating_a_group_and_interrupts
     assert "Traceback" not in err
     assert "error" not in err
     assert err.count("shutting down") == 1
+    assert "disagrees with the trainer" not in err
 
     trained = trained_that_count(lines(run / "events.jsonl"))
     assert set(Counter(event["step"] for event in trained).values()) == {4}
@@ -137,6 +160,7 @@ def test_a_killed_run_goes_on_without_losing_or_repeating_a_group_and_interrupts
     assert len(trained) == 40
     assert [step["step"] for step in lines(run / "metrics.jsonl")] == list(range(1, 11))
     assert_calls_that_may_be_repeated_are_told(run)
+    assert_each_start_sends_all_bytes_and_goes_on_with_differences(run)
 
 
 def test_the_first_interrupt_checkpoints_and_the_death_of_the_raylet_is_what_the_resumed_run_ends_with(
