@@ -36,7 +36,7 @@ from tests.loop.proof.invariants import InvariantError, Invariants
 from tests.loop.proof.scenarios import Outcome, main, run
 from tests.marks import one_in
 
-NUM_SEEDS, CHUNK_SEEDS = 200, 2
+NUM_SEEDS, CHUNK_SEEDS = 100, 2
 MUTANT_SEEDS = (1563, 2344, 9799, 115, 75, 46, 20, 4, 8, 93, *range(400))
 """The first ones are known to notice what is rare. In the first, a worker dies in the last eval while no
 other one works on it; in the next two, while the only others with room hold older weights. When a change of

@@ -5,6 +5,7 @@ import json
 import os
 import signal
 import time
+import urllib.request
 from collections import Counter
 
 import psutil
@@ -36,8 +37,10 @@ SETS = (
     "rollout.max_response_tokens=128",
     "async_training.trigger_parameter_sync_step=1",
     "async_training.staleness_threshold=1",
+    "gateway.enabled=true",
 )
-"""Many loads, long responses, and always some of them running."""
+"""Many loads, long responses, and always some of them running; and a gateway, which a task with a reward does
+not need."""
 
 
 @pytest.mark.parametrize(
@@ -66,6 +69,8 @@ def test_a_killed_process_is_replaced_and_the_next_death_fails_the_run_after_a_c
     assert {host for _, host, _ in found} == {"127.0.0.1"}
     assert engine != "vllm" or pid_of(process, "rollout-0", victim) in {pid for pid, _, _ in found}
 
+    if engine == "transformers":
+        assert_the_gateway_answers(run)
     worker = kill_a_busy_worker(process, run, victim)
     wait_for(process, run, is_back)
     events = lines(run / "events.jsonl")
@@ -88,6 +93,18 @@ def test_a_killed_process_is_replaced_and_the_next_death_fails_the_run_after_a_c
     assert named(events, "lost")[0]["error"].rstrip(".") in err
     assert f"{worker} was restarted in" in err
     assert_all_is_trained_once_and_kept(run)
+
+
+def assert_the_gateway_answers(run):
+    address = run / "logs" / "attempt-1" / "rollout-0.gateway.json"
+    found = json.loads(address.read_text())
+    assert (address.stat().st_mode & 0o777, found["url"][:17]) == (0o600, "http://127.0.0.1:")
+    body = json.dumps({"prompt": [5, 6, 7], "max_tokens": 4, "return_token_ids": True}).encode()
+    headers = {"Authorization": f"Bearer {found['admin_key']}"}
+    request = urllib.request.Request(f"{found['url']}/v1/completions", body, headers)
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        (choice,) = json.load(answer)["choices"]
+    assert 1 <= len(choice["token_ids"]) == len(choice["weight_versions"]) <= 4
 
 
 def wait_for(process, run, found):
