@@ -130,12 +130,8 @@ def test_the_recipes_four_requests_by_curl_and_then_the_trainer_of_the_page_trai
     talk = {"messages": [{"role": "user", "content": "3é"}]}
     assert server.curl("/v1/chat/completions", talk)[0] == 400
     status, text = server.curl("/metrics")
-<<<<<<< ours
     assert (status, "asyncrl_version 8\n" in text) == (200, True)
-=======
-    assert (status, "asyncrl_version 7\n" in text) == (200, True)
-    the_trainer_of_the_page_trains(tmp_path, server, model_dir, 7)
->>>>>>> theirs
+    the_trainer_of_the_page_trains(tmp_path, server, model_dir, 8)
     server.process.send_signal(signal.SIGTERM)
     code, _, err = finish(server.process, 60)
     assert (code, "leaked" in err) == (0, False), err
@@ -190,11 +186,6 @@ def test_a_taken_port_an_open_token_file_and_a_missing_model_are_one_error_each(
     err = " ".join(capsys.readouterr().err.split())
     assert (code, "serve.token is refused: mode 0644" in err) == (4, True)
     (tmp_path / "serve.token").unlink()
-<<<<<<< ours
-    words = ("serve", "--model", "./nowhere", "--port", "0", "--set", "rollout.slots=4")
-    code, _, err = finish(start(tmp_path, *words, verbose=False))
-=======
-    code = asyncrl(["serve", "--model", "./nowhere", "--port", "0"])
+    code = asyncrl(["serve", "--model", "./nowhere", "--port", "0", "--set", "rollout.slots=4"])
     err = " ".join(capsys.readouterr().err.split())
->>>>>>> theirs
     assert (code, f"directory {tmp_path / 'nowhere'} does not exist" in err) == (3, True)
