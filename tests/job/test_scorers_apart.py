@@ -29,7 +29,7 @@ def test_all_scorers_score_what_the_trainer_then_trains_and_are_restarted_as_one
     from asyncrl_cli.job.ray.session import ray_session
 
     model_dir, judge = make_model(tmp_path / "model"), make_classifier(tmp_path / "judge")
-    profile = small_profile(placement={"tasks": TASKS, "ratios": (1, 2, 2, 1, 1, 1)})
+    profile = small_profile(placement={"tasks": TASKS, "ratios": (1, 2, 1, 1, 1, 1)})
     profile = profile.model_copy(
         update={
             "algorithm": AlgorithmSection(use_kl_loss=True, old_logprobs="recompute"),
@@ -38,7 +38,7 @@ def test_all_scorers_score_what_the_trainer_then_trains_and_are_restarted_as_one
         }
     )
     with ray_session(profile, cluster=nodes((2, 0), elastic_cpus=True)) as plan:
-        assert plan.scorers == {"ref": 2, "teacher": 2, "prox": 1, "reward": 1}
+        assert plan.scorers == {"ref": 2, "teacher": 1, "prox": 1, "reward": 1}
         asyncio.run(_score_and_train(plan, profile, model_dir, tmp_path))
 
 
