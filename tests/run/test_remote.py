@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import signal
+from collections.abc import Iterator
 
 import pytest
 
-from tests.engines.remote.server_world import serving
+from asyncrl_cli.cli.app import run as asyncrl
+from tests.engines.remote.server_world import Served, serving
 from tests.run.commands import (
     LONG,
     SMALL,
@@ -37,8 +39,14 @@ def remote_sets(tmp_path, *servers) -> tuple[str, ...]:
     )
 
 
-def test_a_run_outlives_the_kill_of_one_of_two_servers_and_trains_every_group_once(tmp_path):
-    key, run = tmp_path / "serve.token", tmp_path / "runs" / "far"
+@pytest.fixture(scope="module")
+def first(tmp_path_factory) -> Iterator[Served]:
+    with serving(tmp_path_factory.mktemp("servers") / "serve.token", MODEL, *SMALL, FLOAT) as server:
+        yield server
+
+
+def test_a_run_outlives_the_kill_of_one_of_two_servers_and_trains_every_group_once(tmp_path, first):
+    key, run = first.token_file, tmp_path / "runs" / "far"
 
     def back() -> list[dict]:
         """The versions that the second server's worker has loaded since it came back."""
@@ -47,7 +55,7 @@ def test_a_run_outlives_the_kill_of_one_of_two_servers_and_trains_every_group_on
         later = events[ends[0] :] if ends else []
         return [one for one in later if (one["event"], one.get("worker")) == ("loaded", "rollout-1")]
 
-    with serving(key, MODEL, *SMALL, FLOAT) as first, serving(key, MODEL, *SMALL, FLOAT) as second:
+    with serving(key, MODEL, *SMALL, FLOAT) as second:
         sets = (*LONG, *remote_sets(tmp_path, first, second), "rollout.max_restarts=2")
         process = start(tmp_path, "train", *WORDS, sets=sets)
         wait_for_steps(process, run, 5)
@@ -74,19 +82,22 @@ def test_a_run_outlives_the_kill_of_one_of_two_servers_and_trains_every_group_on
     assert not [text for text in texts if token in text]
 
 
-def test_what_a_server_lacks_is_one_error_before_anything_is_started(tmp_path):
-    with serving(tmp_path / "serve.token", MODEL, *SMALL, FLOAT) as server:
-        sets = (*SMALL, *remote_sets(tmp_path, server))
-        code, out, err = finish(start(tmp_path, "train", "--dry-run", *WORDS, sets=sets, verbose=False))
-        assert (code, f"rollout-0 generates at {server.url}" in out) == (0, True), err
-        more = (*sets, "rollout.slots=17")
-        code, _, err = finish(start(tmp_path, "train", *WORDS, sets=more, verbose=False))
-        text = " ".join(err.split())
-        assert (code, text.count("error:")) == (3, 1)
-        assert f"error: server {server.url}: rollout.slots is 16 there, and 17 here" in text
-        assert "hint: start the server with --set rollout.slots=17, or --set rollout.slots=16 here" in text
-        server.end()
-        code, _, err = finish(start(tmp_path, "train", *WORDS, sets=sets, verbose=False))
-    unreached = f"error: server {server.url}: cannot be reached: connection refused"
-    assert (code, unreached in " ".join(err.split())) == (3, True), err
+def test_what_a_server_lacks_is_one_error_before_anything_is_started(tmp_path, first, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    sets = [word for setting in (*SMALL, *remote_sets(tmp_path, first)) for word in ("--set", setting)]
+
+    def train(*words: str) -> tuple[int, str, str]:
+        code, printed = asyncrl(["train", *WORDS, *sets, *words]), capsys.readouterr()
+        return code, " ".join(printed.out.split()), " ".join(printed.err.split())
+
+    code, out, err = train("--dry-run")
+    assert (code, f"rollout-0 generates at {first.url}" in out) == (0, True), err
+    code, _, err = train("--set", "rollout.slots=17")
+    assert (code, err.count("error:")) == (3, 1)
+    assert f"error: server {first.url}: rollout.slots is 16 there, and 17 here" in err
+    assert "hint: start the server with --set rollout.slots=17, or --set rollout.slots=16 here" in err
+    first.end()
+    code, _, err = train()
+    unreached = f"error: server {first.url}: cannot be reached: connection refused"
+    assert (code, unreached in err) == (3, True), err
     assert not (tmp_path / "runs" / "far").exists()
