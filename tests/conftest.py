@@ -1,7 +1,7 @@
 """What every test has: one compute thread, no hub, no telemetry and a plain terminal. The user's ASYNCRL_*
 variables, settings of the terminal and ignored signals do not reach it.
 
-pytest runs two processes (pyproject.toml): the slowest files come first, so that neither is left alone with
+pytest runs several processes (pyproject.toml): the slowest files come first, so that none is left alone with
 one.
 """
 
@@ -45,6 +45,9 @@ os.environ["TERM"] = "xterm"
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
+FIRST = ("run", "benchmarks", "vllm", "remote", "job")
+"""The tests of these rooms start whole processes: few of them take long."""
+
 # How long it takes to draw or to run an example depends on the machine.
 hypothesis.settings.register_profile(
     "suite", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
@@ -84,6 +87,11 @@ def pytest_unconfigure() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Whole runs first, then the files with most of what is slow."""
+    """Files of rooms whose tests start whole processes, and in each room those with most of what is slow."""
     slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
-    items.sort(key=lambda item: (item.path.parent.name != "run", -slow[item.path]))
+
+    def place(item: pytest.Item) -> tuple[int, int]:
+        room = item.path.parent.name
+        return FIRST.index(room) if room in FIRST else len(FIRST), -slow[item.path]
+
+    items.sort(key=place)
