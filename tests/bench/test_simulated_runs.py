@@ -9,20 +9,25 @@ import subprocess
 import sys
 import time
 import tomllib
-from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import Future
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from asyncrl_cli.base.errors import AsyncrlError, ConfigError, Interrupted
-from asyncrl_cli.bench import comparison
+from asyncrl_cli.bench import comparison, simulated_runs
 from asyncrl_cli.bench.comparison import compare, remarks_of
 from asyncrl_cli.bench.contest import contest_of
+from asyncrl_cli.bench.results import FinishedRun
 from asyncrl_cli.bench.simulated_runs import SimulatedJob, simulate_all
 from asyncrl_cli.simulate.workload import Workload
-from asyncrl_cli.simulate.workload_files import profile_for, residuals
+from asyncrl_cli.simulate.workload_files import Residual, profile_for, residuals
 from tests.bench.quiet import Quiet
+from tests.bench.test_comparison import lines
 from tests.simulate.small_workload import COSTS
 
 PROFILE = {"placement": {"gpus": 4}, "trainer": {"ppo_mini_batch_size": 4}, "rollout": {"n": 4, "slots": 64}}
@@ -54,6 +59,9 @@ def job(
 
 
 COLOCATE = {"profile": "colocate", "parts_s": {"train": 0.5}}
+COLOCATE_FIT = Residual(
+    profile="colocate", part="window", measured_s=1.0, predicted_s=1.1, calibrated=True, evidence="measured"
+)
 
 
 @pytest.mark.slow
@@ -92,7 +100,7 @@ def test_an_interrupt_ends_all_runs_in_their_middle() -> None:
         raise KeyboardInterrupt
 
     jobs = [job(made, groups=400_000, seed=seed) for seed in (0, 1)]
-    with pytest.raises(Interrupted) as raised:
+    with pytest.raises(Interrupted, match="no run of colocate had ended") as raised:
         simulate_all(jobs, WINDOW_GROUPS, interrupt)
     assert raised.value.exit_code == 130
     assert set(multiprocessing.active_children()) <= set(others)
@@ -100,20 +108,75 @@ def test_an_interrupt_ends_all_runs_in_their_middle() -> None:
 
 @pytest.mark.slow
 def test_runs_that_had_ended_before_an_interrupt_are_kept() -> None:
-    made, reports = workload(), Counter[str]()
+    made, has_ended, groups_then = workload(), False, 0
     short, long = job(made), job(made, groups=400_000, seed=1)
 
     def interrupt(name: str, groups: int) -> None:
-        reports[name] = groups
-        if reports[short.name] == ENOUGH_GROUPS and groups > reports["then"] + 500 > 500:
+        """A while after the last report of `short`, whose result comes later."""
+        nonlocal has_ended, groups_then
+        if name == short.name:
+            has_ended = groups == ENOUGH_GROUPS
+        elif not has_ended:
+            groups_then = groups
+        elif groups > groups_then + 500:
             raise KeyboardInterrupt
-        reports["then"] = reports["then"] or (reports[short.name] == ENOUGH_GROUPS) * groups
 
     runs, fit, interrupted = simulate_all([long, short], WINDOW_GROUPS, interrupt)
     assert [(run.seed, run.lines[-1]["groups_trained"]) for run in runs] == [(0, ENOUGH_GROUPS)]
     assert runs[0].capacities is not None
     assert fit == []
     assert isinstance(interrupted, Interrupted)
+
+
+def interrupt_after(monkeypatch: pytest.MonkeyPatch, ended: Sequence[str]) -> None:
+    """`simulate_all` is interrupted when the runs of these profiles and the residuals of colocate have
+    ended."""
+
+    def submit(work: Any, what: Any) -> Future[Any]:
+        future = Future[Any]()
+        if work is residuals:
+            if what.references[0].profile == "colocate":
+                future.set_result([COLOCATE_FIT])
+        elif (profile := what.loaded.profile.name) in ended:
+            run = FinishedRun(profile=profile, seed=what.seed, lines=lines(64, step_s=1.0, tokens=10))
+            future.set_result((run, SimpleNamespace(capacities=lambda *_: None)))
+        return future
+
+    def wait(*_: Any, **options: Any) -> None:
+        raise Interrupted("interrupted")
+
+    pool = SimpleNamespace(submit=submit)
+    monkeypatch.setattr(simulated_runs, "simulators", lambda *_: nullcontext(pool))
+    monkeypatch.setattr(simulated_runs, "wait", wait)
+
+
+@pytest.mark.parametrize("ended", [["colocate"], ["colocate", "partial-rollout"]])
+def test_an_interrupted_comparison_is_of_what_had_ended_and_says_so(
+    ended: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    interrupt_after(monkeypatch, ended)
+    made = workload(COLOCATE, {"profile": "partial-rollout"})
+    contest = contest_of("colocate", ["partial-rollout"], groups=64, workload=made)
+    for profile in ("colocate", "partial-rollout"):
+        (tmp_path / "runs" / f"{profile}-s0").mkdir(parents=True)
+    compared = compare(contest, tmp_path, Quiet())
+    assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == [f"{name}-s0" for name in ended]
+    assert [result.profile for result in compared.results] == ended
+    assert compared.missing == (() if len(ended) == 2 else ("SIMULATED partial-rollout-s0",))
+    assert compared.remarks[-1:] == remarks_of(made, [COLOCATE_FIT])
+    assert isinstance(compared.error, Interrupted)
+    assert not compared.outlooks
+
+
+def test_an_interrupt_before_a_run_of_the_baseline_has_ended_compares_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    interrupt_after(monkeypatch, ["partial-rollout"])
+    contest = contest_of("colocate", ["partial-rollout"], groups=64, workload=workload())
+    (tmp_path / "runs").mkdir()
+    with pytest.raises(Interrupted, match="no run of colocate had ended"):
+        compare(contest, tmp_path, Quiet())
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.slow

@@ -64,15 +64,14 @@ def compare(contest: Contest, directory: Path, bars: Bars) -> Comparison:
     except BaseException:
         remove(runs_dir)
         raise
-    if interrupt is not None:
-        made_of = {(run.profile, run.seed) for run in runs}
-        missing = [job for job in jobs if (job.loaded.profile.name, job.seed) not in made_of]
-        for cut_off in filter(None, [job.directory for job in missing]):
-            remove(cut_off)
-        error: AsyncrlError | None = Interrupted("interrupted: simulated runs that had ended are compared")
-        return comparison_of(contest, runs, missing=tuple(job.name for job in missing), error=error)
     made, outlooks, scalings = comparison_of(contest, runs, remarks_of(workload, fit)), dict[str, str](), []
-    error = None
+    if interrupt is not None:
+        ended = {(run.profile, run.seed) for run in runs}
+        cut_off = [job for job in jobs if (job.loaded.profile.name, job.seed) not in ended]
+        for directory in filter(None, [job.directory for job in cut_off]):
+            remove(directory)
+        return replace(made, missing=tuple(job.name for job in cut_off), error=interrupt)
+    error: AsyncrlError | None = None
     try:
         with simulators(usable_cores()) as pool:
             for entry in contest.entries:

@@ -17,7 +17,8 @@ measured time, both per window.
 
     apart       ideal = max(generation, training)
     colocated   ideal = generation + training
-    lent        ideal = max(training, (1 - l) * generation + l * training), l: lent devices' share of rollout
+    lent        ideal = max(training, (1 - l) * generation + l * training), l: lent devices' share of rollout,
+                in simulated runs only
 
 Simulated runs know what work costs. Generation and training are the seconds that each phase would take alone,
 in full batches, for the very groups that are measured. The ideal leaves out weight syncs, the long tail of a

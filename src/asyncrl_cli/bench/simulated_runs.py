@@ -19,7 +19,7 @@ from contextlib import closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from multiprocessing.queues import SimpleQueue
 from pathlib import Path
-from typing import ClassVar, ParamSpec, TypeVar
+from typing import Any, ClassVar, ParamSpec, TypeVar
 
 from asyncrl_cli.base.child_process import end_with_parent
 from asyncrl_cli.base.errors import Interrupted
@@ -99,33 +99,39 @@ class SimulatedJob:
 def simulate_all(
     jobs: Sequence[SimulatedJob], window_groups: int, progress: Progress
 ) -> tuple[list[FinishedRun], list[Residual], Interrupted | None]:
-    """The runs in the order of `jobs`, with their capacities, and how well the workload fits its references;
-    after an interrupt, the runs that had ended. `window_groups`: the longest W of all profiles. Raises the
-    error of a run that fails, or Interrupted if none had ended; all others are ended.
+    """The runs in the order of `jobs`, of which the first is the baseline's, with their capacities, and how
+    well the workload fits its references; after an interrupt, what had ended of both. `window_groups`: the
+    longest W of all profiles. Raises the error of a run that fails, or Interrupted if no run of the baseline
+    had ended; all others are ended.
     """
-    workload = jobs[0].workload
+    workload, baseline = jobs[0].workload, jobs[0].loaded.profile.name
     rows = [workload.model_copy(update={"references": [reference]}) for reference in workload.references]
     reports: Reports = multiprocessing.get_context("spawn").SimpleQueue()
     running, fits = list[Future[tuple[FinishedRun, Costs]]](), list[Future[list[Residual]]]()
-    interrupt: Interrupted | None = None
+    interrupt = None
     try:
         with simulators(min(len(jobs) + len(rows), usable_cores()), reports) as pool:
             running += [pool.submit(_simulate, job) for job in jobs]
             fits += [pool.submit(residuals, row) for row in rows]
-            unfinished: set[Future[object]] = {*running, *fits}  # type: ignore[arg-type]
+            unfinished: set[Future[Any]] = {*running, *fits}
             while unfinished:
                 done, unfinished = wait(unfinished, timeout=POLL_S)
                 while not reports.empty():
                     progress(*reports.get())
                 for future in done:
                     future.result()  # raises the error of the first run that fails
-    except Interrupted as error:
-        interrupt = error
-    ended = [one for one in running if one.done() and not one.cancelled() and not one.exception()]
-    if interrupt is not None and not ended:
-        raise interrupt
-    fit = [] if interrupt else [residual for future in fits for residual in future.result()]
-    return with_capacities([one.result() for one in ended], window_groups), fit, interrupt
+    except Interrupted:
+        interrupt = Interrupted("interrupted: simulated runs that had ended are compared")
+    made = _results(running)
+    if interrupt is not None and not any(run.profile == baseline for run, _ in made):
+        raise Interrupted(f"interrupted: no run of {baseline} had ended")
+    fit = [residual for row in _results(fits) for residual in row]
+    return with_capacities(made, window_groups), fit, interrupt
+
+
+def _results(futures: Sequence[Future[T]]) -> list[T]:
+    """Of those that have one."""
+    return [one.result() for one in futures if one.done() and not one.cancelled() and not one.exception()]
 
 
 def with_capacities(made: Sequence[tuple[FinishedRun, Costs]], window_groups: int) -> list[FinishedRun]:

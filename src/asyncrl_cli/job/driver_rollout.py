@@ -39,7 +39,7 @@ from asyncrl_cli.contracts.weight_version import LoadReport, Published
 from asyncrl_cli.data.ray_store import received
 from asyncrl_cli.data.store import Store, Stored
 from asyncrl_cli.job.ray.calls import Limit, answer, shown_host, start_limit
-from asyncrl_cli.job.ray.endings import Began, end_processes
+from asyncrl_cli.job.ray.endings import ProcessStart, end_processes
 from asyncrl_cli.profile.schema import DIRECT_TRANSPORTS, Interrupt, Profile
 from asyncrl_cli.weights.versions import AT_ONCE_S, DRIVER_MARGIN_S, load_s
 from asyncrl_cli.weights.versions import TIMEOUT_KEY as WEIGHTS_KEY
@@ -160,7 +160,7 @@ class RayRolloutWorker:
         self._load = self._weights
         if profile.weights.transport in DIRECT_TRANSPORTS:  # one worker after the other
             self._load = Limit(load_s(weights_s, workers), WEIGHTS_KEY, weights_s)
-        self._node, self._host, self._processes = "", "", list[Began]()
+        self._node, self._host, self._processes = "", "", list[ProcessStart]()
         self._rank_zero: ActorHandle | None = None
         """The trainer's first actor, if it sends this worker weights directly."""
         self._parts = PartExchange(self.actor, self._answer, self._store)

@@ -45,7 +45,7 @@ from asyncrl_cli.envs import find_environment
 from asyncrl_cli.envs.slots import Slots, VersionGate
 from asyncrl_cli.envs.tool_environment import SUFFIX, CallLog, ToolEnvironment
 from asyncrl_cli.job.host_process import Refs, merging, no_collection_while_starting, set_up_process
-from asyncrl_cli.job.ray.endings import Began
+from asyncrl_cli.job.ray.endings import ProcessStart, starts_of
 from asyncrl_cli.job.ray.reaper import families
 from asyncrl_cli.job.rollout_weights import Loader, RayRankZero
 from asyncrl_cli.measure.meters import LongPoll, MeteredRewards, RolloutMeter
@@ -108,7 +108,7 @@ class RolloutHost:
     def __repr__(self) -> str:
         return self._name
 
-    async def start(self) -> tuple[str, str, list[Began]]:
+    async def start(self) -> tuple[str, str, list[ProcessStart]]:
         """Load the model and start the reward processes, side by side. May take minutes. Returns its node's
         id and address, and this process with its children, the engine's among them."""
         profile, place = self._profile, self._place
@@ -162,7 +162,7 @@ class RolloutHost:
             self._runner = await self._make_runner()
         logger.info("%s started: %s", self._name, place)
         node, address = ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address()
-        return node, address, [(one.pid, one.create_time()) for one in families([os.getpid()])]
+        return node, address, starts_of(families([os.getpid()]))
 
     async def _make_runner(self) -> GroupRunner:
         """What plays groups: with an agent against a gateway, with tools against the environments' processes,

@@ -226,8 +226,8 @@ def _notes(
         )
     if not decode_fit.tells_slope:
         notes.append(
-            "Its workers always had about as many sequences running (full slots, say): how a decode step's "
-            "time depends on their number is a guess, and so is what other slots would do."
+            "Its batch was always of about the same size (full slots, say), so the two costs of a decode "
+            "step cannot be told apart, and what other slots would do is a guess."
         )
     fits = {"generation": decode_fit, "training": train_fit}
     if sides := [name for name, fit in fits.items() if not fit.tells_interference]:

@@ -206,10 +206,10 @@ class Costs:
         prefill_s = (trajectories * prefilled + max(result_tokens, 0)) * decoding.prefill_s_per_token
         worker_s = (tokens * token_s + prefill_s) * self._slowdown(decoding, self.workers)
         each = [tokens / (worker_s * speed) for speed in self.speeds]
-        own = each[: self.workers]
+        rollout_tokens_per_s = sum(each[: self.workers])
         return Capacities(
-            rollout_tokens_per_s=sum(own),
-            lent_share=1 - sum(own) / sum(each),
+            rollout_tokens_per_s=rollout_tokens_per_s,
+            lent_share=1 - rollout_tokens_per_s / sum(each),
             trainer_tokens_per_s=tokens / max(done.seconds, 1e-9),
             colocated=self._is_colocated,
         )

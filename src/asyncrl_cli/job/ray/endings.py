@@ -4,25 +4,39 @@ vLLM's end themselves when the actor has, and hold their device until then."""
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from pathlib import Path
 
 import psutil
 
 from asyncrl_cli.base.errors import ExecutorFailed
 from asyncrl_cli.job.ray.reaper import living
 
-Began = tuple[int, float]
-"""A process: its id, and when it began, because ids are used again."""
+ProcessStart = tuple[int, int]
+"""A process: its id, and when it began, because ids are used again. In clock ticks since its node booted: a
+step of the node's clock would change the time of day at which it began."""
 LOOK_EVERY_S = 0.1
 
 
-def end_processes(processes: Sequence[Began], timeout_s: float) -> None:
+def starts_of(processes: Iterable[psutil.Process]) -> list[ProcessStart]:
+    """Those of them that still exist."""
+    found = []
+    for pid in (process.pid for process in processes):
+        with suppress(FileNotFoundError, ProcessLookupError):
+            stat = Path(f"/proc/{pid}/stat").read_bytes()
+            # `starttime`, field 22 of proc_pid_stat(5); field 2, a name in brackets, may hold any characters
+            found.append((pid, int(stat.rpartition(b")")[2].split()[19])))
+    return found
+
+
+def end_processes(processes: Sequence[ProcessStart], timeout_s: float) -> None:
     """Kill these processes, and wait until they have gone. Raises ExecutorFailed after `timeout_s`."""
     left, until_s = set[psutil.Process](), time.monotonic() + timeout_s
-    for pid, began_s in processes:
+    for start in processes:
         with suppress(psutil.NoSuchProcess):
-            if (process := psutil.Process(pid)).create_time() == began_s:
+            process = psutil.Process(start[0])
+            if starts_of([process]) == [start]:
                 left.add(process)
                 process.kill()
     while left := living(left):
