@@ -12,12 +12,14 @@ import pytest
 from asyncrl_cli.base.errors import ConfigError
 from asyncrl_cli.contracts.events import Observer, StepRecord
 from asyncrl_cli.measure.states import Span, State
-from asyncrl_cli.plan.job_plan import ROLLOUT
+from asyncrl_cli.plan.compiler import compile_job
+from asyncrl_cli.plan.job_plan import ROLLOUT, TRAINER
+from asyncrl_cli.profile.loaded import load
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.simulate.costs import Costs, Spent
 from asyncrl_cli.simulate.workload import Workload
 from asyncrl_cli.simulate.workload_files import WINDOW, profile_for, residuals, window_parts
-from asyncrl_cli.simulate.world import simulate
+from asyncrl_cli.simulate.world import simulate, virtual_cluster
 from tests.job.test_memory_vllm import planned
 from tests.llama import LLAMA_7B
 
@@ -380,3 +382,12 @@ def test_evals_take_workers_time_if_they_are_asked_for() -> None:
     longer_s, eval_s = windows_s("eval.every_versions=1", "eval.prompts=40")
     assert eval_s > 0
     assert longer_s > window_s + 0.5
+
+
+def test_a_run_on_cpus_that_numbers_only_its_rollout_workers_can_be_simulated():
+    profile = load("base", ["run.train_steps=4", "rollout.workers=2"]).profile
+    job = compile_job(profile, virtual_cluster(profile))
+    assert (job.device, [(role.role, role.workers) for role in job.roles]) == (
+        "cpu",
+        [(TRAINER, 1), (ROLLOUT, 2)],
+    )

@@ -26,7 +26,7 @@ from asyncrl_cli.observe.metrics import StepMetrics
 from asyncrl_cli.observe.run_lines import Line
 from asyncrl_cli.plan.cluster import ClusterResources, NodeResources
 from asyncrl_cli.plan.compiler import asked_gpus, compile_job
-from asyncrl_cli.profile.arithmetic import LoopSettings, Schedule
+from asyncrl_cli.profile.arithmetic import LoopSettings, Schedule, asked_ranks
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.simulate.costs import Costs
 from asyncrl_cli.simulate.simulated_trainer import SharedMachine, SimulatedScorer, SimulatedTrainer
@@ -126,8 +126,12 @@ def simulate(
 
 def virtual_cluster(profile: Profile) -> ClusterResources:
     """One node with all resources that the profile's placement needs, so that a simulated job is never short
-    of any."""
-    gpus = 0 if profile.placement.device == "cpu" else asked_gpus(profile)
+    of any. On CPUs by `placement.device`, or if it is "auto" and only the rollout workers have a number:
+    with GPUs the trainer would have none."""
+    placement = profile.placement
+    has_trainer = placement.colocate or placement.gpus or placement.ratios or asked_ranks(profile)
+    on_cpus = placement.device == "cpu" or (placement.device == "auto" and not has_trainer)
+    gpus = 0 if on_cpus else asked_gpus(profile)
     return ClusterResources(nodes=(NodeResources(name="simulated", cpus=1, gpus=gpus),), elastic_cpus=True)
 
 
