@@ -21,6 +21,8 @@ import typer.main
 for name, value in {
     "OMP_NUM_THREADS": "1",
     "RAY_USAGE_STATS_ENABLED": "0",
+    # a call without a session is a mistake: Ray would start one that nobody ends
+    "RAY_ENABLE_AUTO_CONNECT": "0",
     "HF_HUB_OFFLINE": "1",
     "TOKENIZERS_PARALLELISM": "false",
     "WANDB_SILENT": "true",

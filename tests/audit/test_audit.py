@@ -290,7 +290,7 @@ def test_a_fault_of_the_code_is_noticed(fault, claim, tmp_path, monkeypatch):
 
 def test_a_replay_exits_as_its_last_eval_ends(tmp_path, monkeypatch, capsys):
     class Made:
-        steps = "steps 7-12 of 12, from step-000006"
+        steps, failure, equality = "steps 7-12 of 12, from step-000006", "", "1 of 1 versions"
         run_dir, changes, trains_differently, equal, different = tmp_path, {}, False, [0], []
         loaded = SimpleNamespace(profile=SimpleNamespace(eval=SimpleNamespace(prompts=4)), warnings=())
         run = to_json = lambda self, *progress, **given: {}

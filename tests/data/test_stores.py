@@ -33,6 +33,7 @@ from asyncrl_cli.data.sample_fields import FIELDS, Field, Schema
 from asyncrl_cli.data.store import Store, Stored
 from asyncrl_cli.data.trajectories import Trajectory, segment_of, trajectory_of
 from asyncrl_cli.data.transferqueue_store import TransferQueueStore
+from asyncrl_cli.job.ray.local_ray import ray_variables
 from asyncrl_cli.profile.rollout_sections import DataPlaneSection
 from tests.data.test_trajectories import PLUGGED, drawn
 
@@ -62,9 +63,11 @@ def store(make_store: MakeStore) -> Iterator[Store]:
 
 @pytest.fixture(scope="module")
 def ray_session() -> Iterator[None]:
-    ray.init(num_cpus=1, include_dashboard=False, logging_level="error", log_to_driver=False)
-    yield
-    ray.shutdown()
+    """Without a token: that of an earlier session in this process would be refused."""
+    with ray_variables(RAY_AUTH_MODE="disabled", RAY_AUTH_TOKEN_PATH=None, RAY_AUTH_TOKEN=None):
+        ray.init(num_cpus=1, include_dashboard=False, logging_level="error", log_to_driver=False)
+        yield
+        ray.shutdown()
 
 
 def pid_of(actor: Any) -> int:

@@ -10,9 +10,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from benchmarks.local_store import LocalStore
 
 from asyncrl_cli.contracts.prompt_group import PartKey, PartRequest, PartResult
-from asyncrl_cli.data.ray_store import RayStore
 from asyncrl_cli.envs.group_runner import GroupRunner, PartDesk
 from asyncrl_cli.job.rollout_host import RolloutHost
 from asyncrl_cli.measure.meters import LongPoll, RolloutMeter
@@ -31,7 +31,7 @@ class Host(RolloutHost):
     def __init__(self, runner: GroupRunner) -> None:
         self.forgot = 0
         self._profile, self._place = Profile(), ProcessPlace(model_dir="", is_lent=True)
-        self._runner, self._engine, self._store = runner, runner.means.engine, RayStore()
+        self._runner, self._engine, self._store = runner, runner.means.engine, LocalStore()
         self._partial, self._waiting, self._recalled, self._num_given = {}, {}, set(), 0
         self._changes = LongPoll()
         self._meter = RolloutMeter("rollout-1", 8, time.monotonic, self._changes.note)
@@ -96,7 +96,7 @@ async def test_a_part_that_has_not_begun_keeps_what_it_was_given(model_dir: Path
         def get(stored: Any) -> Any:
             asked.call_soon_threadsafe(fetching.set)
             time.sleep(0.2)
-            return RayStore().get(stored)
+            return LocalStore().get(stored)
 
         host._store = SimpleNamespace(get=get, put=host._store.put)  # type: ignore[assignment]
         again = PartRequest(

@@ -286,8 +286,8 @@ def load_without_drain(worker, version, interrupt, original=SimulatedWorker.load
 
 
 @mistake("an executor loses time", StateClock, "report", "time")
-def clock_that_loses_time(clock, slot_intervals=(), original=StateClock.report):
-    report = original(clock, slot_intervals)
+def clock_that_loses_time(clock, *parts, original=StateClock.report):
+    report = original(clock, *parts)
     lost_s = {state: max(0.0, seconds - 1e-3) for state, seconds in report.state_s.items()}
     return replace(report, state_s=lost_s)
 
