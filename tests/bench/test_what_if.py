@@ -169,12 +169,15 @@ def test_a_scale_is_at_least_two_numbers_and_a_chart_a_new_page(tmp_path: Path, 
     for words, message in (
         (["--scale", "32"], "--scale 32 is no list of at least two numbers of GPUs"),
         (["--scale", "32,x"], "--scale 32,x is no list"),
-        (["--scale", "32,64", "--out", "a.toml"], "a chart's file ends in .html"),
-        (["--what-if", "--out", "a.toml"], "--what-if recommends nothing that --out could write"),
+        (["--scale", "32,64", "--out", "a.toml"], "a.toml: the file has to end in .html"),
+        (["--what-if", "--out", "a.toml"], "--out has no effect with --what-if"),
+        (["--what-if", "--scale", "32,64"], "--what-if has no effect with --scale"),
+        (["--scale", "32,64", "--gpus", "8"], "--gpus has no effect with --scale"),
         (["--scale", "32,64", "--out", str(page)], "is not overwritten"),
+        (["--scale", "32,64", "--out", str(tmp_path / "none/x.html")], "there is no directory"),
         (["--scale", "32,64"], "runs on CPUs"),
     ):
-        assert run(["tune", "laptop-tiny", *words]) == (4 if str(page) in words else 2)
+        assert run(["tune", "laptop-tiny", *words]) == (4 if str(tmp_path) in words[-1] else 2)
         assert message in " ".join(capsys.readouterr().err.split())
     assert page.read_text(encoding="utf-8") == "mine"
 

@@ -41,7 +41,17 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.mark.parametrize(
-    "number", [errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EIO, errno.EFBIG, errno.EPERM]
+    "number",
+    [
+        errno.ENOSPC,
+        errno.EDQUOT,
+        errno.EROFS,
+        errno.EACCES,
+        errno.EIO,
+        errno.EFBIG,
+        errno.EPERM,
+        errno.ENOENT,
+    ],
 )
 def test_each_refusal_of_the_system_is_told_with_path_reason_and_way_out(number: int, tmp_path: Path) -> None:
     with pytest.raises(StorageError) as told, as_storage_errors(), naming(tmp_path / "metrics.jsonl"):

@@ -11,7 +11,9 @@ from types import SimpleNamespace
 import pytest
 
 from asyncrl_cli.cli.app import run
+from asyncrl_cli.job.driver_run import Run
 from asyncrl_cli.plan import cluster, machine, memory_fit
+from asyncrl_cli.profile.loaded import load
 from tests.llama import LLAMA_7B
 
 pytestmark = pytest.mark.usefixtures("quick_task")
@@ -236,7 +238,7 @@ def test_what_cannot_fit_on_any_account_is_refused_after_the_plan_with_sets_that
     assert run([*arguments, *hinted(said.err)]) == 0
 
 
-def test_train_refuses_what_a_plan_refuses(seven_billion, capsys, monkeypatch, tmp_path):
+def test_train_and_resume_refuse_what_a_plan_refuses(seven_billion, capsys, monkeypatch, tmp_path):
     two_gpus = cluster.ClusterResources(
         nodes=(cluster.NodeResources(name="local", cpus=8, gpus=2),), elastic_cpus=True
     )
@@ -249,6 +251,11 @@ def test_train_refuses_what_a_plan_refuses(seven_billion, capsys, monkeypatch, t
     assert run(command) == 3
     assert capsys.readouterr().err == refusal
     assert "75.3 GiB of a GPU, which has 16.0 GiB" in refusal
+    loaded = load("base", [seven_billion, "trainer.lr=1e-6"])
+    resumed = Run(loaded.profile, loaded.origins)
+    monkeypatch.setattr(Run, "resume", lambda *given, **named: resumed)
+    assert run(["resume", "first"]) == 3
+    assert capsys.readouterr().err == refusal
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ import pytest
 import typer
 
 from asyncrl_cli.base.paths import ADDRESS_VARIABLE
-from asyncrl_cli.checkpoint.run_directory import RunDirectory
+from asyncrl_cli.checkpoint.run_directory import REPLAY, RunDirectory
 from asyncrl_cli.cli.app import run
 from asyncrl_cli.cli.console import run_to_its_end
 from asyncrl_cli.job.driver_loop import RunResult
@@ -94,10 +94,18 @@ def test_a_killed_run_in_depth_says_its_last_error_and_the_resume_line(runs_dir,
     assert f"next: asyncrl resume stopped --runs-dir {runs_dir}" in capsys.readouterr().out
 
 
+def test_a_replay_that_failed_has_nothing_to_resume(runs_dir):
+    (runs_dir / "failed" / "checkpoints" / "step-000008").mkdir()
+    for name, verb in (("events.jsonl", "resume"), (REPLAY, "report")):
+        (runs_dir / "failed" / name).write_text("{}", encoding="utf-8")
+        assert next_command(runs_dir / "failed", "failed").startswith(f"asyncrl {verb} failed")
+
+
 def test_the_only_run_may_have_only_just_started(tmp_path, capsys):
     young = RunDirectory.create(tmp_path, "young", profile_toml="", resolved={})
     assert run(["status", "--runs-dir", str(tmp_path)]) == 0
-    assert capsys.readouterr().out == "run 'young' is starting; its log: asyncrl logs young\n"
+    log = f"`asyncrl logs young --runs-dir {tmp_path}`"
+    assert capsys.readouterr().out == f"run 'young' is starting; its log: {log}\n"
     young.close()
 
 

@@ -117,7 +117,7 @@ def test_a_run_that_starts_is_not_one_that_ended_while_it_started(tmp_path):
     with pytest.raises(RefusedError, match="run 'young' ended while it started") as ended:
         read_status("young", tmp_path)
     assert not isinstance(ended.value, StillStarting)
-    assert ended.value.hint == "its log: asyncrl logs young"
+    assert ended.value.hint == f"its log: `asyncrl logs young --runs-dir {tmp_path}`"
 
 
 def test_a_run_that_starts_is_said_to_and_then_shown(tmp_path, facts):

@@ -68,7 +68,7 @@ def logprob_claims(
     if truncates and not has_masks:
         claim.what += "; of the untruncated distribution, as rollout.sampling_mask = false has it"
     if not check_all and len(chosen) < total:
-        more = f"{len(chosen)} of {total} trajectories: --all checks every one"
+        more = f"{total - len(chosen)} of {total} trajectories: --all checks them, too"
         claim.unchecked = f"{more}; {claim.unchecked}" if claim.unchecked else more
     yield claim
 
@@ -77,10 +77,11 @@ def _opened(path: Path, section: dict[str, Any], replays: bool) -> tuple[Any, An
     """The model, and what replays the choice of experts in it. (An engine records it by the same code; what
     that got wrong would show as a difference of logprobs.)"""
     import torch
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, logging
 
     from asyncrl_cli.models.experts import Routing
 
+    logging.disable_progress_bar()
     dtype, trust = getattr(torch, section["dtype"]), bool(section.get("trust_remote_code"))
     model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, trust_remote_code=trust).eval()
     return model, Routing(model) if replays else None

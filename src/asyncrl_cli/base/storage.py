@@ -81,6 +81,7 @@ def storage_error(error: OSError) -> StorageError:
     path = error.filename2 or error.filename
     if not isinstance(path, str):  # not every OSError is about a file
         return StorageError(f"the operating system returned an error: {why}", hint=hint)
+    hint = hint or "check the path, or use another one"
     verb = "written" if error.errno in WRITTEN else "written or read"
     verb, space = "opened" if isinstance(error, FileNotFoundError) else verb, ""
     existing = next((parent for parent in (Path(path), *Path(path).parents) if parent.exists()), None)

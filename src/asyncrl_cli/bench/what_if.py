@@ -18,6 +18,7 @@ from concurrent.futures import Executor
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from decimal import Decimal
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -157,16 +158,21 @@ def effects(
     sets: Sequence[str],
     changes: Sequence[Change],
     draws: int = DRAWS,
+    progress: Callable[[int, int], object] = lambda done, total: None,
 ) -> list[Effect]:
-    """What each change does; first, the setting as it is. Raises AsyncrlError if that cannot be
-    simulated."""
+    """What each change does; first, the setting as it is. `progress(runs simulated, all runs)`. Raises
+    AsyncrlError if the setting itself cannot be simulated."""
     tried = [Change(label=UNCHANGED), *changes]
     jobs = [
         Job(workload=workload, reference=reference, sets=(*sets, *one.sets), factors=one.factors, draw=draw)
         for one in tried
         for draw in range(draws)
     ]
-    found = list(pool.map(simulated, jobs))
+    found = []
+    progress(0, len(jobs))
+    for outcome in pool.map(simulated, jobs):
+        found.append(outcome)
+        progress(len(found), len(jobs))
     runs = [found[index * draws : (index + 1) * draws] for index in range(len(tried))]
     base = [run for run in runs[0] if not isinstance(run, str)]
     if len(base) < draws:
@@ -317,9 +323,9 @@ def what_if(asked: TuneRequest, progress: Callable[..., None], default_profile: 
         sets = resized(workload, profile, sets, asked.gpus)
         profile = profile_for(workload, reference, sets, groups=1).profile
     tried = [*resources(workload, profile), *changes(workload, profile)]
-    progress(f"SIMULATED: {DRAWS} draws of {len(tried)} changes")
+    stage = f"SIMULATED: {DRAWS} draws of {len(tried)} changes"
     with simulators(usable_cores()) as pool:
-        found = effects(pool, workload, reference, sets, tried)
+        found = effects(pool, workload, reference, sets, tried, progress=partial(progress, stage))
     setting = Setting.of(profile, compile_job(profile, virtual_cluster(profile)))
     return WhatIf(workload=workload, profile=reference, setting=setting, effects=found)
 
@@ -393,11 +399,11 @@ def scalings(
         for reference in profiles:
             profile = profile_for(workload, reference, asked.sets, groups=1).profile
             if not profile.placement.gpus:
-                raise ConfigError(
-                    f"{workload.name} runs on CPUs: it cannot be scaled to other numbers of GPUs"
-                )
-            progress(f"SIMULATED: {profile.name} on {gpus[0]} to {gpus[-1]} GPUs")
-            found.append(_scaling(pool, workload, reference, asked.sets, profile, gpus))
+                what = f"{workload.name} runs on CPUs: it cannot be scaled to other numbers of GPUs"
+                raise ConfigError(what, hint="--what-if shows what other numbers of processes do")
+            stage = f"SIMULATED: {profile.name} on {gpus[0]} to {gpus[-1]} GPUs"
+            given = pool, workload, reference, asked.sets, profile, gpus
+            found.append(_scaling(*given, progress=partial(progress, stage)))
     return found
 
 
@@ -409,10 +415,11 @@ def _scaling(
     profile: Profile,
     gpus: Sequence[int],
     draws: int = DRAWS,
+    progress: Callable[[int, int], object] = lambda done, total: None,
 ) -> Scaling:
     first, *others = [resized(workload, profile, sets, count) for count in gpus]
     tried = [Change(label=f"{count} GPUs", sets=one) for count, one in zip(gpus[1:], others, strict=True)]
-    found = effects(pool, workload, reference, first, tried, draws)
+    found = effects(pool, workload, reference, first, tried, draws, progress)
     return Scaling(profile=profile.name, gpus=gpus, effects=found)
 
 

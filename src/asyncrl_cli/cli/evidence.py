@@ -72,7 +72,8 @@ def audit(
             )
             warn(f"{claim.name} fails: {'; '.join(claim.wrong)}{more}")
         elif claim.unchecked:
-            say(f"{claim.name}: not checked: {claim.unchecked}")
+            how_far = "not all" if claim.cases else "not"
+            say(f"{claim.name}: {how_far} checked: {claim.unchecked}")
     verdicts = Counter(claim.verdict for claim in claims)
     found = [f"{verdicts['holds']} claims hold"] + [f"{verdicts['fails']} fail"] * bool(verdicts["fails"])
     found += [f"{verdicts['not checked']} not checked"] * bool(verdicts["not checked"])

@@ -204,6 +204,8 @@ def resume(
     from asyncrl_cli.checkpoint.lookup import resolve
     from asyncrl_cli.job.driver_run import Run
     from asyncrl_cli.job.ray.session import is_job_server
+    from asyncrl_cli.plan.remedies import refuse_what_cannot_fit
+    from asyncrl_cli.profile.loaded import Loaded
 
     if address is not None and is_job_server(address):
         from asyncrl_cli.job.submit.job_server import Job, JobServer
@@ -216,4 +218,6 @@ def resume(
         run = resolve(target, runs_dir).resolve().parent.parent
         return _detach(["resume", target, *set_words(sets)], run.name, run.parent, address, as_json=as_json)
     resumed = Run.resume(target, runs_dir=runs_dir, sets=sets or (), ui=ui, address=address)
+    if address is None:
+        refuse_what_cannot_fit(Loaded(profile=resumed.profile, origins=resumed.origins))
     run_to_its_end(resumed, as_json=as_json)

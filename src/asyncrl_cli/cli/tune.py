@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator
-from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -25,6 +24,7 @@ from asyncrl_cli.cli.options import (
     text_option,
     workload_names,
 )
+from asyncrl_cli.cli.tune_answers import answer, check_new
 
 if TYPE_CHECKING:
     from asyncrl_cli.bench.recommendation import TuneRequest, TuneResult
@@ -99,12 +99,10 @@ def tune(
         reference=reference, runs_dir=runs_dir, profile=profile, sets=given, gpus=gpus, bound=max_staleness
     )
     if what_if or scale is not None:
-        from asyncrl_cli.cli.tune_answers import answer
-
-        answer(asked, scale, out, as_json=as_json)
+        answer(asked, scale, out, what_if=what_if, as_json=as_json)
         return
     if out is not None:
-        _check_new(out)  # now: a search would be wasted
+        check_new(out, ".toml")  # now: a search would be wasted
     with ProgressLine("auto", stderr()) as progress:
         tuned = search(asked, progress)
     for setting, reason in tuned.found.failed.items():
@@ -219,21 +217,6 @@ def remarks(tuned: TuneResult) -> Iterator[str]:
             yield f"do not trust what follows from {one.part}: {off}"
 
 
-def _check_new(path: Path) -> None:
-    """Raises ConfigError or RefusedError unless `path` can be written."""
-    from asyncrl_cli.base.errors import ConfigError, RefusedError
-
-    if path.suffix != ".toml":
-        hint = f"--out {path.with_suffix('.toml')}"
-        raise ConfigError(f"--out {path}: a profile's file ends in .toml", hint=hint)
-    if path.exists():
-        others = (path.with_name(f"{path.stem}-{number}{path.suffix}") for number in count(2))
-        free = next(other for other in others if not other.exists())
-        raise RefusedError(f"{path} exists and is not overwritten", hint=f"--out {free}")
-    if not path.parent.is_dir():
-        raise RefusedError(f"there is no directory {path.parent}", hint=f"--out {path.name}")
-
-
 def _write_profile(tuned: TuneResult, asked: TuneRequest, path: Path) -> None:
     """Write the recommended setting as a profile that extends the one that was tuned.
 
@@ -244,7 +227,7 @@ def _write_profile(tuned: TuneResult, asked: TuneRequest, path: Path) -> None:
     from asyncrl_cli.profile.loaded import set_layer
     from asyncrl_cli.profile.toml_files import is_file_reference, locate, toml_key, toml_value
 
-    _check_new(path)
+    check_new(path, ".toml")
     best, name = tuned.found.best, tuned.workload.name
     options = {"--profile": asked.profile, "--gpus": asked.gpus, "--max-staleness": asked.bound}
     options["--runs-dir"] = None if asked.runs_dir == RUNS_DIR else str(asked.runs_dir)

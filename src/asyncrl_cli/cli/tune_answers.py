@@ -3,6 +3,7 @@ speed grows with GPUs; printed, all SIMULATED, and drawn as a page."""
 
 from __future__ import annotations
 
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,27 +26,27 @@ MODES = (
 LEAST_CHANGE = 0.005
 
 
-def answer(asked: TuneRequest, scale: str | None, out: Path | None, *, as_json: bool) -> None:
-    """Answer `--scale`, or `--what-if` without it."""
+def answer(asked: TuneRequest, scale: str | None, out: Path | None, *, what_if: bool, as_json: bool) -> None:
+    """Answer `--scale` or `--what-if`. Raises ConfigError for an option that has no effect then."""
     from asyncrl_cli.bench.recommendation import DEFAULT_PROFILE
-    from asyncrl_cli.bench.what_if import scalings, what_if
+    from asyncrl_cli.bench.what_if import scalings
+    from asyncrl_cli.bench.what_if import what_if as simulate_changes
     from asyncrl_cli.observe.screen import ProgressLine
 
+    mine = "--what-if" if scale is None else "--scale"
+    unused: dict[str, object] = {"--max-staleness": asked.bound, "--out": out}
+    if scale is not None:
+        unused = {"--max-staleness": asked.bound, "--gpus": asked.gpus, "--what-if": what_if or None}
+    for flag in (flag for flag, value in unused.items() if value is not None):
+        raise ConfigError(f"{flag} has no effect with {mine}", hint=f"leave out {flag} or {mine}")
     if scale is None:
-        if out is not None:
-            what = "--what-if recommends nothing that --out could write"
-            raise ConfigError(what, hint="leave --out away, or --what-if")
         with ProgressLine("auto", stderr()) as progress:
-            found = what_if(asked, progress, DEFAULT_PROFILE)
+            found = simulate_changes(asked, progress, DEFAULT_PROFILE)
         print_json(found.to_json()) if as_json else _print_effects(found)
         return
     gpus = _numbers(scale)
-    if out is not None and out.suffix != ".html":
-        raise ConfigError(
-            f"--out {out}: a chart's file ends in .html", hint=f"--out {out.with_suffix('.html')}"
-        )
-    if out is not None and out.exists():
-        raise RefusedError(f"{out} exists and is not overwritten", hint="--out another.html")
+    if out is not None:
+        check_new(out, ".html")
     profiles = [asked.profile] if asked.profile else MODES
     with ProgressLine("auto", stderr()) as progress:
         scaled = scalings(asked, profiles, gpus, progress)
@@ -58,6 +59,19 @@ def answer(asked: TuneRequest, scale: str | None, out: Path | None, *, as_json: 
         print_json({"simulated": True, "scalings": [one.to_json() for one in scaled]})
     else:
         _print_scalings(asked.reference, scaled)
+
+
+def check_new(path: Path, suffix: str) -> None:
+    """Raises ConfigError or RefusedError unless `path` can be written, with that suffix."""
+    if path.suffix != suffix:
+        hint = f"--out {path.with_suffix(suffix)}"
+        raise ConfigError(f"--out {path}: the file has to end in {suffix}", hint=hint)
+    if path.exists():
+        others = (path.with_name(f"{path.stem}-{number}{suffix}") for number in count(2))
+        free = next(other for other in others if not other.exists())
+        raise RefusedError(f"{path} exists and is not overwritten", hint=f"--out {free}")
+    if not path.parent.is_dir():
+        raise RefusedError(f"there is no directory {path.parent}", hint=f"--out {path.name}")
 
 
 def _numbers(scale: str) -> list[int]:

@@ -22,6 +22,7 @@ from asyncrl_cli.checkpoint.reader import checkpoints_in
 from asyncrl_cli.checkpoint.run_directory import REPLAY, never_began
 from asyncrl_cli.contracts.events import ENDED
 from asyncrl_cli.contracts.status import Status, parse_status
+from asyncrl_cli.observe.format import duration
 
 MAX_STATUS_BYTES = 16 * MIB
 SILENT_AFTER_S = 15.0
@@ -56,15 +57,15 @@ class RunStatus:
         """A warning to show beside the status; empty if there is none."""
         if self.liveness == "dead" and never_began(self.directory):
             again = f"`asyncrl train --name {self.name}` replaces it"
-            return f"killed {self.age_s:.0f} s ago while it started: nothing was trained, {again}"
+            return f"killed {duration(self.age_s)} ago while it started: nothing was trained, {again}"
         if self.liveness == "dead":
             again = f"continue it with `asyncrl resume {as_typed(self.directory)}`"
-            return f"not running any more: it was killed {self.age_s:.0f} s ago; {again}"
+            return f"not running any more: it was killed {duration(self.age_s)} ago; {again}"
         if self.is_resuming:
             return "a driver is resuming or ending the run; this is the last status that was written"
         if self.liveness == "silent":
             writer = f"pid {self.status.pid} on {self.status.host}"
-            return f"silent for {self.age_s:.0f} s: {writer} writes no status"
+            return f"silent for {duration(self.age_s)}: {writer} writes no status"
         return ""
 
     @property
@@ -143,7 +144,7 @@ def read_status(run: str, runs_dir: Path) -> RunStatus:
     directory = find_run(run, runs_dir)
     # Before its status is read: a driver that ends writes its last one, then lets go.
     is_held = is_locked(directory)
-    path, log = directory / "status.json", f"asyncrl logs {directory.name}"
+    path, log = directory / "status.json", f"`asyncrl logs {as_typed(directory)}`"
     try:
         status = parse_status(read_bytes(path, max_bytes=MAX_STATUS_BYTES))
     except FileNotFoundError:
@@ -179,6 +180,8 @@ def next_command(directory: Path, state: str) -> str:
     """The next command for this run, as it is typed here. A job server has no `report`, but its files may be
     shared."""
     verb, run = NEXT.get(state, "status"), as_typed(directory)
+    if state == "failed" and (directory / REPLAY).exists():  # all its steps are trained
+        verb = "report"
     if verb == "resume" and not checkpoints_in(directory / "checkpoints"):
         replaces = state == "killed" and never_began(directory)
         verb = "train --name" if replaces else "logs"
