@@ -268,6 +268,13 @@ def test_the_end_says_which_warnings_there_were(status):
     assert dict(summary_rows(status))["warnings"] == "1: 0:01:57 a reward took longer than 10 s"
 
 
+def test_the_end_of_a_replay_leaves_out_what_only_rollout_workers_measure(status):
+    progress = replace(status.progress, tokens_trained=None)
+    rows = dict(summary_rows(replace(status, totals={"staleness/mean": 0.5}, progress=progress)))
+    assert "whole run" not in rows
+    assert "tokens" not in rows["trained"]
+
+
 def test_a_small_share_is_not_nothing(status):
     totals = {**status.totals, "fully_async/partial/partial_ratio": 0.001}
     rows = dict(summary_rows(replace(status, totals=totals)))

@@ -176,15 +176,18 @@ def summary_rows(status: Status) -> list[tuple[str, str]]:
     left out."""
     progress, totals = status.progress, status.totals
     steps = f"{progress.step} of {progress.train_steps} steps, {count(progress.groups_trained)} groups"
+    if progress.tokens_trained is not None:
+        steps += f", {count(progress.tokens_trained)} tokens"
     phase = "stopped on request" if status.phase == "stopped" else status.phase
     leading = [f"{label} {form(totals.get(key))}" for key, (label, form) in LEADING.items()]
+    is_measured = any(key in totals for key in LEADING)  # not of a replay, which has no rollout workers
     evals, data = by_set(status.eval.history).items(), status.data
     orphans = f"{count(data.orphans)} keys of the data store had no owner" if data and data.orphans else ""
     rows = [
         ("run", f"{status.name}: {phase} ({status.profile})"),
-        ("trained", f"{steps}, {count(progress.tokens_trained)} tokens in {clock(progress.time_s)}"),
+        ("trained", f"{steps} in {clock(progress.time_s)}"),
         *((f"eval {name}".strip(), evals_text(points)) for name, points in evals),
-        ("whole run", ", ".join(leading) if totals else ""),
+        ("whole run", ", ".join(leading) if is_measured else ""),
         ("staleness", _staleness(status)),
         ("governor", _governor(status)),
         ("ledger", ledger_line(status.ledger)),
