@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from asyncrl_cli.base.errors import RefusedError
 from asyncrl_cli.profile.loaded import Loaded, load
-from asyncrl_cli.profile.resolved import from_document, to_document, to_toml
+from asyncrl_cli.profile.resolved import from_document, read_document, to_document, to_toml
 from asyncrl_cli.profile.schema import Profile
 
 SETS = [
@@ -66,6 +66,19 @@ def test_a_foreign_document_is_refused(loaded: Loaded, change: dict[str, object]
     with pytest.raises(RefusedError) as caught:
         from_document({**to_document(loaded.profile, loaded.origins), **change})
     assert caught.value.exit_code == 4
+
+
+@pytest.mark.parametrize(
+    ("beside", "hint"), [("checkpoints", "each checkpoint of the run has"), ("x", "another")]
+)
+def test_a_damaged_document_of_a_run_has_copies_in_its_checkpoints(
+    tmp_path: Path, beside: str, hint: str
+) -> None:
+    (tmp_path / beside).mkdir()
+    (tmp_path / "config.resolved.json").write_text("junk", encoding="utf-8")
+    with pytest.raises(RefusedError) as caught:
+        read_document(tmp_path / "config.resolved.json")
+    assert hint in caught.value.hint
 
 
 @pytest.mark.parametrize("only_given", [True, False])

@@ -304,5 +304,5 @@ def test_each_field_that_a_loss_keeps_has_a_chart_and_without_one_there_is_none(
 
 
 def test_a_run_without_a_train_step_is_refused(tmp_path):
-    with pytest.raises(RefusedError, match="nothing to report yet"):
+    with pytest.raises(RefusedError, match=r"metrics\.jsonl has no train step"):
         page(make_run(tmp_path / "otter", lines=[]))

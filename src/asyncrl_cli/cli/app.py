@@ -87,7 +87,8 @@ for command, examples in (
     (shipped.init, shipped.INIT_EXAMPLES),
     (shipped.schema, shipped.SCHEMA_EXAMPLES),
 ):
-    app.command(epilog=epilog(examples))(command)
+    summary = " ".join((command.__doc__ or "").split()).partition(". ")[0].rstrip(".")
+    app.command(epilog=epilog(examples), short_help=f"{summary}.")(command)
 app.add_typer(shipped.profiles, name="profiles")
 
 

@@ -89,7 +89,7 @@ def tune(
     runs_dir: RunsDirOption = RUNS_DIR,
     as_json: JsonOption = False,
 ) -> None:
-    """Search for the settings with which a workload, or a run of yours, would be fastest. Simulated."""
+    """Search, by simulation, for the settings with which a workload, or a run of yours, would be fastest."""
     from asyncrl_cli.bench.recommendation import TuneRequest
     from asyncrl_cli.bench.recommendation import tune as search
     from asyncrl_cli.observe.screen import ProgressLine

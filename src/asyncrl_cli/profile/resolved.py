@@ -66,6 +66,7 @@ FIXED = {
     "eval": "later evals could not be compared with earlier ones",
 }
 """Why a key, or the rest of a section, cannot change."""
+ANOTHER = "take another checkpoint"
 ELSE = "the steps before the checkpoint were trained with it"
 
 
@@ -82,10 +83,12 @@ def to_document(profile: Profile, origins: Mapping[str, str]) -> Table:
 def read_document(path: Path) -> Loaded:
     """Read `config.resolved.json`. Raises RefusedError if it has another schema version or does not describe
     a profile."""
-    return from_document(load_json(path, Table, hint="take another checkpoint"), where=str(path))
+    is_of_run = (path.parent / "checkpoints").is_dir()
+    hint = "each checkpoint of the run has a copy of it" if is_of_run else ANOTHER
+    return from_document(load_json(path, Table, hint=hint), where=str(path), hint=hint)
 
 
-def from_document(document: Values, *, where: str = "config.resolved.json") -> Loaded:
+def from_document(document: Values, *, where: str = "config.resolved.json", hint: str = ANOTHER) -> Loaded:
     """Raises RefusedError if the document has another schema version or does not describe a profile."""
     version = document.get("schema_version")
     if version != SCHEMA_VERSION:
@@ -107,7 +110,7 @@ def from_document(document: Values, *, where: str = "config.resolved.json") -> L
         why = error.message
     except (KeyError, TypeError, AttributeError, ValueError, ArithmeticError) as error:
         why = f"{type(error).__name__} {error}"
-    raise RefusedError(f"{where} does not describe a profile: {why}", hint="take another checkpoint")
+    raise RefusedError(f"{where} does not describe a profile: {why}", hint=hint)
 
 
 def to_toml(

@@ -20,6 +20,7 @@ from itertools import chain, islice, zip_longest
 from statistics import fmean
 
 from asyncrl_cli.base.errors import AsyncrlError, RefusedError, counted
+from asyncrl_cli.base.paths import as_typed
 from asyncrl_cli.contracts.events import ENDED
 from asyncrl_cli.measure.machines import MACHINES, machine_of, shown_name
 from asyncrl_cli.observe.format import clock, count, evenly, event_text, is_number
@@ -104,8 +105,8 @@ def run_data(recorded: Recorded) -> RunData:
     )
     columns = columns_of(lines, recorded.num_steps())
     if not totals.steps:
-        why = f"run '{recorded.name}' has nothing to report yet: no train step has ended"
-        raise RefusedError(why, hint=f"asyncrl status {recorded.name}")
+        why = f"run '{recorded.name}' has nothing to report: its metrics.jsonl has no train step"
+        raise RefusedError(why, hint=f"`asyncrl status {as_typed(recorded.files.path)}` says how far it is")
     recorded_events = list(recorded.events(*MARKS, PUBLISHED))
     events = [_event(event, settings.schedule.step_groups * profile.rollout.n) for event in recorded_events]
     by_name = {name: [event for event in events if event["event"] == name] for name in (*MARKS, PUBLISHED)}
