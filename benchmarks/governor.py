@@ -74,8 +74,7 @@ class Measured(Observer):
 
 def run(workload: Workload, sets: Sequence[str], windows: int) -> Figures:
     """The profile with some keys, for that many windows."""
-    smaller, scale = miniature(workload, PROFILE, [])
-    profile = profile_for(workload, PROFILE, [*sets, *smaller], groups=1, environ={}).profile
+    profile, scale = miniature(workload, profile_for(workload, PROFILE, sets, environ={}).profile)
     measured = Measured(workload, windows // 4, windows - 1)
     groups = windows * Schedule.of(profile).window_groups
     ran = simulate(profile, workload, groups=groups, observers=[measured], scale=scale)
@@ -97,7 +96,7 @@ def best_fixed(workload: Workload, windows: int, target_kl: float) -> tuple[Figu
                 break
             found.append((figures, sets))
     best, sets = max(found)
-    rollout = profile_for(workload, PROFILE, groups=1, environ={}).profile.rollout
+    rollout = profile_for(workload, PROFILE, environ={}).profile.rollout
     halved = (*sets, f"rollout.slots={max(rollout.n, rollout.slots // 2)}")
     found.append((run(workload, halved, windows), halved))
     best, sets = max((figures, sets) for figures, sets in found if figures.kl <= target_kl)

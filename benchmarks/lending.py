@@ -48,7 +48,7 @@ ROWS: Sequence[tuple[str, str, Mapping[str, float], Sequence[str], Sequence[str]
 
 def window_s(workload: Workload, sets: Sequence[str], windows: int, seed: int) -> tuple[float, float]:
     """Mean seconds of a window, and of these for which devices were lent."""
-    profile = profile_for(workload, PROFILE, sets, groups=1, environ={}).profile
+    profile = profile_for(workload, PROFILE, sets, environ={}).profile
     schedule = Schedule.of(profile)
     ran = simulate(profile, workload, groups=windows * schedule.window_groups, seed=seed)
     if ran.error is not None:

@@ -110,9 +110,8 @@ class Row:
 
 def row_profile(workload: Workload, reference: Reference, *, is_whole: bool) -> tuple[Profile, int]:
     """The row's profile, in miniature unless `is_whole`, and how many times larger the whole is."""
-    sets = reference_sets(reference)
-    smaller, scale = ([], 1) if is_whole else miniature(workload, reference.profile, sets)
-    return profile_for(workload, reference.profile, [*sets, *smaller], groups=1, environ={}).profile, scale
+    whole = profile_for(workload, reference.profile, reference_sets(reference), environ={}).profile
+    return (whole, 1) if is_whole else miniature(workload, whole)
 
 
 def figures(job: tuple[Workload, Profile, int, int]) -> dict[str, float]:
@@ -402,7 +401,7 @@ def main() -> None:
             if options.fit:
                 fit(pool, name, options.fit)
             else:
-                rows += scored(pool, name, is_full=options.full)
+                rows += scored(pool, name, is_whole=not options.miniature)
                 print(f"{name}: simulated", file=sys.stderr, flush=True)
     if not options.fit:
         print(HEADING)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import random
 import tomllib
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,8 +14,7 @@ import pytest
 from asyncrl_cli.bench.contest import Entry, contest_of
 from asyncrl_cli.bench.figures import Edges, bound_of_costs, bound_of_states, stretch_of, tokens_made
 from asyncrl_cli.bench.results import Contestant, FinishedRun, Range, summarise
-from asyncrl_cli.bench.simulated_runs import with_capacities
-from asyncrl_cli.simulate.costs import Capacities, Costs
+from asyncrl_cli.simulate.costs import Capacities
 from asyncrl_cli.simulate.workload import Workload
 from asyncrl_cli.simulate.workload_files import profile_for
 from asyncrl_cli.simulate.world import simulate
@@ -60,18 +60,17 @@ def drawn(rng: random.Random) -> Workload:
     )
 
 
-def simulated(entry: Entry, workload: Workload, seed: int, groups: int) -> tuple[FinishedRun, Costs]:
+def simulated(entry: Entry, workload: Workload, seed: int, groups: int) -> FinishedRun:
     profile = profile_for(workload, entry.reference, (), groups=groups).profile
     run = simulate(profile, workload, seed=seed, groups=groups)
     assert run.error is None
-    return FinishedRun(profile=entry.name, seed=seed, lines=run.lines), run.costs
+    return FinishedRun(profile=entry.name, seed=seed, lines=run.lines, costs=run.costs)
 
 
 def bound_ratios(seed: int) -> dict[str, float]:
     workload = drawn(random.Random(seed))
     contest = contest_of("colocate", PROFILES, workload=workload)
-    made = [simulated(entry, workload, seed, contest.groups) for entry in contest.entries]
-    runs = with_capacities(made, contest.longest_window)
+    runs = [simulated(entry, workload, seed, contest.groups) for entry in contest.entries]
     compared = summarise(contest.entries, runs)
     return {result.profile: result.figures["bound_ratio"].median for result in compared}
 
@@ -127,14 +126,11 @@ def test_a_run_that_lends_does_not_pass_its_bound() -> None:
     run = simulate(loaded.profile, starving, groups=160)
     assert run.error is None
     assert sum(one["placement/lent_s"] for one in run.lines) > 0
-    made = FinishedRun(profile="partial-rollout", seed=0, lines=run.lines)
-    (kept,) = with_capacities([(made, run.costs)], 8)
-    stretch = stretch_of(kept.lines, Edges(8, 152))
-    assert kept.capacities is not None
-    assert kept.capacities.lent_share == pytest.approx(0.5, abs=0.1)
-    assert bound_of_costs(stretch, 1.0, kept.capacities)["bound_ratio"] <= 1 + 1e-9
+    stretch, capacities = stretch_of(run.lines, Edges(8, 152)), run.costs.capacities(8, 152)
+    assert capacities.lent_share == pytest.approx(0.5, abs=0.1)
+    assert bound_of_costs(stretch, 1.0, capacities)["bound_ratio"] <= 1 + 1e-9
     # their share matters here
-    alone = replace(kept.capacities, lent_share=0.0)
+    alone = replace(capacities, lent_share=0.0)
     assert bound_of_costs(stretch, 1.0, alone)["bound_ratio"] > 1
 
 
@@ -160,6 +156,10 @@ def test_apart_the_slower_side_bounds_and_colocated_both_do(colocated: bool, ide
     assert bound_of_costs(stretch_of(run_lines()), 1.0, costs) == pytest.approx(expected)
 
 
+def costs_of(capacities: Capacities) -> Any:
+    return SimpleNamespace(capacities=lambda begin_groups, end_groups: capacities)
+
+
 def test_each_run_is_held_against_its_own_capacities() -> None:
     contestant = Contestant(name="base", mode="base", step_groups=2, window_groups=2)
     capacities = [
@@ -167,7 +167,7 @@ def test_each_run_is_held_against_its_own_capacities() -> None:
         for speed in (24.0, 16.0)
     ]
     runs = [
-        FinishedRun(profile="base", seed=seed, lines=run_lines(), capacities=own)
+        FinishedRun(profile="base", seed=seed, lines=run_lines(), costs=costs_of(own))
         for seed, own in enumerate(capacities)
     ]
     (base,) = summarise([contestant], runs)
@@ -217,10 +217,10 @@ def test_the_states_of_a_simulated_run_allow_no_more_than_its_costs_do(name: str
     workload = drawn(random.Random(3))
     contest = contest_of("colocate", ["partial-rollout"], workload=workload)
     entry = next(entry for entry in contest.entries if entry.name == name)
-    made = simulated(entry, workload, 3, contest.groups)
-    (run,) = with_capacities([made], contest.longest_window)
-    assert run.capacities is not None
+    run = simulated(entry, workload, 3, contest.groups)
+    assert run.costs is not None
     stretch = stretch_of(run.lines)
-    costs = bound_of_costs(stretch, 1.0, run.capacities)["bound_ratio"]
+    capacities = run.costs.capacities(stretch.begin_groups, stretch.end_groups)
+    costs = bound_of_costs(stretch, 1.0, capacities)["bound_ratio"]
     states = bound_of_states(stretch, 1.0, is_colocated=name == "colocate")["bound_ratio"]
     assert costs <= states + 1e-9 <= 1 + 2e-9

@@ -134,6 +134,23 @@ def test_a_profile_of_ones_own_is_compared_with_its_colocated_twin_at_the_first_
     assert Path(twin.reference) == out / "my-colocate.toml"
 
 
+@pytest.mark.parametrize(
+    "keys",
+    [
+        "[placement]\nlend = true",
+        "[async_training]\ntarget_kl = 0.02",
+        '[async_training]\nmixed_versions = "reject"',
+        "[trainer]\nwarmup_steps = 50",
+        '[algorithm]\nadv_estimator = "gae"\n[critic]\nhead_start_steps = 20',
+    ],
+)
+def test_what_has_no_meaning_in_turns_or_in_a_single_step_is_no_obstacle(keys: str, tmp_path: Path) -> None:
+    (tmp_path / "my.toml").write_text(f'extends = "partial-rollout"\n{keys}\n', encoding="utf-8")
+    made = contest_of(None, [str(tmp_path / "my.toml")], directory=tmp_path, sets=["placement.device=cpu"])
+    assert [entry.mode for entry in made.entries] == ["colocate", "partial-rollout"]
+    assert not made.warnings
+
+
 def test_on_gpus_the_twin_takes_turns_on_as_many(tmp_path: Path) -> None:
     rollout = "[rollout]\nengine = 'vllm'\n[weights]\ntransport = 'nccl'\n[trainer]\nn_gpus_per_node = 2\n"
     gpus = f"{rollout}[placement]\ndevice = 'cuda'\ngpus = 8\nratio = '1:3'\n"

@@ -162,6 +162,7 @@ def test_no_eta_passes_the_bound() -> None:
     assert etas(0, "0.5") == (Decimal(0),)
     assert etas(1, "0.4") == tuple(map(Decimal, ("0", "0.25", "0.4", "0.5", "1")))
     assert etas(3, "1")[-2:] == (Decimal(2), Decimal(3))
+    assert etas(1000, "1")[-1] == 100
 
 
 def test_slots_never_exceed_the_workloads_and_hold_a_group() -> None:
@@ -250,10 +251,10 @@ def test_gpus_that_ranks_and_workers_of_their_sizes_cannot_fill_are_refused(
     sharing: int, gpus: int, fitting: int
 ) -> None:
     sets = (f"trainer.sequence_parallel_size={sharing}", "placement.gpus_per_rollout_worker=2")
-    wrong = f"--gpus {gpus}: .*no split of {gpus} .*multiples of {sharing} .*worker has 2"
+    wrong = f"{gpus} GPUs: .*no split of {gpus} .*multiples of {sharing} .*worker has 2"
     with pytest.raises(ConfigError, match=wrong) as caught:
         scaled_sets("big", profile_of(*sets), sets, gpus)
-    assert caught.value.hint == f"--gpus {fitting}, or no --gpus: then it is what the profile says"
+    assert caught.value.hint == f"{fitting} GPUs can be split; without --gpus it is what the profile says"
 
 
 def test_a_reward_model_without_a_list_of_tasks_is_said_to_need_one() -> None:

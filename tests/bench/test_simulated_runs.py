@@ -70,10 +70,11 @@ def test_runs_have_the_capacities_of_their_own_lengths_and_the_workload_is_held_
 ):
     published = COLOCATE | {"source": "4 GPUs", "evidence": "published"}
     made = workload({"profile": "partial-rollout", "window_time_s": 2.0, "calibrated": False}, published)
-    runs, fit, _ = simulate_all([job(made), job(made, seed=1)], WINDOW_GROUPS, lambda name, groups: None)
+    runs, fit, _ = simulate_all([job(made), job(made, seed=1)], lambda name, groups: None)
     assert [run.lines[-1]["groups_trained"] for run in runs] == [ENOUGH_GROUPS, ENOUGH_GROUPS]
-    assert len({run.capacities.trainer_tokens_per_s for run in runs if run.capacities}) == 2
-    assert fit == residuals(made)
+    capacities = [run.costs.capacities(WINDOW_GROUPS, 2 * WINDOW_GROUPS) for run in runs if run.costs]
+    assert len({one.trainer_tokens_per_s for one in capacities}) == 2
+    assert fit == [one for row in made.references for one in residuals(made, row)]
     rows = [("partial-rollout", "window"), ("colocate", "window"), ("colocate", "train")]
     assert [(one.profile, one.part) for one in fit] == rows
     predicted, fitted = remarks_of(made, fit)
@@ -87,7 +88,7 @@ def test_an_unknown_part_of_a_reference_is_an_error() -> None:
     made = workload({"profile": "colocate", "parts_s": {"trains": 1.0}})
     others = multiprocessing.active_children()
     with pytest.raises(ConfigError, match="no part trains"):
-        simulate_all([job(made)], WINDOW_GROUPS, lambda name, groups: None)
+        simulate_all([job(made)], lambda name, groups: None)
     assert set(multiprocessing.active_children()) <= set(others)
 
 
@@ -101,7 +102,7 @@ def test_an_interrupt_ends_all_runs_in_their_middle() -> None:
 
     jobs = [job(made, groups=400_000, seed=seed) for seed in (0, 1)]
     with pytest.raises(Interrupted, match="no run of colocate had ended") as raised:
-        simulate_all(jobs, WINDOW_GROUPS, interrupt)
+        simulate_all(jobs, interrupt)
     assert raised.value.exit_code == 130
     assert set(multiprocessing.active_children()) <= set(others)
 
@@ -121,9 +122,9 @@ def test_runs_that_had_ended_before_an_interrupt_are_kept() -> None:
         elif groups > groups_then + 500:
             raise KeyboardInterrupt
 
-    runs, fit, interrupted = simulate_all([long, short], WINDOW_GROUPS, interrupt)
+    runs, fit, interrupted = simulate_all([long, short], interrupt)
     assert [(run.seed, run.lines[-1]["groups_trained"]) for run in runs] == [(0, ENOUGH_GROUPS)]
-    assert runs[0].capacities is not None
+    assert runs[0].costs is not None
     assert fit == []
     assert isinstance(interrupted, Interrupted)
 
@@ -132,14 +133,14 @@ def interrupt_after(monkeypatch: pytest.MonkeyPatch, ended: Sequence[str]) -> No
     """`simulate_all` is interrupted when the runs of these profiles and the residuals of colocate have
     ended."""
 
-    def submit(work: Any, what: Any) -> Future[Any]:
+    def submit(work: Any, what: Any, row: Any = None) -> Future[Any]:
         future = Future[Any]()
         if work is residuals:
-            if what.references[0].profile == "colocate":
+            if row.profile == "colocate":
                 future.set_result([COLOCATE_FIT])
         elif (profile := what.loaded.profile.name) in ended:
             run = FinishedRun(profile=profile, seed=what.seed, lines=lines(64, step_s=1.0, tokens=10))
-            future.set_result((run, SimpleNamespace(capacities=lambda *_: None)))
+            future.set_result(run)
         return future
 
     def wait(*_: Any, **options: Any) -> None:
@@ -207,7 +208,7 @@ PARENT = """
 import os, time
 from asyncrl_cli.bench.simulated_runs import simulators
 if __name__ == "__main__":
-    with simulators(1) as pool:
+    with simulators() as pool:
         print(pool.submit(os.getpid).result(), flush=True)
         time.sleep(60)
 """

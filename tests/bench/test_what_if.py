@@ -8,18 +8,16 @@ from pathlib import Path
 
 import pytest
 
+from asyncrl_cli.base.errors import RefusedError
+from asyncrl_cli.bench.effects import Change, Effect, Interval, Scaling, limit
+from asyncrl_cli.bench.results import read_results
 from asyncrl_cli.bench.space import Setting
 from asyncrl_cli.bench.what_if import (
     BATCH,
     WEIGHTS_READ,
-    Change,
-    Effect,
-    Interval,
-    Scaling,
     WhatIf,
     changes,
     effects,
-    limit,
     resources,
 )
 from asyncrl_cli.cli.app import run
@@ -60,7 +58,7 @@ def small(tmp_path: Path, *replaced: tuple[str, str]) -> Workload:
 
 def limits(tmp_path: Path, *replaced: tuple[str, str]) -> list[Effect]:
     workload = small(tmp_path, *replaced)
-    profile = profile_for(workload, "partial-rollout", groups=1).profile
+    profile = profile_for(workload, "partial-rollout").profile
     with ThreadPoolExecutor(1) as pool:
         return effects(pool, workload, "partial-rollout", (), resources(workload, profile), draws=1)
 
@@ -86,13 +84,13 @@ def test_a_cache_that_is_too_small_limits_the_rollouts(tmp_path: Path) -> None:
 
 def test_one_change_of_each_kind_is_tried(tmp_path: Path) -> None:
     workload = small(tmp_path)
-    profile = profile_for(workload, "partial-rollout", groups=1).profile
+    profile = profile_for(workload, "partial-rollout").profile
     tried = {one.label: one for one in changes(workload, profile)}
     splits = ("split 3:1 (trainer:rollout)", "split 1:3 (trainer:rollout)")
     kinds = {"K = 8", "K = 2", "eta = 1", "eta = 0.25", *splits, "slots = 8", "slots = 32"}
     assert kinds | {"dispatch by group", "+8 GPUs, divided as before", "longest response 48"} <= tried.keys()
     for one in tried.values():  # each is a profile that can be planned
-        changed = profile_for(workload, "partial-rollout", one.sets, groups=1).profile
+        changed = profile_for(workload, "partial-rollout", one.sets).profile
         compile_job(changed, virtual_cluster(changed))
 
 
@@ -103,7 +101,7 @@ def test_costs_of_decoding_that_are_not_known_apart_are_one_resource(tmp_path: P
             small(tmp_path),
             small(tmp_path, ("step_s = 0.01", "step_s = 0.01\ntells_batch = false")),
         )
-        for profile in [profile_for(workload, "partial-rollout", groups=1).profile]
+        for profile in [profile_for(workload, "partial-rollout").profile]
     )
     both = {label: factors for label, factors in apart.items() if label in (BATCH, WEIGHTS_READ)}
     merged = together.pop("rollouts: decode steps")
@@ -113,7 +111,7 @@ def test_costs_of_decoding_that_are_not_known_apart_are_one_resource(tmp_path: P
 
 def test_the_setting_that_is_changed_is_shown(tmp_path: Path, capsys: Capture) -> None:
     workload = small(tmp_path)
-    profile = profile_for(workload, "partial-rollout", groups=1).profile
+    profile = profile_for(workload, "partial-rollout").profile
     setting = Setting.of(profile, compile_job(profile, virtual_cluster(profile)))
     one = Interval(value=1.0, low=1.0, high=1.0)
     as_it_is = Effect(change=Change(label="as it is"), groups_per_s=one, ratio=one, staleness=one, cost_s=one)
@@ -175,7 +173,8 @@ def test_a_scale_is_at_least_two_numbers_and_a_chart_a_new_page(tmp_path: Path, 
         (["--scale", "32,64", "--gpus", "8"], "--gpus has no effect with --scale"),
         (["--scale", "32,64", "--out", str(page)], "is not overwritten"),
         (["--scale", "32,64", "--out", str(tmp_path / "none/x.html")], "there is no directory"),
-        (["--scale", "32,64"], "runs on CPUs"),
+        (["--scale", "32,64"], "laptop-tiny runs on CPUs, where 32 GPUs mean nothing"),
+        (["--what-if", "--max-staleness", "2"], "--max-staleness has no effect with --what-if"),
     ):
         assert run(["tune", "laptop-tiny", *words]) == (4 if str(tmp_path) in words[-1] else 2)
         assert message in " ".join(capsys.readouterr().err.split())
@@ -211,6 +210,10 @@ def test_a_simulated_bench_says_what_limits_each_profile_and_draws_its_speed_ove
     assert "SIMULATED, partial-rollout: limited by sync: rank 0 (" in said
     found = json.loads((out / "results.json").read_text())
     assert [one["gpus"] for one in found["scalings"]] == [[4, 8, 16], [4, 8, 16]]
-    again = [Scaling.of(one) for one in found["scalings"]]
+    again = read_results(out / "results.json").scalings
     assert [one.linearity for one in again] == [one["linearity"] for one in found["scalings"]]
     assert drawing(again) in (out / "report.html").read_text()
+    found["scalings"][0]["effects"][0]["ratio"] = {"value": "much"}
+    (out / "results.json").write_text(json.dumps(found))
+    with pytest.raises(RefusedError, match="is malformed"):
+        read_results(out / "results.json")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +20,7 @@ from asyncrl_cli.cli.app import run
 from asyncrl_cli.cli.tune import LEGEND, remarks
 from asyncrl_cli.profile.loaded import load
 from asyncrl_cli.simulate.workload import Reference
-from asyncrl_cli.simulate.workload_files import Residual
+from asyncrl_cli.simulate.workload_files import Residual, load_workload
 
 WORKLOAD = """
 purpose = "eight GPUs that generate twice as slowly as they train"
@@ -83,10 +84,14 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Setting], fl
 @pytest.mark.parametrize(
     ("arguments", "code", "said"),
     [
-        ("laptop-tiny --gpus 8", 2, "laptop-tiny runs on CPUs, where --gpus 8 means nothing"),
-        ("laptop-tiny --gpus 0", 2, "laptop-tiny runs on CPUs, where --gpus 0 means nothing"),
+        ("laptop-tiny --gpus 8", 2, "laptop-tiny runs on CPUs, where 8 GPUs mean nothing"),
+        ("laptop-tiny --gpus 0", 2, "laptop-tiny runs on CPUs, where 0 GPUs mean nothing"),
         ("verl-7b-math-128 --gpus 0", 2, "there is no split"),
-        ("verl-7b-math-128 --gpus 1", 2, "hint: --gpus 2, or no --gpus: then it is the workload's own 128"),
+        (
+            "verl-7b-math-128 --gpus 1",
+            2,
+            "hint: 2 GPUs can be split; without --gpus it is the workload's own 128",
+        ),
         ("no-such-thing", 2, "no workload 'no-such-thing'"),
         ("small.toml --profile colocate", 2, "no split to tune"),
         ("laptop-tiny --out small.toml", 4, "hint: --out small-2.toml\n"),
@@ -170,6 +175,14 @@ def test_all_that_a_search_prints_says_simulated(small, pretend, capsys):
     command = Path("my.toml").read_text(encoding="utf-8").splitlines()[1]
     assert command == "#   asyncrl tune small.toml --max-staleness 0 --set rollout.temperature=0.9"
     assert "asyncrl bench --compare partial-rollout --profile my.toml" in out
+
+
+def test_a_setting_that_is_no_profile_is_left_out_with_the_reason():
+    workload = load_workload("laptop-tiny")
+    sets, profile, plan = tune.starting_point(workload, "partial-rollout", (), None)
+    too_strict = replace(Setting.of(profile, plan), max_staleness=0)
+    outcome = tune._simulated(workload, "partial-rollout", sets, 16, 4, too_strict)
+    assert outcome.startswith("async_training.max_staleness = 0 is less than ceil(staleness_threshold)")
 
 
 def test_a_search_that_found_the_current_setting_says_so(capsys, pretend):

@@ -90,7 +90,7 @@ def write_lines(path: Path, lines: list[dict[str, Any]]) -> None:
 @pytest.mark.parametrize("name", ["partial-rollout", "stale-samples", "on-policy-pipeline"])
 def test_a_run_on_a_shared_machine_is_predicted_back(tmp_path: Path, name: str) -> None:
     found = calibrate(write_run(tmp_path / "run", truth(), name, 60))
-    window = next(residual for residual in residuals(found) if residual.part == "window")
+    window = next(residual for residual in residuals(found, found.references[0]) if residual.part == "window")
     assert window.ratio == pytest.approx(1.0, abs=0.04)
 
 
@@ -152,7 +152,7 @@ def test_a_run_with_tools_is_predicted_back_from_its_mean_turns(tmp_path: Path) 
     assert found.turns.tool_s.values[0] == pytest.approx(0.4 * math.exp(0.3**2 / 2), rel=0.1)
     assert statistics.fmean(found.lengths.response_tokens) == pytest.approx(26.5, rel=0.1)
     assert found.profile["rollout"]["hold_slots"] is False
-    window = next(residual for residual in residuals(found) if residual.part == "window")
+    window = next(residual for residual in residuals(found, found.references[0]) if residual.part == "window")
     assert window.ratio == pytest.approx(1.0, abs=0.15)
 
 
@@ -216,7 +216,7 @@ def test_a_row_of_a_profile_of_ones_own_points_at_the_run(tmp_path: Path) -> Non
     found = calibrate(directory)
     assert found.references[0].profile == str(directory / "profile.toml")
     assert load(found.references[0].profile, environ={}).profile.placement.colocate
-    assert residuals(found, windows=60)[0].ratio == pytest.approx(1.0, abs=0.04)
+    assert residuals(found, found.references[0], windows=60)[0].ratio == pytest.approx(1.0, abs=0.04)
 
 
 def test_a_run_that_is_too_short_or_no_run_is_refused(tmp_path: Path) -> None:
@@ -288,7 +288,7 @@ def test_a_first_short_run_is_enough_for_a_rough_calibration_and_its_notes_say_s
     made = calibrate(directory)
     rough = "ROUGH: only 5 train steps could be used; 8 or more make the times reliable."
     assert made.notes.startswith(rough)
-    assert residuals(made, windows=12)[0].ratio == pytest.approx(1.0, abs=0.25)
+    assert residuals(made, made.references[0], windows=12)[0].ratio == pytest.approx(1.0, abs=0.25)
     assert "ROUGH" not in calibrate(write_run(tmp_path / "longer", truth(), "partial-rollout", 13)).notes
 
 

@@ -106,14 +106,11 @@ def test_every_published_row_has_a_profile_and_a_miniature_with_the_same_work_pe
         workload = load_workload(name)
         for reference in workload.references if workload.physics else ():
             sets = reference_sets(reference)
-            whole, small = (
-                profile_for(workload, reference.profile, [*sets, *more], groups=1, environ={}).profile
-                for more in ((), miniature(workload, reference.profile, sets)[0])
-            )
+            whole = profile_for(workload, reference.profile, sets, environ={}).profile
+            small, factor = miniature(workload, whole)
             plans = [compile_job(profile, virtual_cluster(profile)) for profile in (whole, small)]
             windows = [Schedule.of(profile).window_groups for profile in (whole, small)]
-            factor = windows[0] / windows[1]
-            assert miniature(workload, reference.profile, sets)[1] == factor
+            assert windows[0] / windows[1] == factor
             assert plans[0].trainer_workers / plans[1].trainer_workers == factor, (name, reference.source)
             assert plans[0].rollout_workers / plans[1].rollout_workers == factor, (name, reference.source)
 
@@ -157,7 +154,7 @@ def test_unequal_ranks_and_the_hosts_memory_make_an_update_longer(tmp_path: Path
 
     def train_s(workload: Workload, name: str) -> float:
         sets = ["async_training.require_batches=2", "async_training.trigger_parameter_sync_step=2"]
-        profile = profile_for(workload, name, sets, groups=1, environ={}).profile
+        profile = profile_for(workload, name, sets, environ={}).profile
         run = simulate(profile, workload, groups=6 * Schedule.of(profile).window_groups)
         return window_parts(run)["train"]
 

@@ -26,7 +26,7 @@ SIZE = 1e6
 
 def shaped(*sets: str, links: Links | None = LINKS) -> Profile:
     work = workload(links=links and links.model_dump())
-    return profile_for(work, "partial-rollout", ["model.dtype=bfloat16", *sets], groups=1, environ={}).profile
+    return profile_for(work, "partial-rollout", ["model.dtype=bfloat16", *sets], environ={}).profile
 
 
 def times(*sets: str, ranks: int = 1, workers: int = 1, gpus: int = 1, links: Links = LINKS) -> SyncTimes:

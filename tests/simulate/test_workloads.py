@@ -62,7 +62,7 @@ def test_a_wrong_name_lists_every_workload():
         ("step_s = 0.01\n", "step_s = -1.0\n", "decoding.step_s = -1.0", "Seconds of a decode step"),
         ("slots = 8", "slot = 8", "unknown key rollout.slot", "rollout.slots"),
         ("stale-samples.", "stale-sample.", "there is no profile 'stale-sample'", "stale-samples"),
-        ("sigma = 0.5\n", "", "needs lengths.median_tokens and lengths.sigma", "sigma = "),
+        ("sigma = 0.5\n", "", "lengths: a lognormal needs median_tokens and sigma", ""),
         ("[decoding]", "[decodings]", "unknown key decodings", "decoding"),
     ],
 )
@@ -111,17 +111,21 @@ def test_a_file_has_the_keys_that_the_workload_sets_for_the_profile_it_extends_b
     assert schedule_of('extends = "partial-rollout"') == shipped.async_training
 
 
-def test_all_profiles_train_the_baselines_windows_in_whole_steps(tmp_path: Path) -> None:
+def test_all_profiles_train_the_groups_in_whole_steps_whatever_length_was_set(tmp_path: Path) -> None:
     workload = load_workload(small(tmp_path))
-    for name in ("colocate", "stale-samples", "partial-rollout"):  # W of colocate is 4 groups
-        assert Schedule.of(profile_for(workload, name, environ={}).profile).groups == 3 * 4
+    for name in ("colocate", "stale-samples", "partial-rollout"):
+        assert Schedule.of(profile_for(workload, name, groups=12, environ={}).profile).groups == 12
     uneven = profile_for(
         workload, "stale-samples", ["async_training.require_batches=5"], groups=12, environ={}
     ).profile
     assert Schedule.of(uneven).groups == 20
-    larger = profile_for(workload, "stale-samples", ["trainer.ppo_mini_batch_size=6"], environ={}).profile
-    assert Schedule.of(larger).groups == 3 * 6  # 3 windows of a colocate that has the same mini-batch
-    assert profile_for(workload, "colocate", ["run.train_steps=7"], environ={}).profile.run.train_steps == 7
+    assert uneven.run.total_rollout_steps is None
+    for environ, sets in (({}, ["run.train_steps=7"]), ({"ASYNCRL_RUN__TRAIN_STEPS": "7"}, [])):
+        free, fixed = (
+            profile_for(workload, "colocate", sets, groups=groups, environ=environ).profile.run.train_steps
+            for groups in (None, 12)
+        )
+        assert (free, fixed) == (7, 3)
 
 
 def test_lengths_have_the_mean_of_their_closed_form_and_never_exceed_the_cap() -> None:

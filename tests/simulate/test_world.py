@@ -205,7 +205,7 @@ def test_the_cache_has_what_a_plan_gives_it(tmp_path: Path) -> None:
 def test_a_gather_by_rows_is_shared_among_the_ranks_and_one_of_whole_weights_is_not() -> None:
     def gather_s(ranks: int, *sets: str, gathers_rows: bool = True) -> float:
         work = workload(syncing=workload().syncing.model_dump() | {"gathers_rows": gathers_rows})
-        shape = profile_for(work, "partial-rollout", sets, groups=1, environ={}).profile
+        shape = profile_for(work, "partial-rollout", sets, environ={}).profile
         return Costs(workload=work, profile=shape, ranks=ranks, workers=1).trainer_times().gather_s
 
     # 1 MB at 10 MB/s, measured with two ranks
@@ -255,7 +255,8 @@ def test_progress_is_told_and_its_error_ends_the_run() -> None:
 
 def test_residuals_compare_every_part_of_every_reference() -> None:
     row = {"profile": "on-policy-pipeline", "window_time_s": 5.2, "parts_s": {"train": 1.6}}
-    found = residuals(workload(references=[row]), windows=2)
+    work = workload(references=[row])
+    found = residuals(work, work.references[0], windows=2)
     assert [(residual.part, residual.measured_s) for residual in found] == [("window", 5.2), ("train", 1.6)]
     assert found[0].ratio == pytest.approx(0.5, abs=0.02)
     assert found[1].ratio == pytest.approx(0.5)

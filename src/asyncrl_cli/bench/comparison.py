@@ -26,7 +26,6 @@ from asyncrl_cli.checkpoint.run_directory import stem_of
 from asyncrl_cli.job.driver_process import StopRequests
 from asyncrl_cli.observe.recorded import Recorded, read_metrics
 from asyncrl_cli.observe.run_lines import spent_s
-from asyncrl_cli.plan.cluster import usable_cores
 from asyncrl_cli.simulate.workload import Workload
 from asyncrl_cli.simulate.workload_files import Residual, profile_for
 
@@ -60,7 +59,7 @@ def compare(contest: Contest, directory: Path, bars: Bars) -> Comparison:
     for job in jobs:
         progress(job.name, 0)
     try:
-        runs, fit, interrupt = simulate_all(jobs, contest.longest_window, progress)
+        runs, fit, interrupt = simulate_all(jobs, progress)
     except BaseException:
         remove(runs_dir)
         raise
@@ -73,12 +72,12 @@ def compare(contest: Contest, directory: Path, bars: Bars) -> Comparison:
         return replace(made, missing=tuple(job.name for job in cut_off), error=interrupt)
     error: AsyncrlError | None = None
     try:
-        with simulators(usable_cores()) as pool:
+        with simulators() as pool:
             for entry in contest.entries:
                 bars.say(f"simulating what limits {entry.name}, and how it scales")
                 limit, scaling = outlook(pool, workload, entry.reference, entry.sets, entry.profile)
                 outlooks[entry.name] = f"limited by {limit}" + (f"; {scaling}" if scaling else "")
-                scalings += [scaling.to_json()] if scaling else []
+                scalings += [scaling] if scaling else []
     except Interrupted:
         error = Interrupted("interrupted: the runs are compared, but what limits each profile is not known")
     except AsyncrlError as failure:

@@ -22,13 +22,13 @@ from asyncrl_cli.plan.cluster import ClusterResources, local_cluster
 from asyncrl_cli.plan.compiler import compile_job, device_of
 from asyncrl_cli.plan.job_plan import ROLLOUT, JobPlan, for_device
 from asyncrl_cli.profile.arithmetic import Schedule, mode_of
-from asyncrl_cli.profile.keys import values_of
+from asyncrl_cli.profile.keys import values_of, with_values
 from asyncrl_cli.profile.loaded import DEFAULT, Loaded, load
 from asyncrl_cli.profile.resolved import to_toml
 from asyncrl_cli.profile.schema import DIRECT_TRANSPORTS, Profile
 from asyncrl_cli.profile.toml_files import is_file_reference, toml_value
 from asyncrl_cli.simulate.workload import Workload
-from asyncrl_cli.simulate.workload_files import profile_for
+from asyncrl_cli.simulate.workload_files import ANY_STEPS, profile_for
 from asyncrl_cli.simulate.world import virtual_cluster
 
 REAL_GROUPS = 384
@@ -50,23 +50,25 @@ BENCH_KEYS = {
     "checkpoint.every_steps": NO_SWITCH,
 }
 """Keys that the bench sets itself, and the hint for a user who sets one."""
-IN_TURNS: dict[str, dict[str, object]] = {
-    "async_training": {
-        "staleness_threshold": Decimal(0),
-        "partial_rollout": False,
-        "max_staleness": None,
-        "on_stale": "wait",
-    },
-    "placement": {
-        "colocate": True,
-        "ratio": "1:1",
-        "tasks": None,
-        "ratios": None,
-        "rollout_strategy": "pack",
-        "rollout_labels": {},
-        "disjoint_nodes": False,
-    },
-    "rollout": {"interrupt": None, "min_workers": None, "nnodes": None, "n_gpus_per_node": None},
+IN_TURNS: dict[str, object] = {
+    "async_training.staleness_threshold": Decimal(0),
+    "async_training.target_kl": None,
+    "async_training.partial_rollout": False,
+    "async_training.max_staleness": None,
+    "async_training.on_stale": "wait",
+    "async_training.mixed_versions": "train",
+    "placement.colocate": True,
+    "placement.lend": False,
+    "placement.ratio": "1:1",
+    "placement.tasks": None,
+    "placement.ratios": None,
+    "placement.rollout_strategy": "pack",
+    "placement.rollout_labels": {},
+    "placement.disjoint_nodes": False,
+    "rollout.interrupt": None,
+    "rollout.min_workers": None,
+    "rollout.nnodes": None,
+    "rollout.n_gpus_per_node": None,
 }
 """What has no meaning where both sides take turns on everything."""
 
@@ -142,9 +144,9 @@ def contest_of(
 
     def loaded(reference: str, sets: Sequence[str]) -> Loaded:
         if workload is not None:
-            found = profile_for(workload, reference, sets, groups=1)
+            found = profile_for(workload, reference, sets)
         else:
-            flags = {"run.seed": seeds[0], "run.train_steps": 1}
+            flags = {"run.seed": seeds[0], "run.train_steps": ANY_STEPS}
             found = load(reference, sets, flags | {"eval.every_versions": 0, "checkpoint.every_steps": 0})
         # as its runs, or their sizes would be others
         device = device_of(found.profile, cluster(found.profile))
@@ -190,27 +192,23 @@ def baseline_toml(base: Loaded, plan: JobPlan, *, keep_k: bool) -> str:
         why = f"'{profile.name}' has a reward model, which needs its own resources"
         hint = "--compare NAME, another profile with this reward model"
         raise ConfigError(f"{why}: it has no colocated baseline", hint=hint)
-    changed = {section: dict(values) for section, values in IN_TURNS.items()}
+    changed = dict(IN_TURNS)
     if plan.gpus:
-        changed["placement"] |= {"gpus": plan.gpus, "trainer_workers": None, "gpus_per_rollout_worker": 1}
-        changed["rollout"] |= {"workers": None, "tensor_parallel_size": None}
-        changed["trainer"] = {"nnodes": None, "n_gpus_per_node": None}
+        changed |= {"placement.gpus": plan.gpus, "placement.gpus_per_rollout_worker": 1}
+        others = ("placement.trainer_workers", "rollout.workers", "rollout.tensor_parallel_size")
+        changed |= dict.fromkeys((*others, "trainer.nnodes", "trainer.n_gpus_per_node"))
     else:
         # On CPUs each rank and each worker has a place of its own; scorers' places become ranks'.
         places = plan.cpus // plan.cpus_per_worker
-        changed["placement"] |= {"trainer_workers": places - plan.role(ROLLOUT).workers}
+        changed["placement.trainer_workers"] = places - plan.role(ROLLOUT).workers
     if profile.weights.transport in DIRECT_TRANSPORTS:
-        changed["weights"] = {"transport": "ipc" if plan.gpus == 1 else "object-store"}
+        changed["weights.transport"] = "ipc" if plan.gpus == 1 else "object-store"
     if keep_k:
-        changed["async_training"]["trigger_parameter_sync_step"] = 1
-    update: dict[str, object] = {
-        section: getattr(profile, section).model_copy(update=values) for section, values in changed.items()
-    }
+        changed["async_training.trigger_parameter_sync_step"] = 1
+    origins = {**base.origins, **dict.fromkeys(changed, "bench"), **dict.fromkeys(BENCH_KEYS, DEFAULT)}
     purpose = f"The baseline of {profile.name}: trainer and rollout workers take turns on all resources."
-    update |= {"name": f"{profile.name}-colocate", "purpose": purpose}
-    ours = {f"{section}.{name}": "bench" for section, values in changed.items() for name in values}
-    origins = {**base.origins, **ours, **dict.fromkeys(BENCH_KEYS, DEFAULT)}
-    return to_toml(profile.model_copy(update=update), origins)
+    names = {"name": f"{profile.name}-colocate", "purpose": purpose}
+    return to_toml(with_values(profile, changed).model_copy(update=names), origins)
 
 
 @cache

@@ -16,9 +16,8 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
-from asyncrl_cli.base.errors import ConfigError, counted
+from asyncrl_cli.base.errors import AsyncrlError, ConfigError, counted
 from asyncrl_cli.base.paths import expand
-from asyncrl_cli.bench.figures import Edges, figures_of, stretch_of
 from asyncrl_cli.bench.search import (
     FIGURES,
     LONG_RUNS,
@@ -30,9 +29,8 @@ from asyncrl_cli.bench.search import (
     planned_windows,
     search,
 )
-from asyncrl_cli.bench.simulated_runs import simulators
+from asyncrl_cli.bench.simulated_runs import inner_figures, simulators
 from asyncrl_cli.bench.space import RANKS_KEY, WORKERS_KEY, Setting, Space, split_sets
-from asyncrl_cli.plan.cluster import usable_cores
 from asyncrl_cli.plan.compiler import compile_job
 from asyncrl_cli.plan.job_plan import TRAINER, JobPlan
 from asyncrl_cli.profile.arithmetic import (
@@ -55,7 +53,7 @@ from asyncrl_cli.simulate.workload_files import (
     reference_sets,
     residuals,
 )
-from asyncrl_cli.simulate.world import simulate, virtual_cluster
+from asyncrl_cli.simulate.world import virtual_cluster
 
 SCHEMA_VERSION = 1
 SEED = 0
@@ -164,7 +162,8 @@ def tune(asked: TuneRequest, progress: Callable[..., None]) -> TuneResult:
     simulated.
     """
     workload, run_profile = workload_of(asked, progress)
-    fit = residuals(workload) if run_profile else ()
+    rows = workload.references if run_profile else ()
+    fit = [residual for row in rows for residual in residuals(workload, row)]
     reference = asked.profile or run_profile or DEFAULT_PROFILE
     sets, profile, plan = starting_point(workload, reference, asked.sets, asked.gpus)
     bound = staleness_bound(profile) if asked.bound is None else asked.bound
@@ -172,7 +171,7 @@ def tune(asked: TuneRequest, progress: Callable[..., None]) -> TuneResult:
     trajectories = LONG_RUNS * window_groups * profile.rollout.n
     long_windows = min(max(TRAJECTORIES // trajectories, FEWEST_LONG_WINDOWS), MOST_LONG_WINDOWS)
     planned = planned_windows(space, long_windows)
-    with simulators(usable_cores()) as pool:
+    with simulators() as pool:
         evaluate = evaluator(pool, workload, reference, sets, window_groups)
         found = search(
             space, evaluate, long_windows, lambda done: progress("SIMULATED: windows, at most", done, planned)
@@ -180,7 +179,7 @@ def tune(asked: TuneRequest, progress: Callable[..., None]) -> TuneResult:
     progress(f"SIMULATED: {len(found.outcomes)} settings tried in {found.windows} windows")
     known = None
     for row in workload.references:  # the row of this very profile, but for the length of its run
-        other = profile_for(workload, row.profile, reference_sets(row), groups=1).profile
+        other = profile_for(workload, row.profile, reference_sets(row)).profile
         if other.model_dump(exclude={"run"}) == profile.model_dump(exclude={"run"}):
             known = row
             break
@@ -204,12 +203,11 @@ def _simulated(
     setting: Setting,
 ) -> Outcome:
     """One simulated run. The same groups are measured whatever the setting's own windows are."""
-    profile = profile_for(workload, reference, (*sets, *setting.sets), groups=windows * window_groups).profile
-    run = simulate(profile, workload, seed=SEED)
-    if run.error is not None:
-        return str(run.error)
-    groups = int(run.lines[-1]["groups_trained"])
-    figures = figures_of(stretch_of(run.lines, Edges(window_groups, groups - window_groups)), window_groups)
+    try:
+        profile = profile_for(workload, reference, (*sets, *setting.sets)).profile
+        figures = inner_figures(profile, workload, windows, window_groups, seed=SEED)
+    except AsyncrlError as error:
+        return error.message
     return Row(setting=setting, windows=windows, **{name: figures.get(name, 0.0) for name in FIGURES})
 
 
@@ -253,17 +251,18 @@ def starting_point(
 
 
 def scaled_sets(workload_name: str, profile: Profile, sets: Sequence[str], gpus: int) -> tuple[str, ...]:
-    """The `--set`s of a search on `gpus` GPUs: the profile's own split in proportion, or the counts that the
-    user set.
+    """The `--set`s for `gpus` GPUs: the profile's own split in proportion, or the counts that the user set.
 
     Raises ConfigError for a workload on CPUs, and for GPUs that cannot be split.
     """
     placement, scorers = profile.placement, tasks_apart(profile)
     if placement.device == "cpu":
-        hint = f"leave --gpus out; --set {RANKS_KEY}=2 --set {WORKERS_KEY}=2 gives it more processes"
-        raise ConfigError(f"{workload_name} runs on CPUs, where --gpus {gpus} means nothing", hint=hint)
+        hint = f"--set {RANKS_KEY}=2 --set {WORKERS_KEY}=2 gives it more processes"
+        what = f"{workload_name} runs on CPUs, where {counted(gpus, 'GPU')} mean nothing"
+        raise ConfigError(what, hint=hint)
     is_given = set_layer(sets).values.keys() & {RANKS_KEY, WORKERS_KEY}
-    if is_given or (scorers and placement.tasks is None):  # the plan refuses scorers without a list of tasks
+    # the plan refuses scorers without a list of tasks
+    if placement.colocate or is_given or (scorers and placement.tasks is None):
         return (*sets, f"placement.gpus={gpus}")
     # The profile's proportion: shares of tasks go before counts, and these before the ratio.
     each, sharing = placement.gpus_per_rollout_worker, profile.trainer.sequence_parallel_size
@@ -282,9 +281,9 @@ def scaled_sets(workload_name: str, profile: Profile, sets: Sequence[str], gpus:
         fitting = next((fewer for fewer in range(sides - 1, 0, -1) if rank_counts(fewer)), sharing + each)
         beside = "".join(f" beside {task}" for task in scorers)
         default = f"the workload's own {placement.gpus}" if placement.gpus else "what the profile says"
-        what = f"--gpus {gpus}: there is no split of {max(sides, 0)} for trainer and rollout{beside}"
+        what = f"{counted(gpus, 'GPU')}: there is no split of {max(sides, 0)} for trainer and rollout{beside}"
         why = f"ranks come in multiples of {sharing} (trainer.sequence_parallel_size)"
-        hint = f"--gpus {fitting + gpus - sides}, or no --gpus: then it is {default}"
+        hint = f"{counted(fitting + gpus - sides, 'GPU')} can be split; without --gpus it is {default}"
         raise ConfigError(f"{what}, as {why} and a rollout worker has {each}", hint=hint)
     proportional = round(sides * left / (left + right))
     ranks = next((ranks for ranks in possible if ranks >= proportional), possible[-1])

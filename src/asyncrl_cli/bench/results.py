@@ -16,11 +16,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from asyncrl_cli.base.errors import AsyncrlError, RefusedError
 from asyncrl_cli.base.safe_files import load_json
+from asyncrl_cli.bench.effects import Scaling
 from asyncrl_cli.bench.figures import bound_of_costs, bound_of_states, figures_of, stretches
 from asyncrl_cli.observe.run_lines import Line
-from asyncrl_cli.simulate.costs import Capacities
+from asyncrl_cli.simulate.costs import Costs
 
 SCHEMA_VERSION = 1
 UNEVEN_WORK = 0.03
@@ -34,13 +37,13 @@ Figures = Mapping[str, float]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FinishedRun:
-    """A finished run: its metrics lines and, if it was simulated, the speed of each of its phases alone.
-    `fingerprints`: of each version's weights, if the run was real and deterministic."""
+    """A finished run: its metrics lines and, if it was simulated, what its work cost. `fingerprints`: of
+    each version's weights, if the run was real and deterministic."""
 
     profile: str
     seed: int
     lines: Sequence[Line]
-    capacities: Capacities | None = None
+    costs: Costs | None = None
     fingerprints: Mapping[int, str] = field(default_factory=dict)
 
 
@@ -126,8 +129,9 @@ def summarise(contestants: Sequence[Contestant], runs: Sequence[FinishedRun]) ->
     for run, stretch in zip(runs, stretches([run.lines for run in runs], longest), strict=True):
         windows, is_colocated = stretch.groups / window_groups, by_name[run.profile].is_colocated
         bound = bound_of_states(stretch, windows, is_colocated=is_colocated)
-        if run.capacities is not None:
-            bound = bound_of_costs(stretch, windows, run.capacities)
+        if run.costs is not None:
+            capacities = run.costs.capacities(stretch.begin_groups, stretch.end_groups)
+            bound = bound_of_costs(stretch, windows, capacities)
         equal = _equal_weights(run.fingerprints, prints.get(run.seed, {}))
         figures[run.profile][run.seed] = figures_of(stretch, window_groups) | bound | equal
     baseline = figures[contestants[0].name]
@@ -179,8 +183,8 @@ def unevenness(results: Sequence[Result]) -> float:
 class Comparison:
     """Everything that is shown and written. `window_groups` is W of the baseline, the unit of window_time_s.
     `workload` is empty for real runs. `outlooks`: of each simulated profile, what limits it and whether more
-    GPUs pay; `scalings`: its speed over GPUs, as `what_if.Scaling.to_json` writes it. `error`: the error that
-    ended the comparison early; `missing`: unfinished runs."""
+    GPUs pay; `scalings`: its speed over GPUs. `error`: the error that ended the comparison early; `missing`:
+    unfinished runs."""
 
     results: Sequence[Result]
     workload: str
@@ -192,7 +196,7 @@ class Comparison:
     remarks: tuple[str, ...] = ()
     missing: tuple[str, ...] = ()
     outlooks: Mapping[str, str] = field(default_factory=dict)
-    scalings: Sequence[Mapping[str, Any]] = ()
+    scalings: Sequence[Scaling] = ()
     error: AsyncrlError | None = None
 
     @property
@@ -222,7 +226,7 @@ class Comparison:
             "remarks": list(self.remarks),
             "missing": list(self.missing),
             "outlooks": dict(self.outlooks),
-            "scalings": list(self.scalings),
+            "scalings": [scaling.to_json() for scaling in self.scalings],
             "results": [result.to_json() for result in self.results],
         }
 
@@ -244,7 +248,7 @@ def read_results(path: Path) -> Comparison:
             remarks=tuple(found["remarks"]),
             missing=tuple(found["missing"]),
             outlooks=found.get("outlooks", {}),  # earlier versions had none
-            scalings=found.get("scalings", ()),
+            scalings=TypeAdapter(list[Scaling]).validate_python(found.get("scalings", [])),
         )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         what = f"{path} is malformed: {type(error).__name__}: {error}"

@@ -13,8 +13,9 @@ from __future__ import annotations
 import asyncio
 import multiprocessing
 import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from multiprocessing.queues import SimpleQueue
@@ -22,8 +23,8 @@ from pathlib import Path
 from typing import Any, ClassVar, ParamSpec, TypeVar
 
 from asyncrl_cli.base.child_process import end_with_parent
-from asyncrl_cli.base.errors import Interrupted
-from asyncrl_cli.bench.figures import stretches
+from asyncrl_cli.base.errors import AsyncrlError, Interrupted
+from asyncrl_cli.bench.figures import Edges, figures_of, stretch_of
 from asyncrl_cli.bench.results import FinishedRun
 from asyncrl_cli.checkpoint.run_directory import RunDirectory
 from asyncrl_cli.contracts.events import Observer, StepRecord
@@ -34,7 +35,7 @@ from asyncrl_cli.observe.sinks import EventsFile, MetricsFile, Sink, StatusFile,
 from asyncrl_cli.plan.cluster import usable_cores
 from asyncrl_cli.profile.loaded import Loaded
 from asyncrl_cli.profile.resolved import to_document, to_toml
-from asyncrl_cli.simulate.costs import Costs
+from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.simulate.workload import Workload
 from asyncrl_cli.simulate.workload_files import Residual, residuals
 from asyncrl_cli.simulate.world import simulate
@@ -59,12 +60,13 @@ class Pool(ProcessPoolExecutor):
 
 
 @contextmanager
-def simulators(processes: int, reports: Reports | None = None) -> Iterator[Pool]:
-    """A pool for simulated runs: spawned processes (forking is unsafe, because this process has threads),
-    killed at the end of the block. Raises Interrupted on SIGINT, SIGTERM or SIGHUP within the block."""
+def simulators(reports: Reports | None = None) -> Iterator[Pool]:
+    """A pool for simulated runs, one per core: spawned processes (forking is unsafe, because this process has
+    threads), killed at the end of the block. Raises Interrupted on SIGINT, SIGTERM or SIGHUP within the
+    block."""
     others, context = set(multiprocessing.active_children()), multiprocessing.get_context("spawn")
     try:
-        with StopRequests().on_signals(), Pool(processes, context, _begin, (reports,)) as pool:
+        with StopRequests().on_signals(), Pool(usable_cores(), context, _begin, (reports,)) as pool:
             try:
                 yield pool
             finally:
@@ -72,6 +74,9 @@ def simulators(processes: int, reports: Reports | None = None) -> Iterator[Pool]
                     child.kill()
     except KeyboardInterrupt:
         raise Interrupted("interrupted: simulated runs are not kept") from None
+    except BrokenProcessPool:
+        hint = "the kernel does so when memory is full: `dmesg` says, and fewer other programs help"
+        raise AsyncrlError("a process of the simulation was killed", hint=hint) from None
 
 
 def _begin(reports: Reports | None) -> None:
@@ -97,22 +102,19 @@ class SimulatedJob:
 
 
 def simulate_all(
-    jobs: Sequence[SimulatedJob], window_groups: int, progress: Progress
+    jobs: Sequence[SimulatedJob], progress: Progress
 ) -> tuple[list[FinishedRun], list[Residual], Interrupted | None]:
-    """The runs in the order of `jobs`, of which the first is the baseline's, with their capacities, and how
-    well the workload fits its references; after an interrupt, what had ended of both. `window_groups`: the
-    longest W of all profiles. Raises the error of a run that fails, or Interrupted if no run of the baseline
-    had ended; all others are ended.
-    """
+    """The runs in the order of `jobs`, of which the first is the baseline's, and how well the workload fits
+    its references; after an interrupt, what had ended of both. Raises the error of a run that fails, or
+    Interrupted if no run of the baseline had ended; all others are ended."""
     workload, baseline = jobs[0].workload, jobs[0].loaded.profile.name
-    rows = [workload.model_copy(update={"references": [reference]}) for reference in workload.references]
     reports: Reports = multiprocessing.get_context("spawn").SimpleQueue()
-    running, fits = list[Future[tuple[FinishedRun, Costs]]](), list[Future[list[Residual]]]()
+    running, fits = list[Future[FinishedRun]](), list[Future[list[Residual]]]()
     interrupt = None
     try:
-        with simulators(min(len(jobs) + len(rows), usable_cores()), reports) as pool:
+        with simulators(reports) as pool:
             running += [pool.submit(_simulate, job) for job in jobs]
-            fits += [pool.submit(residuals, row) for row in rows]
+            fits += [pool.submit(residuals, workload, row) for row in workload.references]
             unfinished: set[Future[Any]] = {*running, *fits}
             while unfinished:
                 done, unfinished = wait(unfinished, timeout=POLL_S)
@@ -123,10 +125,10 @@ def simulate_all(
     except Interrupted:
         interrupt = Interrupted("interrupted: simulated runs that had ended are compared")
     made = _results(running)
-    if interrupt is not None and not any(run.profile == baseline for run, _ in made):
+    if interrupt is not None and not any(run.profile == baseline for run in made):
         raise Interrupted(f"interrupted: no run of {baseline} had ended")
     fit = [residual for row in _results(fits) for residual in row]
-    return with_capacities(made, window_groups), fit, interrupt
+    return made, fit, interrupt
 
 
 def _results(futures: Sequence[Future[T]]) -> list[T]:
@@ -134,23 +136,34 @@ def _results(futures: Sequence[Future[T]]) -> list[T]:
     return [one.result() for one in futures if one.done() and not one.cancelled() and not one.exception()]
 
 
-def with_capacities(made: Sequence[tuple[FinishedRun, Costs]], window_groups: int) -> list[FinishedRun]:
-    """The runs with their capacities, computed from the lengths of the measured groups only."""
-    measured = stretches([run.lines for run, _ in made], window_groups)
-    return [
-        replace(run, capacities=costs.capacities(stretch.begin_groups, stretch.end_groups))
-        for (run, costs), stretch in zip(made, measured, strict=True)
-    ]
-
-
-def _simulate(job: SimulatedJob) -> tuple[FinishedRun, Costs]:
+def _simulate(job: SimulatedJob) -> FinishedRun:
     profile, directory = job.loaded.profile, job.directory
     with recorded(job.loaded, directory) if directory else nullcontext(Observer()) as recorder:
         observers, keeps = [_Reporter(job.name), recorder], directory is not None
         run = simulate(profile, job.workload, seed=job.seed, observers=observers, machines=keeps)
         if run.error is not None:
             raise run.error
-    return FinishedRun(profile=profile.name, seed=job.seed, lines=run.lines), run.costs
+    return FinishedRun(profile=profile.name, seed=job.seed, lines=run.lines, costs=run.costs)
+
+
+def inner_figures(
+    profile: Profile,
+    workload: Workload,
+    windows: int,
+    window_groups: int,
+    *,
+    seed: int,
+    factors: Mapping[str, float] | None = None,
+    scale: int = 1,
+) -> dict[str, float]:
+    """The figures of a simulated run of so many windows of `window_groups` groups, without the first and the
+    last one. Raises the run's error. `factors`, `scale`: as for `simulate`."""
+    groups = windows * window_groups
+    run = simulate(profile, workload, seed=seed, groups=groups, factors=factors, scale=scale)
+    if run.error is not None:
+        raise run.error
+    edges = Edges(window_groups, int(run.lines[-1]["groups_trained"]) - window_groups)
+    return figures_of(stretch_of(run.lines, edges), window_groups)
 
 
 class _Reporter(Observer):

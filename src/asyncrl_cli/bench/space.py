@@ -20,6 +20,8 @@ from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.profile.toml_files import toml_value
 
 NODE_GPUS = 8
+MOST_ETA = 100
+"""The largest that a profile may have."""
 ETAS = tuple(map(Decimal, ("0", "0.25", "0.5", *(str(2**power) for power in range(7)))))
 SLOT_SHARES = (0.5, 0.75, 1.0)
 PLACEMENTS = ("response", "group")
@@ -128,7 +130,7 @@ class Space:
         could be interrupted."""
         current, interrupt = Setting.of(profile, plan), profile.rollout.interrupt
         shortest_window = current.require_batches * profile.trainer.ppo_mini_batch_size
-        some = sorted(eta for eta in {*ETAS, Decimal(bound), current.eta} if eta <= bound)
+        some = sorted(eta for eta in {*ETAS, Decimal(min(bound, MOST_ETA)), current.eta} if eta <= bound)
         etas = tuple(eta for eta in some if eta * shortest_window >= 1 or (eta == 0 and interrupt is None))
         if not etas:
             what = f'rollout.interrupt = "{interrupt}" with at most {bound} versions of staleness'

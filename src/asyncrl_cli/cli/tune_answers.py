@@ -7,13 +7,16 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rich.table import Table
+
 from asyncrl_cli.base.errors import ConfigError, RefusedError
 from asyncrl_cli.cli.console import print_json, print_prose, print_whole, say, stderr, warn
 from asyncrl_cli.cli.options import MOST_DEVICES
 
 if TYPE_CHECKING:
+    from asyncrl_cli.bench.effects import Scaling
     from asyncrl_cli.bench.recommendation import TuneRequest
-    from asyncrl_cli.bench.what_if import Interval, Scaling, WhatIf
+    from asyncrl_cli.bench.what_if import WhatIf
 
 MODES = (
     "colocate",
@@ -28,7 +31,6 @@ LEAST_CHANGE = 0.005
 
 def answer(asked: TuneRequest, scale: str | None, out: Path | None, *, what_if: bool, as_json: bool) -> None:
     """Answer `--scale` or `--what-if`. Raises ConfigError for an option that has no effect then."""
-    from asyncrl_cli.bench.recommendation import DEFAULT_PROFILE
     from asyncrl_cli.bench.what_if import scalings
     from asyncrl_cli.bench.what_if import what_if as simulate_changes
     from asyncrl_cli.observe.screen import ProgressLine
@@ -41,7 +43,7 @@ def answer(asked: TuneRequest, scale: str | None, out: Path | None, *, what_if: 
         raise ConfigError(f"{flag} has no effect with {mine}", hint=f"leave out {flag} or {mine}")
     if scale is None:
         with ProgressLine("auto", stderr()) as progress:
-            found = simulate_changes(asked, progress, DEFAULT_PROFILE)
+            found = simulate_changes(asked, progress)
         print_json(found.to_json()) if as_json else _print_effects(found)
         return
     gpus = _numbers(scale)
@@ -85,62 +87,49 @@ def _numbers(scale: str) -> list[int]:
 
 
 def _print_effects(found: WhatIf) -> None:
-    from rich.table import Table
-
     from asyncrl_cli.bench.space import HEADINGS
 
     first, *others = found.effects
-    assert first.groups_per_s is not None
-    assert first.staleness is not None
-    print_prose(
-        f"SIMULATED: {found.workload.name}, {found.profile}; in brackets, 90% intervals without the model's "
-        "own error"
-    )
-    assert first.cost_s is not None
+    what = "in brackets, 90% intervals without the model's own error"
+    print_prose(f"SIMULATED: {found.workload.name}, {found.profile}; {what}")
     setting = (f"{heading} {getattr(found.setting, name)}" for heading, name in HEADINGS.items())
     print_prose(f"as it is: {', '.join(setting)}")
-    rate, stale, cost = map(_shown, (first.groups_per_s, first.staleness, first.cost_s))
-    print_prose(f"{rate} groups/s, {stale} versions of staleness, {cost} device s per group")
+    print_prose(
+        f"{first.groups_per_s} groups/s, {first.staleness} versions of staleness, "
+        f"{first.cost_s} device s per group"
+    )
     print_prose(f"limited by {found.limit}\n")
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for heading in ("change", "groups/s", "staleness", "device s per group"):
-        table.add_column(heading, justify="left" if heading == "change" else "right", no_wrap=True)
+    table = _table("change", "groups/s", "staleness", "device s per group")
     for effect in sorted(others, key=lambda effect: effect.change.is_resource):
-        if effect.ratio is None or effect.staleness is None or effect.cost_s is None:
-            warn(f"{effect.change.label} could not be simulated and is left out: {effect.error}")
+        name = effect.change.label
+        if (ratio := effect.ratio) is None:
+            warn(f"{name} could not be simulated and is left out: {effect.error}")
             continue
-        name = f"twice: {effect.change.label}" if effect.change.is_resource else effect.change.label
-        if effect.change.label.startswith("tail"):
-            name = f"without the {effect.change.label}"
-        ratio = effect.ratio
+        if effect.change.is_resource:
+            name = f"without the {name}" if name.startswith("tail") else f"twice: {name}"
         low, high = f"{ratio.low - 1:+.1%}", f"{ratio.high - 1:+.1%}"
-        change = (
-            "the same" if abs(ratio.value - 1) < LEAST_CHANGE else f"{ratio.value - 1:+.1%} [{low} {high}]"
-        )
-        table.add_row(name, change, _shown(effect.staleness), _shown(effect.cost_s))
+        is_same = abs(ratio.value - 1) < LEAST_CHANGE
+        change = "the same" if is_same else f"{ratio.value - 1:+.1%} [{low} {high}]"
+        table.add_row(name, change, str(effect.staleness), str(effect.cost_s))
     print_whole(table)
     if notes := found.workload.notes.strip():
         print_prose(f"\nnotes of the workload {found.workload.name}\n{notes}")
 
 
 def _print_scalings(name: str, scaled: list[Scaling]) -> None:
-    from rich.table import Table
-
-    from asyncrl_cli.bench.what_if import PAYS
+    from asyncrl_cli.bench.effects import PAYS
 
     print_prose(
         f"SIMULATED: {name}, the same batch on more GPUs; linearity: against the fewest. More pay if twice "
         f"as many make at least {PAYS:g} times as many groups per second\n"
     )
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for heading in ("profile", "GPUs", "groups/s", "linearity", "GPU s per group"):
-        table.add_column(heading, justify="left" if heading == "profile" else "right", no_wrap=True)
+    table = _table("profile", "GPUs", "groups/s", "linearity", "GPU s per group")
     for one in scaled:
         for gpus, effect, linearity in zip(one.gpus, one.effects, one.linearity, strict=True):
-            if effect.groups_per_s is None or effect.cost_s is None or linearity is None:
+            if linearity is None:
                 warn(f"{one.profile} on {gpus} GPUs is left out: {effect.error}")
                 continue
-            figures = (_shown(effect.groups_per_s), f"{linearity:.2f}", _shown(effect.cost_s))
+            figures = str(effect.groups_per_s), f"{linearity:.2f}", str(effect.cost_s)
             table.add_row(one.profile if gpus == one.gpus[0] else "", str(gpus), *figures)
     print_whole(table)
     print_prose("")
@@ -148,5 +137,9 @@ def _print_scalings(name: str, scaled: list[Scaling]) -> None:
         print_prose(f"{one.profile}: {one}")
 
 
-def _shown(figure: Interval) -> str:
-    return f"{figure.value:.3g} [{figure.low:.3g} {figure.high:.3g}]"
+def _table(*headings: str) -> Table:
+    """The first column is text, the others are figures."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for place, heading in enumerate(headings):
+        table.add_column(heading, justify="right" if place else "left", no_wrap=True)
+    return table

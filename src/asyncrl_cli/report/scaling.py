@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from html import escape
 
-from asyncrl_cli.bench.what_if import Scaling
+from asyncrl_cli.bench.effects import Scaling
 from asyncrl_cli.report.page import card, page_of, table
 
 WIDTH, HEIGHT, MARGIN = 720, 420, 60

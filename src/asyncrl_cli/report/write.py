@@ -23,7 +23,6 @@ from asyncrl_cli.base.safe_files import UnsafeFile, open_regular, reason
 from asyncrl_cli.base.storage import appearing_file, replace_text
 from asyncrl_cli.bench.output import heading_of, long_notes, rows_of
 from asyncrl_cli.bench.results import read_results
-from asyncrl_cli.bench.what_if import Scaling
 from asyncrl_cli.observe.recorded import Recorded
 from asyncrl_cli.report.page import (
     GENERATOR,
@@ -135,8 +134,8 @@ def bench_html(directory: Path) -> str:
         f"<details><summary>how to read it</summary><ul>{listed}</ul></details>",
         f'<h3>{title}</h3><div class="bars">{bars}</div>',
     ]
-    if scalings := [Scaling.of(one) for one in comparison.scalings]:
-        parts.append(f"<h3>Groups per second over GPUs, SIMULATED</h3>{drawing(scalings)}")
+    if comparison.scalings:
+        parts.append(f"<h3>Groups per second over GPUs, SIMULATED</h3>{drawing(comparison.scalings)}")
     return card("SIMULATED comparison" if comparison.simulated else "Comparison", "".join(parts))
 
 

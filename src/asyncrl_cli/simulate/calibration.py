@@ -39,10 +39,11 @@ from asyncrl_cli.profile.arithmetic import (
     sends_rows,
     step_optimizer_steps,
 )
+from asyncrl_cli.profile.keys import values_of
 from asyncrl_cli.profile.loaded import Layer, load
 from asyncrl_cli.profile.resolved import read_document
 from asyncrl_cli.profile.schema import Profile
-from asyncrl_cli.profile.toml_files import shipped_profiles
+from asyncrl_cli.profile.toml_files import Table, Values, shipped_profiles
 from asyncrl_cli.simulate.costs import LEARNING
 from asyncrl_cli.simulate.observations import (
     Fit,
@@ -62,38 +63,29 @@ LEAST_STEPS, ENOUGH_STEPS = 3, 8
 """Train steps without which there is no calibration; those from which its times are more than a rough
 guess."""
 NUM_DRAWS = 24
-COMMON_KEYS = {
-    "trainer": ("ppo_mini_batch_size", "ppo_epochs", "max_tokens_per_microbatch"),
-    "rollout": ("workers", "slots", "n", "prefetch_groups", "max_prompt_tokens", "max_response_tokens"),
-    "async_training": ("require_batches",),
-    "placement": ("trainer_workers", "gpus", "ratio", "gpus_per_rollout_worker", "cpus_per_worker"),
-}
+COMMON_KEYS = (
+    *("trainer.ppo_mini_batch_size", "trainer.ppo_epochs", "trainer.max_tokens_per_microbatch"),
+    *("rollout.workers", "rollout.slots", "rollout.n", "rollout.prefetch_groups"),
+    *("rollout.max_prompt_tokens", "rollout.max_response_tokens", "async_training.require_batches"),
+    *("placement.trainer_workers", "placement.gpus", "placement.ratio"),
+    *("placement.gpus_per_rollout_worker", "placement.cpus_per_worker"),
+)
 """Keys that the workload takes from the calibrated run for every profile. The schedule (K, eta, ...) remains
 each profile's."""
-TURN_KEYS = {
-    "rollout": (*COMMON_KEYS["rollout"], "hold_slots"),
-    "env": ("max_turns", "max_context_tokens", "tool_timeout_s", "episode_timeout_s"),
-}
-"""The same keys and more, if trajectories have several turns."""
-SCHEDULE_KEYS = {
-    "algorithm": ("old_logprobs",),
-    "rollout": ("interrupt",),
-    "async_training": (
-        "trigger_parameter_sync_step",
-        "staleness_threshold",
-        "target_kl",
-        "partial_rollout",
-        "max_staleness",
-        "on_stale",
-        "max_requeues",
-        "on_exhausted",
-    ),
-    "placement": ("colocate",),
-}
+TURN_KEYS = (
+    *("rollout.hold_slots", "env.max_turns", "env.max_context_tokens"),
+    *("env.tool_timeout_s", "env.episode_timeout_s"),
+)
+"""More of them, if trajectories have several turns."""
+SCHEDULE_KEYS = (
+    *("algorithm.old_logprobs", "rollout.interrupt", "placement.colocate"),
+    *("async_training.trigger_parameter_sync_step", "async_training.staleness_threshold"),
+    *("async_training.target_kl", "async_training.partial_rollout", "async_training.max_staleness"),
+    *("async_training.on_stale", "async_training.max_requeues", "async_training.on_exhausted"),
+    *("async_training.mixed_versions", "placement.lend"),
+)
 """Keys of a schedule. The run's reference row sets those in which it differs from the profile of that
 name."""
-Tables = dict[str, dict[str, object]]
-"""A profile's values by section and name."""
 PARTS = ("wait_data", "old_logprob", "train", "gather", "other")
 
 
@@ -138,14 +130,14 @@ def _calibrated(run_directory: Path) -> Workload:
         values_s /= 1 + LEARNING * epochs  # apart, its time includes learning
     elif values_s:
         train_s = max(0.0, train_s - LEARNING * values_s)  # in the trainer, the train step's does
-    common = _values(profile, COMMON_KEYS | ({} if turns is None else TURN_KEYS))
-    common["placement"]["device"] = job.device
+    values = values_of(profile) | {"placement.device": job.device}
+    keys = (*COMMON_KEYS, "placement.device", *(TURN_KEYS if turns else ()))
     return Workload(
         name=run_directory.name,
         purpose=f"Calibrated from the run {run_directory.name} ({profile.name}).",
         notes="\n".join([*_notes(lines, profile, decoding, training, scored_s), *damage]),
         windows=24,
-        profile=common,
+        profile=_tables({key: values[key] for key in keys}),
         profiles={},
         lengths=lengths_of(lines, profile),
         turns=turns,
@@ -240,12 +232,13 @@ def _notes(
     return notes
 
 
-def _values(profile: Profile, keys: Mapping[str, Sequence[str]]) -> Tables:
-    """The profile's values of `keys` that are not None, by section and name."""
-    tables: Tables = {}
-    for section, names in keys.items():
-        values = {name: getattr(getattr(profile, section), name) for name in names}
-        tables[section] = {name: value for name, value in values.items() if value is not None}
+def _tables(values: Values) -> Table:
+    """By section and name; values that are None are left out."""
+    tables: Table = {}
+    for key, value in values.items():
+        section, _, name = key.partition(".")
+        if value is not None:
+            tables.setdefault(section, {})[name] = value
     return tables
 
 
@@ -282,15 +275,10 @@ def _reference(lines: Sequence[Line], profile: Profile, run_directory: Path) -> 
     is_shipped = profile.name in shipped_profiles()
     name = profile.name if is_shipped else str((run_directory / "profile.toml").resolve())
     length = Layer(origin="calibration", values={"run.train_steps": 1})
-    tables = _values(profile, SCHEDULE_KEYS)
-    others = _values(load(name, environ={}, layers=[length]).profile, SCHEDULE_KEYS)
-    differing = {
-        section: {key: value for key, value in table.items() if value != others[section].get(key)}
-        for section, table in tables.items()
-    }
+    ours, others = values_of(profile), values_of(load(name, environ={}, layers=[length]).profile)
     return Reference(
         profile=name,
-        set={section: table for section, table in differing.items() if table},
+        set=_tables({key: ours[key] for key in SCHEDULE_KEYS if ours[key] != others[key]}),
         window_time_s=sum(spent_s(line, "step") for line in lines) * per_window,
         parts_s={part: sum(spent_s(line, part) for line in lines) * per_window for part in PARTS},
         source="the calibrated run",

@@ -36,9 +36,7 @@ from asyncrl_cli.profile.arithmetic import (
     CRITIC,
     OLD_LOGPROB,
     PROX,
-    REF,
     REWARD,
-    TEACHER,
     Schedule,
     max_context_tokens,
     mixed_requeues,
@@ -302,14 +300,8 @@ class Costs:
     def _scoring_s(self, task: str, groups: Sequence[GroupResult], devices: int) -> float:
         """A scorer's time for these groups on that many devices; for the critic, the time of its values."""
         training = self.workload.training
-        costs = {
-            PROX: training.old_logprob_s_per_token,
-            REF: training.ref_s_per_token,
-            TEACHER: training.teacher_s_per_token,
-            REWARD: training.reward_s_per_token,
-            CRITIC: training.critic_s_per_token,
-        }
-        each_s = training.s_per_token / 3 if (known := costs.get(task)) is None else known
+        known = getattr(training, f"{OLD_LOGPROB if task == PROX else task}_s_per_token", None)
+        each_s = training.s_per_token / 3 if known is None else known  # a scorer of the user's has no figure
         tokens = _tokens(groups)[1] if task == REWARD else self._computed(groups)
         return tokens * each_s * self._share(training.old_logprob_scaling_exponent, devices)
 

@@ -37,7 +37,7 @@ WARMING_STEPS = 4
 LENGTHS_KEPT = 2000
 LENGTHS_PER_STEP = 64
 LEAST_BUSY = 0.05
-NEEDED = (
+NEEDED = {
     "trainer/idle_ratio",
     "rollouter/idle_ratio",
     "rollouter/tokens_per_s",
@@ -45,7 +45,7 @@ NEEDED = (
     "response_tokens/mean",
     "response_tokens/quantiles",
     "staleness/histogram",
-)
+}
 """Keys that a line must have to be used. They are missing if an executor did not report in time."""
 
 
@@ -103,20 +103,17 @@ def fit_line(points: Sequence[Point]) -> Fit:
 def reasons_against(lines: Sequence[Line]) -> list[str]:
     """Why each line cannot be used; "" if it can. The warm-up is WARMING_STEPS, or a quarter of a short
     run."""
-    reasons = []
+    warm_up, reasons = min(WARMING_STEPS, len(lines) // 4), []
     for place, line in enumerate(lines):
-        least_s, reason = 0.02 * spent_s(line, "step"), ""
-        if place < min(WARMING_STEPS, len(lines) // 4):
-            reason = "warm-up"
-        elif place == len(lines) - 1:
-            reason = "the last"
-        elif spent_s(line, "eval") >= least_s:
-            reason = "beside an eval"
-        elif spent_s(line, "checkpoint") >= least_s:
-            reason = "beside a checkpoint"
-        elif any(key not in line for key in NEEDED):
-            reason = "without a report of each side (steps far below a second)"
-        reasons.append(reason)
+        least_s = 0.02 * spent_s(line, "step")
+        holds = {
+            "warm-up": place < warm_up,
+            "the last": place == len(lines) - 1,
+            "beside an eval": spent_s(line, "eval") >= least_s,
+            "beside a checkpoint": spent_s(line, "checkpoint") >= least_s,
+            "without a report of each side (steps far below a second)": not line.keys() >= NEEDED,
+        }
+        reasons.append(next((reason for reason, is_so in holds.items() if is_so), ""))
     return reasons
 
 

@@ -251,12 +251,10 @@ class SimulatedEngine:
 
     def _steps_within(self, work_s: float) -> float:
         step_s, growth_s = self._next_steps()
+        if not growth_s:
+            return work_s / step_s
         # the root of step_s * steps + growth_s * steps ** 2 / 2 = work_s, in a form without cancellation
-        return (
-            2 * work_s / (step_s + math.sqrt(step_s**2 + 2 * growth_s * work_s))
-            if growth_s
-            else work_s / step_s
-        )
+        return 2 * work_s / (step_s + math.sqrt(step_s**2 + 2 * growth_s * work_s))
 
     def _steps_s(self, steps: float) -> float:
         step_s, growth_s = self._next_steps()

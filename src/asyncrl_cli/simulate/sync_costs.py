@@ -1,18 +1,9 @@
-"""How long a sync takes, from what it sends over which link: for workloads with `[links]`.
+"""How long a sync takes, from what it sends over which link, for workloads with `[links]`. docs/simulation.md
+has the phases as a table, and what is left out.
 
 S bytes of a version, of which s travel (with deltas `changed_ratio` * S), from R ranks on T nodes to workers
-of g GPUs each, on N other nodes. R and T are 1 where rank 0 sends all.
-
-    gather     S / R / device                       each rank's rows, over its own link to its host
-    publish    S / R / copy (+ S / R / compare)     fingerprints and objects, beside training
-    network    s * max(N / T, 1) / node             a node's link carries a version once; nothing on one node
-    arrival    S / copy, and S / apply beside it    verified and copied by one worker of each node
-    send       the longer of network and arrival    (their sum without `weights.overlap`)
-    load       S / g / device                       each GPU its part, over its own link
-
-With `nccl` and `ipc` the load is all: rank 0 gathers, over the network and to its host, and sends to one
-worker after another at the rate of the slower of `device` and `group`. Left out: what shares the links, links
-that slow down where many meet, and the start of a transfer.
+of g GPUs each, on N other nodes. R and T are 1 where rank 0 sends all. With `nccl` and `ipc` the load is all:
+rank 0 gathers, over the network and to its host, and sends to one worker after another.
 """
 
 from __future__ import annotations

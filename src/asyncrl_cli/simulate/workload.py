@@ -48,6 +48,14 @@ class Lengths(Section):
     response_tokens: Annotated[tuple[PositiveInt, ...], FromList] = ()
     """The list: one entry per observed trajectory."""
 
+    @model_validator(mode="after")
+    def _has_what_it_draws_from(self) -> Lengths:
+        if self.distribution == "list" and not self.response_tokens:
+            raise ValueError('distribution = "list" needs response_tokens, such as [12, 40, 96]')
+        if self.distribution == "lognormal" and None in (self.median_tokens, self.sigma):
+            raise ValueError("a lognormal needs median_tokens and sigma, such as 1000.0 and 1.0")
+        return self
+
 
 class Drawn(Section):
     """A random quantity: lognormal, or drawn from a list."""
@@ -423,32 +431,28 @@ class Workload(Section):
         known = [one for one in self.unknowns if one.factors]
         return self.scaled({one.key: one.factors[(draw - 1) % len(one.factors)] for one in known})
 
+    def scaled(self, factors: Mapping[str, float]) -> Workload:
+        """The workload with some of its figures, by key, multiplied, and what follows from `[physics]`
+        computed again. Shares stay at most 1."""
+        changed = self.with_times(factors)
+        if changed.physics is None or changed.physics is self.physics:
+            return changed
+        training = changed.training.model_copy(update=changed.physics.training())
+        return changed.model_copy(update={"training": training})
+
     def with_times(self, factors: Mapping[str, float]) -> Workload:
         """The workload with some of its figures, by key, multiplied, also such as follow from `[physics]`:
-        use it after `on`."""
-        update: dict[str, Any] = {}
+        use it after `on`. Those that it does not have are left out."""
+        sections: dict[str, Any] = {}
         for key, factor in factors.items():
             section, name = key.split(".")
-            found = update.get(section, getattr(self, section))
-            if found is not None and (value := getattr(found, name)) is not None:
-                update[section] = found.model_copy(update={name: value * factor})
-        return self.model_copy(update=update)
-
-    def scaled(self, factors: Mapping[str, float]) -> Workload:
-        """The workload with some of its figures, by key, multiplied. Shares stay at most 1."""
-        document = self.model_dump(exclude_unset=True)
-        if self.physics is not None:  # what follows from it is computed again
-            for name, computed in (
-                ("decoding", self.physics.decoding(1, 0)),
-                ("training", self.physics.training()),
-            ):
-                document[name] = {key: document[name][key] for key in document[name].keys() - computed.keys()}
-        for key, factor in factors.items():
-            section, name = key.split(".")
-            value = getattr(getattr(self, section), name) * factor
+            found = sections.get(section, getattr(self, section))
+            if found is None or (value := getattr(found, name)) is None:
+                continue
             is_share = name.endswith(("_mfu", "_efficiency", "_ratio"))
-            document[section][name] = min(value, 1.0) if is_share else value
-        return Workload.model_validate(document)
+            value = min(value * factor, 1.0) if is_share else value * factor
+            sections[section] = found.model_copy(update={name: value})
+        return self.model_copy(update=sections)
 
 
 def workload_schema() -> Table:

@@ -3,16 +3,15 @@ measured rows.
 
     profile files (`extends`)  <  the workload's [profile]  <  its [profiles.NAME]  <  environment  <  --set
 
-All profiles of a comparison train the same number of groups: `windows` windows of the baseline's W, which
-`--set` may change. Checkpoints are off, and evals, too, unless `--set` asks for some: they cost every profile
-about the same and would only blur the figures.
+Checkpoints are off, and evals, too, unless `--set` asks for some: they cost every profile about the same and
+would only blur the figures.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import get_args
@@ -20,13 +19,15 @@ from typing import get_args
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from asyncrl_cli.base.errors import MOST_PROBLEMS, ConfigError, combine, did_you_mean
+from asyncrl_cli.base.errors import MOST_PROBLEMS, AsyncrlError, ConfigError, combine, did_you_mean
 from asyncrl_cli.base.paths import expand
 from asyncrl_cli.observe.run_lines import Totals
 from asyncrl_cli.plan.compiler import compile_job
-from asyncrl_cli.profile.arithmetic import Schedule, window_groups_of
-from asyncrl_cli.profile.keys import flatten
-from asyncrl_cli.profile.loaded import Layer, Loaded, file_layer, load, set_layer
+from asyncrl_cli.profile.arithmetic import window_groups_of
+from asyncrl_cli.profile.check import check
+from asyncrl_cli.profile.keys import flatten, values_of, with_values
+from asyncrl_cli.profile.loaded import Layer, Loaded, file_layer, load
+from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.profile.toml_files import (
     Values,
     chain,
@@ -37,24 +38,23 @@ from asyncrl_cli.profile.toml_files import (
     shortened,
 )
 from asyncrl_cli.simulate.workload import Reference, Workload
-from asyncrl_cli.simulate.world import SimulatedRun, simulate, virtual_cluster
+from asyncrl_cli.simulate.world import SimulatedRun, length_of, simulate, virtual_cluster
 
-BASELINE = "colocate"
-WINDOW_KEYS = (
-    "trainer.ppo_mini_batch_size",
-    "async_training.require_batches",
-    "async_training.trigger_parameter_sync_step",
-)
 SWITCHED_OFF = {"checkpoint.every_steps": 0, "env.max_context_tokens": None}
 """Besides what a simulation leaves out: the profile's own limit of a context, which is about the tokens of
 another task."""
-NO_EVALS = {"eval.every_versions": 0, "eval.prompts": 0}
+ANY_STEPS = 1_000_000
+"""Stands for a length that is not known yet: longer than all that is checked against it."""
+UNLESS_SET = {"run.train_steps": ANY_STEPS, "eval.every_versions": 0, "eval.prompts": 0}
 """Only `--set` and the environment override these."""
-LENGTH_KEYS = {
-    "lognormal": (("median_tokens", "sigma"), "for example, median_tokens = 1000.0 and sigma = 1.0"),
-    "list": (("response_tokens",), "response_tokens = [12, 40, 96]"),
-}
-"""Per distribution of lengths: the keys it needs, and an example for a hint."""
+DIVIDED = (
+    "trainer.ppo_mini_batch_size",
+    "placement.gpus",
+    "placement.trainer_workers",
+    "rollout.workers",
+    "eval.prompts",
+)
+"""Of which a miniature has fewer."""
 WINDOW = "window"
 """Name of the part that stands for the whole window."""
 MEASURED_WINDOWS = 6
@@ -87,12 +87,6 @@ def load_workload(reference: str) -> Workload:
         problems += [_wrong_value(detail, path) for detail in unknown_first[: MOST_PROBLEMS + 1]]
     if problems:
         raise combine(problems)
-    lengths = workload.lengths
-    needed_keys, example = LENGTH_KEYS[lengths.distribution]
-    if any(getattr(lengths, name) in (None, ()) for name in needed_keys):
-        needed = " and ".join(f"lengths.{name}" for name in needed_keys)
-        what = f'{path}: lengths.distribution = "{lengths.distribution}"'
-        raise ConfigError(f"{what} needs {needed}", hint=example)
     return workload
 
 
@@ -109,60 +103,46 @@ def profile_for(
     Keys in a FILE that is not shipped override the workload's, because its author chose them. The workload's
     [profiles.NAME] applies to the shipped profile of that name and to files that extend it.
 
-    It trains `groups` groups (by default `windows` windows of the baseline's W), rounded up to whole train
-    steps.
+    It trains `groups` groups, if they are given, rounded up to whole train steps.
     """
     shipped = set(shipped_profiles().values())
     files = chain(profile_reference)
     own = [file_layer(file) for file in files if file.path not in shipped]
     name = next((file.name for file in reversed(files) if file.path in shipped), files[-1].name)
-    stack = [*layers_of(workload, name), *own]
+    origin = f"workload {workload.name}"
+    layers = [*layers_of(workload, name), *own, Layer(origin=origin, values=UNLESS_SET)]
+    loaded = load(profile_reference, sets, environ=environ, layers=layers)
     if groups is None:
-        # Of the `--set`s, only those that size a window. Others, such as a staleness, may be invalid for the
-        # baseline.
-        sizes = {key: value for key, value in set_layer(sets).values.items() if key in WINDOW_KEYS}
-        one = Layer(origin="--set", values={"run.train_steps": 1} | sizes)
-        baseline = load(BASELINE, environ=environ, layers=[*layers_of(workload, BASELINE), one]).profile
-        groups = workload.windows * window_groups_of(baseline)
-    # how many groups a step takes is only known of a whole profile
-    one_step = Layer(origin="workload", values={"run.train_steps": 1} | NO_EVALS)
-    rough = load(profile_reference, sets, environ=environ, layers=[*stack, one_step]).profile
-    steps = -(-groups // Schedule.of(rough).step_groups)
-    values = {"run.train_steps": steps} | NO_EVALS
-    length = Layer(origin=f"workload {workload.name} ({groups} groups)", values=values)
-    return load(profile_reference, sets, environ=environ, layers=[*stack, length])
+        return loaded
+    length = length_of(loaded.profile, groups)
+    origins = {**loaded.origins, **dict.fromkeys(length, f"{origin} ({groups} groups)")}
+    return replace(loaded, profile=with_values(loaded.profile, length), origins=origins)
 
 
-def miniature(workload: Workload, profile_reference: str, sets: Sequence[str]) -> tuple[list[str], int]:
-    """`--set`s that divide the devices and the prompts of a mini-batch by the same number, as large as
+def miniature(workload: Workload, whole: Profile) -> tuple[Profile, int]:
+    """The profile with the devices and the prompts of a mini-batch divided by the same number, as large as
     possible: each device has the same work, and a simulation takes less time. The longest of fewer responses
-    is a little shorter. Second, that number; 1, and no `--set`s, if it cannot be smaller."""
-    whole = profile_for(workload, profile_reference, sets, groups=1, environ={}).profile
-    counts = {
-        "trainer.ppo_mini_batch_size": whole.trainer.ppo_mini_batch_size,
-        "placement.gpus": whole.placement.gpus,
-        "placement.trainer_workers": whole.placement.trainer_workers,
-        "rollout.workers": whole.rollout.workers,
-        "eval.prompts": whole.eval.prompts,
-    }
-    window_groups = Schedule.of(whole).window_groups
+    is a little shorter. Second, that number; 1 for `whole` itself, if it cannot be smaller."""
+    counts = {key: count for key, count in values_of(whole).items() if key in DIVIDED and count}
+    least_gpus = workload.worker_gpus(whole.placement) if whole.placement.colocate else 1
+    window_groups = window_groups_of(whole)
     for factor in MINIATURES if whole.placement.gpus else ():
         groups = window_groups // factor
         if groups < LEAST_GROUPS or groups * whole.rollout.n < LEAST_TRAJECTORIES:
             continue
-        units = {"placement.gpus": workload.worker_gpus(whole.placement)} if whole.placement.colocate else {}
-        if any(count % (factor * units.get(key, 1)) for key, count in counts.items() if count):
+        if (
+            any(count % factor for count in counts.values())
+            or counts["placement.gpus"] // factor % least_gpus
+        ):
             continue
-        smaller = [f"{key}={count // factor}" for key, count in counts.items() if count]
+        smaller = with_values(whole, {key: count // factor for key, count in counts.items()})
         try:
-            profile = profile_for(
-                workload, profile_reference, [*sets, *smaller], groups=1, environ={}
-            ).profile
-            compile_job(profile, virtual_cluster(profile))
-        except ConfigError:  # its sides cannot be divided so
+            check(smaller)
+            compile_job(smaller, virtual_cluster(smaller))
+        except AsyncrlError:  # its sides cannot be divided so
             continue
         return smaller, factor
-    return [], 1
+    return whole, 1
 
 
 def layers_of(workload: Workload, profile_name: str) -> list[Layer]:
@@ -203,9 +183,13 @@ def _wrong_value(detail: ErrorDetails, path: Path) -> ConfigError:
         sections = ", ".join(name for name in known if "." not in name)
         hint = did_you_mean(key, known, f"keys: {sections}")
         return ConfigError(f"{path}: unknown key {shortened(key)}", hint=hint)
+    message = str(detail["msg"])
+    if detail["type"] == "value_error":  # of a whole table, which would say nothing
+        where = f"{path}: {key}" if key else str(path)
+        return ConfigError(f"{where}: {message.removeprefix('Value error, ')}", hint=meaning)
     given = shortened(detail["input"])
     shown = f'"{given}"' if isinstance(detail["input"], str) else given
-    return ConfigError(f"{path}: {key} = {shown}: {str(detail['msg']).removeprefix('Input ')}", hint=meaning)
+    return ConfigError(f"{path}: {key} = {shown}: {message.removeprefix('Input ')}", hint=meaning)
 
 
 def _keys_of(kind: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, str]]:
@@ -237,36 +221,32 @@ class Residual:
         return self.predicted_s / self.measured_s if self.measured_s else float("inf")
 
 
-def residuals(workload: Workload, *, windows: int = MEASURED_WINDOWS) -> list[Residual]:
-    """Simulates every reference for `windows` windows besides the first and the last; in miniature, if the
+def residuals(workload: Workload, reference: Reference, *, windows: int = MEASURED_WINDOWS) -> list[Residual]:
+    """Simulates a measured row for `windows` windows besides the first and the last; in miniature, if the
     workload has `[physics]`. Raises the error of a failed run."""
-    found = []
-    for reference in workload.references:
-        sets = reference_sets(reference)
-        whole = workload.physics is None
-        smaller, scale = ([], 1) if whole else miniature(workload, reference.profile, sets)
-        all_sets = [*sets, *smaller]
-        profile = profile_for(workload, reference.profile, all_sets, groups=1, environ={}).profile
-        groups = (windows + 2) * Schedule.of(profile).window_groups
-        run = simulate(profile, workload, groups=groups, scale=scale)
-        if run.error is not None:
-            raise run.error
-        predicted = window_parts(run)
-        for part, measured_s in {WINDOW: reference.window_time_s, **reference.parts_s}.items():
-            if part not in predicted:
-                what = f"workload {workload.name}: references.parts_s has no part {part}"
-                raise ConfigError(what, hint=f"parts: {', '.join(predicted)}")
-            residual = Residual(
-                profile=" ".join([reference.profile, *sets]),
-                part=part,
-                measured_s=float(measured_s),
-                predicted_s=predicted[part],
-                calibrated=reference.calibrated,
-                source=reference.source,
-                evidence=reference.evidence,
-            )
-            found.append(residual)
-    return found
+    sets = reference_sets(reference)
+    profile, scale = profile_for(workload, reference.profile, sets, environ={}).profile, 1
+    if workload.physics is not None:
+        profile, scale = miniature(workload, profile)
+    run = simulate(profile, workload, groups=(windows + 2) * window_groups_of(profile), scale=scale)
+    if run.error is not None:
+        raise run.error
+    predicted_s = window_parts(run)
+    if unknown := reference.parts_s.keys() - predicted_s.keys():
+        what = f"workload {workload.name}: references.parts_s has no part {min(unknown)}"
+        raise ConfigError(what, hint=f"parts: {', '.join(predicted_s)}")
+    return [
+        Residual(
+            profile=" ".join([reference.profile, *sets]),
+            part=part,
+            measured_s=float(measured_s),
+            predicted_s=predicted_s[part],
+            calibrated=reference.calibrated,
+            source=reference.source,
+            evidence=reference.evidence,
+        )
+        for part, measured_s in {WINDOW: reference.window_time_s, **reference.parts_s}.items()
+    ]
 
 
 def reference_sets(reference: Reference) -> list[str]:

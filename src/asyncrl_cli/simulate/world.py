@@ -27,6 +27,7 @@ from asyncrl_cli.observe.run_lines import Line
 from asyncrl_cli.plan.cluster import ClusterResources, NodeResources
 from asyncrl_cli.plan.compiler import asked_gpus, compile_job
 from asyncrl_cli.profile.arithmetic import LoopSettings, Schedule, asked_ranks
+from asyncrl_cli.profile.keys import with_values
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.simulate.costs import Costs
 from asyncrl_cli.simulate.simulated_trainer import SharedMachine, SimulatedScorer, SimulatedTrainer
@@ -61,8 +62,8 @@ def simulate(
 ) -> SimulatedRun:
     """Run `profile` (from `profile_for`) with the costs of `workload`. `groups` overrides the profile's
     length, in whole steps; `factors` multiply figures of the workload. `scale`: of a miniature
-    (`workload_files.miniature`). `machines`: workers report those in
-    their processes, for a run whose files are kept.
+    (`workload_files.miniature`). `machines`: workers report those of their processes, for a run whose files
+    are kept.
 
     Response lengths depend on `seed` alone. Raises AsyncrlError for an invalid profile, and whatever an
     observer raises. If the run fails, its error is returned in `error`.
@@ -80,14 +81,10 @@ def simulate(
         scorers=job.scorers,
         scale=scale,
     )
-    length: dict[str, int | None] = {"seed": seed}
+    changed: dict[str, int | None] = {"run.seed": seed, "checkpoint.every_steps": 0}
     if groups is not None:
-        length |= {"train_steps": -(-groups // Schedule.of(profile).step_groups), "total_rollout_steps": None}
-    sections = {
-        "run": profile.run.model_copy(update=length),
-        "checkpoint": profile.checkpoint.model_copy(update={"every_steps": 0}),
-    }
-    settings = LoopSettings.of(profile.model_copy(update=sections))
+        changed |= length_of(profile, groups)
+    settings = LoopSettings.of(with_values(profile, changed))
     recorder = _Recorder(settings.schedule.window_steps)
 
     async def run() -> AsyncrlError | None:
@@ -122,6 +119,12 @@ def simulate(
         return None
 
     return SimulatedRun(error=run_virtual(run()), lines=recorder.lines, costs=costs)
+
+
+def length_of(profile: Profile, groups: int) -> dict[str, int | None]:
+    """The keys that make a run train so many groups, rounded up to whole train steps."""
+    steps = -(-groups // Schedule.of(profile).step_groups)
+    return {"run.train_steps": steps, "run.total_rollout_steps": None}
 
 
 def virtual_cluster(profile: Profile) -> ClusterResources:
