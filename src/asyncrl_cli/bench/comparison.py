@@ -53,13 +53,10 @@ def compare(contest: Contest, directory: Path, bars: Bars) -> Comparison:
         recorded_in = runs_dir / f"{one.profile.name}-s{seed}" if seed == contest.seeds[0] else None
         jobs.append(SimulatedJob(loaded=one, workload=workload, seed=seed, directory=recorded_in))
 
-    def progress(name: str, trained: int) -> None:
-        bars.run(name, trained, groups)
-
     for job in jobs:
-        progress(job.name, 0)
+        bars.run(job.name, 0, groups)
     try:
-        runs, fit, interrupt = simulate_all(jobs, progress)
+        runs, fit, interrupt = simulate_all(jobs, lambda name, trained: bars.run(name, trained, groups))
     except BaseException:
         remove(runs_dir)
         raise

@@ -97,6 +97,12 @@ class Scaling:
         return f"at {self.enough_gpus} GPUs {more}"
 
     @property
+    def rates(self) -> list[tuple[int, Interval]]:
+        """GPUs and groups per second, where they could be simulated."""
+        pairs = zip(self.gpus, self.effects, strict=True)
+        return [(gpus, one.groups_per_s) for gpus, one in pairs if one.groups_per_s is not None]
+
+    @property
     def linearity(self) -> list[float | None]:
         """Groups per second, over those of the fewest GPUs and as many times more."""
         return [

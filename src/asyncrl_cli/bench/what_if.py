@@ -240,12 +240,8 @@ def scalings(
 ) -> list[Scaling]:
     """How the groups per second of each profile grow with the GPUs."""
     workload, _ = workload_of(asked, progress)
-    found = []
     with simulators() as pool:
-        for reference in profiles:
-            progress(f"SIMULATED: {reference} on {gpus[0]} to {gpus[-1]} GPUs")
-            found.append(_scaling(pool, workload, reference, asked.sets, gpus))
-    return found
+        return [_scaling(pool, workload, one, asked.sets, gpus, progress=progress) for one in profiles]
 
 
 def _scaling(
@@ -255,11 +251,13 @@ def _scaling(
     sets: Sequence[str],
     gpus: Sequence[int],
     draws: int = DRAWS,
+    progress: Callable[..., object] = lambda *stage: None,
 ) -> Scaling:
     profile = profile_for(workload, reference, sets).profile
     first, *others = [scaled_sets(workload.name, profile, sets, count) for count in gpus]
     tried = [Change(label=f"{count} GPUs", sets=one) for count, one in zip(gpus[1:], others, strict=True)]
-    found = effects(pool, workload, reference, first, tried, draws)
+    stage = f"SIMULATED: {profile.name} on {gpus[0]} to {gpus[-1]} GPUs"
+    found = effects(pool, workload, reference, first, tried, draws, partial(progress, stage))
     return Scaling(profile=profile.name, gpus=gpus, effects=found)
 
 

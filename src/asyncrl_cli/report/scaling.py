@@ -34,48 +34,36 @@ def scaling_page(name: str, scaled: Sequence[Scaling]) -> str:
 
 def drawing(scaled: Sequence[Scaling]) -> str:
     """Both axes are logarithmic, so that perfect linearity is the dashed diagonal of each profile."""
-    points = [
-        (gpus, rate)
-        for one in scaled
-        for gpus, effect in zip(one.gpus, one.effects, strict=True)
-        if (rate := effect.groups_per_s) is not None
-    ]
-    least_x, most_x = min(gpus for gpus, _ in points), max(gpus for gpus, _ in points)
-    least_y, most_y = min(rate.low for _, rate in points), max(rate.high for _, rate in points)
+    points = [point for one in scaled for point in one.rates]
+    numbers = sorted({gpus for gpus, _ in points})
+    least, most = min(rate.low for _, rate in points), max(rate.high for _, rate in points)
 
     def place(gpus: float, rate: float) -> tuple[float, float]:
-        x = math.log(gpus / least_x) / max(math.log(most_x / least_x), 1e-9)
-        y = math.log(rate / least_y) / max(math.log(most_y / least_y), 1e-9)
+        x = math.log(gpus / numbers[0]) / max(math.log(numbers[-1] / numbers[0]), 1e-9)
+        y = math.log(rate / least) / max(math.log(most / least), 1e-9)
         return MARGIN + x * (WIDTH - 2 * MARGIN), HEIGHT - MARGIN - y * (HEIGHT - 2 * MARGIN)
 
+    def line(begin: tuple[float, float], end: tuple[float, float], look: str) -> str:
+        (x1, y1), (x2, y2) = place(*begin), place(*end)
+        return f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" {look}/>'
+
     parts = [f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="groups per second over GPUs">']
-    for gpus in sorted({gpus for gpus, _ in points}):
-        x, y = place(gpus, least_y)
+    for gpus in numbers:
+        x, y = place(gpus, least)
         parts.append(f'<text x="{x:.0f}" y="{y + 24:.0f}" fill="currentColor">{gpus}</text>')
-    for tick in (least_y, math.sqrt(least_y * most_y), most_y):
-        parts.append(f'<text x="4" y="{place(least_x, tick)[1]:.0f}" fill="currentColor">{tick:.3g}</text>')
+    for tick in (least, math.sqrt(least * most), most):
+        y = place(numbers[0], tick)[1]
+        parts.append(f'<text x="4" y="{y:.0f}" fill="currentColor">{tick:.3g}</text>')
     for number, one in enumerate(scaled):
-        colour, corners = COLOURS[number % len(COLOURS)], []
-        for gpus, effect in zip(one.gpus, one.effects, strict=True):
-            if (rate_here := effect.groups_per_s) is None:
-                continue
-            x, y = place(gpus, rate_here.value)
-            (_, low), (_, high) = place(gpus, rate_here.low), place(gpus, rate_here.high)
-            corners.append(f"{x:.1f},{y:.1f}")
-            parts.append(
-                f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{low:.1f}" y2="{high:.1f}" stroke="{colour}"/>'
-            )
-        first = one.effects[0].groups_per_s
-        if first is not None:
-            reach = min(most_x, one.gpus[0] * most_y / first.value)
-            (x1, y1), (x2, y2) = (
-                place(one.gpus[0], first.value),
-                place(reach, first.value * reach / one.gpus[0]),
-            )
-            ends = f'x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}"'
-            parts.append(f'<line {ends} stroke="{colour}" stroke-dasharray="3 5"/>')
-        drawn = " ".join(corners)
-        parts.append(f'<polyline points="{drawn}" fill="none" stroke="{colour}" stroke-width="2"/>')
+        colour = COLOURS[number % len(COLOURS)]
+        stroke, ((fewest, rate), *_) = f'stroke="{colour}"', one.rates
+        parts += [line((gpus, each.low), (gpus, each.high), stroke) for gpus, each in one.rates]
+        reach = min(numbers[-1], fewest * most / rate.value)
+        ideal = (reach, rate.value * reach / fewest)
+        parts.append(line((fewest, rate.value), ideal, f'{stroke} stroke-dasharray="3 5"'))
+        corners = [place(gpus, each.value) for gpus, each in one.rates]
+        drawn = " ".join(f"{x:.1f},{y:.1f}" for x, y in corners)
+        parts.append(f'<polyline points="{drawn}" fill="none" {stroke} stroke-width="2"/>')
         x, y = MARGIN + 12, MARGIN / 2 + 18 * number
         parts.append(f'<text x="{x:.0f}" y="{y:.0f}" fill="{colour}">{escape(one.profile)}</text>')
     return "".join([*parts, "</svg>"])

@@ -242,14 +242,12 @@ class Responses:
 
     @property
     def num_without_slot(self) -> int:
-        if self._may_hold:
-            held = [response.is_holding for response in self._responses]
-            at_tools = [response.is_at_tool and not self._times.hold_slots for response in self._responses]
-            return self.num_ended + sum(held) + sum(at_tools)
-        if self._times.hold_slots:
+        frees_at_tools = not self._times.hold_slots
+        if not frees_at_tools and not self._may_hold:
             return self.num_ended
         # a list is faster here than a generator, and every report of a worker comes by
-        return self.num_ended + sum([response.is_at_tool for response in self._responses])
+        free = [one.is_holding or (one.is_at_tool and frees_at_tools) for one in self._responses]
+        return self.num_ended + sum(free)
 
     def partial_responses(self) -> tuple[dict[int, PartialResponse], int]:
         """The tokens, by index, from which trajectories can continue in a resumed run, and the token count of
