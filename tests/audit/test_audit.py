@@ -29,6 +29,7 @@ from asyncrl_cli.observe import step_values
 from asyncrl_cli.profile.check import check
 from asyncrl_cli.profile.loaded import load
 from asyncrl_cli.profile.resolved import differing
+from asyncrl_cli.train import step_plan
 from tests.audit import damages as d
 from tests.audit.made_run import made_run
 
@@ -254,6 +255,10 @@ def _counts_staleness_from_the_next_version(patch):
     patch.setattr(step_values, "staleness_values", wrong)
 
 
+def _leaves_the_mean_in_the_advantages(patch):
+    patch.setattr(step_plan, "_centred", list)
+
+
 def test_a_trainer_that_does_not_wait_for_its_devices_is_noticed(tmp_path, monkeypatch):
     recall, late = Lending.recall, []
 
@@ -279,6 +284,7 @@ def test_a_trainer_that_does_not_wait_for_its_devices_is_noticed(tmp_path, monke
         (_counts_too_many, "ledger"),
         (_forgets_idle_time, "trainer idle"),
         (_counts_staleness_from_the_next_version, "staleness metrics"),
+        (_leaves_the_mean_in_the_advantages, "advantages"),
     ],
     ids=lambda value: getattr(value, "__name__", value).strip("_"),
 )

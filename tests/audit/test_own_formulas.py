@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from asyncrl_cli.audit import accounts
+from asyncrl_cli.audit import accounts, run_files
 from asyncrl_cli.audit.run_files import Sample, SampledGroup
 from asyncrl_cli.audit.samples import _estimated
 from asyncrl_cli.audit.weights import logprob_claims
@@ -61,7 +62,7 @@ def test_idle_times_count_a_span_that_begins_before_the_end_of_the_one_before() 
     """The driver learns an executor's clock better by 1.4 ms: 0.18 of 0.78 s are idle in step 2."""
     spans = [["busy", 12.3, 13.0637], ["starved", 13.0637, 13.0638], ["starved", 13.0624, 13.2414]]
     files = SimpleNamespace(
-        status={"executors": [{"name": "trainer", "role": "trainer"}]},
+        section=lambda name: {},
         timeline=[
             {"step": 1, "spans": {"trainer": spans}, "covered": {"trainer": 13.0638}},
             {"step": 2, "spans": {"trainer": [["busy", 13.2414, 13.8453]]}, "covered": {"trainer": 13.8453}},
@@ -70,3 +71,54 @@ def test_idle_times_count_a_span_that_begins_before_the_end_of_the_one_before() 
     )
     claim = accounts._idle(files, "trainer", "trainer")
     assert (claim.cases, claim.wrong) == (2, [])
+
+
+def test_idle_times_are_of_the_workers_that_a_run_had_before_it_was_resumed_with_fewer() -> None:
+    files = SimpleNamespace(
+        section=lambda name: {},
+        timeline=[
+            {
+                "step": 1,
+                "spans": {"rollout-0": [["busy", 0.0, 10.0]], "rollout-1": [["starved", 0.0, 10.0]]},
+                "covered": {"rollout-0": 10.0, "rollout-1": 10.0, "param_update-rollout-0": 10.0},
+            },
+            {"step": 2, "spans": {"rollout-0": [["busy", 10.0, 20.0]]}, "covered": {"rollout-0": 20.0}},
+        ],
+        metrics=[{"step": 1, "rollouter/idle_ratio": 0.5}, {"step": 2, "rollouter/idle_ratio": 0.0}],
+    )
+    claim = accounts._idle(files, "rollout", "rollouter")
+    assert (claim.cases, claim.wrong) == (2, [])
+
+
+@pytest.mark.parametrize(("resumed_from", "verdict"), [(3, "holds"), (2, "fails")])
+def test_a_window_may_be_short_where_a_run_had_ended_that_was_extended_later(resumed_from, verdict) -> None:
+    windows, versions = (0, 0, 1, 2, 2), (0, 1, 2, 2, 3)
+    files = SimpleNamespace(
+        section=lambda name: {"trigger_parameter_sync_step": 2},
+        last_step=5,
+        metrics=[
+            {"step": step, "window": window, "version": version}
+            for step, (window, version) in enumerate(zip(windows, versions, strict=True), start=1)
+        ],
+        named=lambda name: [{"from_step": resumed_from}] if name == "resumed" else [],
+    )
+    claim = accounts._windows(files)
+    assert (claim.verdict, len(claim.wrong)) == (verdict, verdict == "fails")
+
+
+def test_samples_of_any_text_can_be_read(tmp_path) -> None:
+    line = {
+        "group": "a@0.0",
+        "step": 1,
+        "window": 0,
+        "reward": 1.0,
+        "finish_reason": "stop",
+        "advantage": 0.0,
+    }
+    arrays = {"segment_lengths": [2], "tokens": [1, 2], "logprobs": [0.0, -1.0]}
+    text = json.dumps(
+        line | arrays | {"versions": [-1, 0], "mask": [0, 1], "text": "\u2028\x85"}, ensure_ascii=False
+    )
+    (tmp_path / "step-000001.jsonl").write_text(f"{text}\n{text}\n", encoding="utf-8")
+    (group,) = run_files._from_text(tmp_path / "step-000001.jsonl")
+    assert [sample.num_sampled for sample in group.samples] == [1, 1]

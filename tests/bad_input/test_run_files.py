@@ -194,6 +194,25 @@ def test_a_file_with_an_absurd_value_is_refused_or_shown(
         ask(next(readers), place, capsys)
 
 
+@pytest.mark.parametrize("file", [file for file in READERS if file != DUMP])
+def test_an_audit_of_absurd_values_ends_with_a_verdict_or_a_refusal(
+    place: Place, file: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, own = place.run / file, (place.run / file).read_text()
+    every = [None] if file in LINES else cases(path, 331)
+    for case in every:
+        if case is None:
+            spoil_lines(path, ABSURD.values())
+        else:
+            replace(path, mutated(own, *case).encode())
+        began_s = time.process_time()
+        code = run(["audit", NAME, "--runs-dir", str(place.runs)])
+        said = capsys.readouterr().err
+        assert "this is a bug" not in said, (case, said)
+        assert code == 1 if file in LINES else code in (0, 1, 4), (case, code, said)
+        assert time.process_time() - began_s < LIMIT_CPU_S, case
+
+
 def test_a_calibration_says_what_it_left_out(calibrated: Path, tmp_path: Path) -> None:
     directory = tmp_path / "run"
     shutil.copytree(calibrated, directory)

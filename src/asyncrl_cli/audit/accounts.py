@@ -8,12 +8,14 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from itertools import accumulate, pairwise
+from operator import itemgetter
 
 from asyncrl_cli.audit.claims import Claim
-from asyncrl_cli.audit.run_files import Line, RunFiles
+from asyncrl_cli.audit.run_files import RunFiles
 
 ENDED = ("trained", "dropped", "requeued")
 STAGES = ("running", "finished", "training", *ENDED)
+Span = tuple[str, float, float]
 NEXT = {
     "": {"running"},
     "running": {"finished", "dropped", "requeued"},
@@ -114,12 +116,15 @@ def _groups(files: RunFiles) -> Iterator[Claim]:
 
 def _windows(files: RunFiles) -> Claim:
     claim = Claim("windows", "K train steps make a window, and each publish raises the version by one")
-    size, last = files.section("async_training")["trigger_parameter_sync_step"], files.metrics[-1:]
-    windows = Counter(line.get("window") for line in files.metrics)
-    for window, number in windows.items():
-        is_last = bool(last) and window == last[0].get("window")
-        text = f"window {window} has {number} train steps, and not {size}"
-        claim.check(number <= size if is_last else number == size, text)
+    size = files.section("async_training")["trigger_parameter_sync_step"]
+    # a run's last window may be shorter, also if the run was extended later
+    ends = {files.last_step, *(event.get("from_step") for event in files.named("resumed"))}
+    windows = defaultdict[int, list[int]](list)
+    for line in files.metrics:
+        windows[line.get("window", -1)].append(line.get("step", 0))
+    for window, steps in windows.items():
+        text = f"window {window} has {len(steps)} train steps, and not {size}"
+        claim.check(len(steps) <= size if steps[-1] in ends else len(steps) == size, text)
     for one, other in pairwise(files.metrics):
         text = f"step {other.get('step')}: window {other.get('window')} after version {one.get('version')}"
         claim.check(other.get("window") == one.get("version"), text)
@@ -176,12 +181,16 @@ def _staleness(files: RunFiles) -> Iterator[Claim]:
     yield from (limits, loads, metrics)
 
 
-def _spans(files: RunFiles, name: str) -> list[tuple[str, float, float]]:
-    own = (span for line in files.timeline for span in line["spans"].get(name, ()))
-    return sorted(own, key=lambda span: span[1])
+def _spans(files: RunFiles, role: str) -> dict[str, list[Span]]:
+    """By executor, also of those that a resumed run no longer has: the role of `rollout-0` is rollout."""
+    found = defaultdict[str, list[Span]](list)
+    for line in files.timeline:
+        for name in (name for name in line["covered"] if name.partition("-")[0] == role):
+            found[name] += line["spans"].get(name, ())
+    return {name: sorted(own, key=itemgetter(1)) for name, own in found.items()}
 
 
-def _is_lent(files: RunFiles, spans: Sequence[tuple[str, float, float]]) -> bool:
+def _is_lent(files: RunFiles, spans: Sequence[Span]) -> bool:
     """A worker on the trainer's devices begins asleep, and others are never paused."""
     return bool(spans) and spans[0][0] == "paused" and bool(files.section("placement").get("lend"))
 
@@ -190,35 +199,30 @@ def _devices(files: RunFiles) -> Claim:
     what = "no worker on the trainer's devices generates while the trainer computes"
     claim = Claim("lent devices", what, limit=CLOCKS_S)
     computes = ("busy", "scoring", "syncing")
-    all_spans = {one["name"]: (one["role"], _spans(files, one["name"])) for one in files.status["executors"]}
-    trainers = (span for role, own in all_spans.values() if role == "trainer" for span in own)
+    trainers = (span for own in _spans(files, "trainer").values() for span in own)
     trains = sorted((begin, end) for state, begin, end in trainers if state in computes)
-    for name, (role, own) in all_spans.items():
-        if role == "rollout" and _is_lent(files, own):
-            for begin, end in ((begin, end) for state, begin, end in own if state == "busy"):
-                after = bisect_right(trains, (begin, math.inf))
-                both = max(
-                    [min(end, b) - max(begin, a) for a, b in trains[max(after - 1, 0) : after + 1]] or [0]
-                )
-                claim.near(max(both, 0.0), 0.0, f"{name} generates at {begin:.3f} s as the trainer computes")
+    lent = {name: own for name, own in _spans(files, "rollout").items() if _is_lent(files, own)}
+    for name, own in lent.items():
+        for begin, end in ((begin, end) for state, begin, end in own if state == "busy"):
+            after = bisect_right(trains, (begin, math.inf))
+            beside = trains[max(after - 1, 0) : after + 1]
+            both = max((min(end, b) - max(begin, a) for a, b in beside), default=0.0)
+            claim.near(max(both, 0.0), 0.0, f"{name} generates at {begin:.3f} s as the trainer computes")
     return claim
 
 
 def _idle(files: RunFiles, role: str, key: str) -> Claim:
     claim = Claim(f"{role} idle", f"{key}/idle_ratio is that of the timeline's states", limit=0.01)
-    executors: list[Line] = files.status.get("executors", [])
-    names = [str(one.get("name")) for one in executors if one.get("role") == role]
-    spans, until = dict[str, list[tuple[str, float, float]]](), dict.fromkeys(names, -math.inf)
-    for name in names:
-        spans[name] = _spans(files, name)
-    names = [name for name in names if not _is_lent(files, spans[name])]
+    spans = {name: own for name, own in _spans(files, role).items() if not _is_lent(files, own)}
+    until = dict.fromkeys(spans, -math.inf)
     starts = {name: [start_s for _, start_s, _ in own] for name, own in spans.items()}
     # spans may overlap by milliseconds, whenever the driver has learned an executor's clock better
     ends = {name: list(accumulate((end_s for _, _, end_s in own), max)) for name, own in spans.items()}
     covered = {line["step"]: line["covered"] for line in files.timeline}
     for line in files.metrics:
         step, shares, shortest_s = line.get("step"), list[float](), math.inf
-        for name in (name for name in names if name in covered.get(step, {})):
+        names = spans.keys() & covered.get(step, {}).keys()
+        for name in names:
             begin, end = until[name], covered[step][name]
             until[name] = end
             first, last = bisect_right(ends[name], begin), bisect_right(starts[name], end)

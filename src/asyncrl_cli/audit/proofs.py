@@ -12,7 +12,7 @@ from typing import Any, Literal
 from typing_extensions import TypedDict  # pydantic reads typing's own from Python 3.12 on
 
 from asyncrl_cli.audit.accounts import account_claims
-from asyncrl_cli.audit.claims import Claim, Verdict
+from asyncrl_cli.audit.claims import Claim
 from asyncrl_cli.audit.run_files import RunFiles, SampledGroup
 from asyncrl_cli.audit.samples import sample_claims
 from asyncrl_cli.audit.seals import seal_claims
@@ -24,23 +24,12 @@ from asyncrl_cli.base.storage import replace_text
 AUDIT = "audit.json"
 
 
-class AuditedClaim(TypedDict):
-    name: str
-    what: str
-    verdict: Verdict
-    cases: Count
-    worst: float | None
-    limit: float | None
-    wrong: list[str]
-    unchecked: str
-
-
 class Audit(TypedDict):
     """What readers of `audit.json` use. `train_steps`: how many the run had."""
 
     schema_version: Literal[1]
     train_steps: Count
-    claims: list[AuditedClaim]
+    claims: list[Claim]
 
 
 def audit_run(
@@ -53,9 +42,8 @@ def audit_run(
     if not files.metrics and not files.named("trained"):
         raise RefusedError(f"{path} has no train step to audit", hint="wait until it has trained")
     claims = list(_claims(files, check_all, progress))
-    claims[0].cases += len(files.damaged)
-    claims[0].num_wrong += len(files.damaged)
-    claims[0].wrong[:0] = files.damaged[:5]
+    for damage in files.damaged:
+        claims[0].check(False, damage)
     found = {"schema_version": 1, "run": path.name, "train_steps": files.last_step}
     content: dict[str, Any] = {**found, "claims": [claim.to_json() for claim in claims]}
     replace_text(path / AUDIT, json.dumps(content, indent=1) + "\n")

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,6 +19,9 @@ from asyncrl_cli.base.errors import RefusedError
 from asyncrl_cli.base.safe_files import MAX_JSON_BYTES, read_bytes, reason
 
 Line = dict[str, Any]
+NUMBERS = ("step", "window", "version", "time_s", "began_s", "from_step", "from_time_s")
+"""Keys of lines whose values are numbers, in whatever file."""
+SAMPLES = re.compile(r"step-(\d{6,})\.(?:jsonl|safetensors)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +88,7 @@ class RunFiles:
             content = json.loads(read_bytes(self.path / name, max_bytes=MAX_JSON_BYTES))
             if not isinstance(content, dict):
                 raise ValueError("it is no JSON object")
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             self.damaged.append(f"{name} cannot be read: {reason(error)}")
             return {}
         return content
@@ -100,26 +105,29 @@ class RunFiles:
         lines = list[Line]()
         for number, text in enumerate(whole, start=1):
             try:
-                lines.append({**json.loads(text)})
-            except (ValueError, TypeError) as error:
-                self.damaged.append(f"{name}, line {number} is no JSON object: {error}")
+                line = {**json.loads(text)}
+                if wrong := [key for key in NUMBERS if not isinstance(line.get(key, 0), int | float)]:
+                    raise ValueError(f"its {wrong[0]} is no number")
+                lines.append(line)
+            except (ValueError, TypeError, RecursionError) as error:
+                self.damaged.append(f"{name}, line {number} is damaged: {error}")
         return lines
 
     @cached_property
     def last_step(self) -> int:
-        return max((int(line.get("step", 0)) for line in self.metrics), default=0)
+        return max((step for line in self.metrics if isinstance(step := line.get("step"), int)), default=0)
 
     def groups(self) -> Iterator[SampledGroup]:
         """The groups whose samples were kept, step by step: those of the arrays if the step has them (all of
         its trajectories), else those of the text. Later steps are of an attempt that was given up."""
-        directory = self.path / "samples"
-        for step in range(1, self.last_step + 1):
-            arrays, text = (directory / f"step-{step:06d}.{kind}" for kind in ("safetensors", "jsonl"))
+        chosen = dict[int, Path]()
+        for path in sorted((self.path / "samples").glob("step-*")):  # arrays come after text, in its place
+            named = SAMPLES.fullmatch(path.name)
+            if named and int(named[1]) <= self.last_step and path.is_file():
+                chosen[int(named[1])] = path
+        for step, path in sorted(chosen.items()):
             try:
-                if arrays.is_file():
-                    yield from _from_arrays(arrays)
-                elif text.is_file():
-                    yield from _from_text(text)
+                yield from _from_arrays(path) if path.suffix == ".safetensors" else _from_text(path)
             except Exception as error:  # a damaged file may raise anything in the libraries that read it
                 what = f"the samples of step {step} cannot be read: {error}"
                 if what not in self.damaged:  # they are read twice
@@ -133,27 +141,19 @@ def _lasts(event: Line, resumed: Line) -> bool:
 
 
 def _from_text(path: Path) -> Iterator[SampledGroup]:
-    lines = [json.loads(text) for text in path.read_text(encoding="utf-8").splitlines()]
-    for (key, step, window), members in groupby(
-        lines, lambda one: (one["group"], one["step"], one["window"])
-    ):
-        samples = []
-        for line in members:
-            kept = line.get("fields", {}).get("kept_tokens")
-            mask_T = np.array(line["mask"], bool)
-            samples.append(
-                Sample(
-                    reward=line["reward"],
-                    finish_reason=line["finish_reason"],
-                    advantage=line["advantage"],
-                    segment_lengths=line["segment_lengths"],
-                    tokens=np.array(line["tokens"]),
-                    logprobs=np.array(line["logprobs"], np.float32),
-                    versions=np.array(line["versions"]),
-                    mask=mask_T,
-                    kept=None if kept is None else [ids for ids in kept["values"] if ids is not None],
-                )
+    lines = [json.loads(text) for text in path.read_bytes().splitlines()]  # texts may have U+2028
+    same = ("reward", "finish_reason", "advantage", "segment_lengths")
+    for (key, step, window), members in groupby(lines, itemgetter("group", "step", "window")):
+        samples = [
+            Sample(
+                **{name: line[name] for name in same},
+                tokens=np.array(line["tokens"]),
+                logprobs=np.array(line["logprobs"], np.float32),
+                versions=np.array(line["versions"]),
+                mask=np.array(line["mask"], bool),
             )
+            for line in members
+        ]
         yield SampledGroup(key, step, window, samples)
 
 

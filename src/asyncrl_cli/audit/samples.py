@@ -8,6 +8,7 @@ from itertools import groupby
 
 import numpy as np
 
+from asyncrl_cli.audit.accounts import step_groups
 from asyncrl_cli.audit.claims import Claim
 from asyncrl_cli.audit.run_files import Line, RunFiles, Sample, SampledGroup
 
@@ -110,8 +111,7 @@ def _advantages(claim: Claim, files: RunFiles, step: int, groups: Sequence[Sampl
     algorithm = files.section("algorithm")
     estimator = str(algorithm["adv_estimator"])
     batches = files.section("async_training")["require_batches"]
-    size = batches * files.section("trainer")["ppo_mini_batch_size"]
-    if estimator.startswith("reinforce_plus_plus") and (batches > 1 or len(groups) < size):
+    if estimator.startswith("reinforce_plus_plus") and (batches > 1 or len(groups) < step_groups(files)):
         return len(groups)
     rewards = [np.array([_shaped(files, one) for one in group.samples]) for group in groups]
     for group, expected in zip(groups, _estimated(rewards, estimator, algorithm), strict=True):
@@ -156,10 +156,7 @@ def _estimated(rewards: list[np.ndarray], estimator: str, algorithm: dict[str, o
 
 def _metrics(claim: Claim, files: RunFiles, lines: Sequence[Line], groups: Sequence[SampledGroup]) -> None:
     """`lines`: those of the groups' step."""
-    size = (
-        files.section("async_training")["require_batches"] * files.section("trainer")["ppo_mini_batch_size"]
-    )
-    for line in lines if len(groups) >= size else ():
+    for line in lines if len(groups) >= step_groups(files) else ():
         every, where = [one for group in groups for one in group.samples], f"step {line['step']}: "
         claim.near(line.get("reward/mean"), sum(one.reward for one in every) / len(every), f"{where}reward")
         tokens = sum(one.num_sampled for one in every) / len(every)
@@ -170,5 +167,6 @@ def _metrics(claim: Claim, files: RunFiles, lines: Sequence[Line], groups: Seque
             ages.append(int(line["window"] - sampled.min()))
             spans.append(int(np.ptp(sampled)))
         for name, counted in (("staleness/histogram", ages), ("staleness/span_histogram", spans)):
-            own = np.bincount(counted).tolist()
-            claim.check(line.get(name) == own, f"{where}{name}: {line.get(name)}, but {own} by the audit")
+            own, found = Counter(counted), line.get(name) or []
+            text = f"{where}{name}: {found}, but {sorted(own.items())} by the audit"
+            claim.check(Counter(dict(enumerate(found))) == own, text)

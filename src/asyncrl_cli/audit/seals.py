@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import xxhash
 
@@ -33,8 +34,9 @@ def seal_claims(files: RunFiles) -> Iterator[Claim]:
             named = f"version-{manifest['version']:06d}" == path.name
             versions.check(named, f"{path.name} says that it is version {manifest['version']}")
             for name, seal in manifest["files"].items():
-                found = xxhash.xxh3_64_hexdigest((path / name).read_bytes())
-                versions.check(found == seal, f"{path.name}/{name} was altered")
+                versions.check(
+                    _digest(path / name, xxhash.xxh3_64) == seal, f"{path.name}/{name} was altered"
+                )
         except (OSError, ValueError, KeyError, TypeError) as error:
             versions.check(False, f"{path.name} cannot be read: {error!r}")
     if not versions.cases:
@@ -48,9 +50,8 @@ def _check_checkpoint(claim: Claim, files: RunFiles, path: Path, event: dict[str
     own = hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
     claim.check(seal == own, f"{path.name}/manifest.json was altered")
     for name, entry in manifest["files"].items():
-        with (path / name).open("rb") as file:
-            found = hashlib.file_digest(file, "sha256").hexdigest()
-        claim.check(found == entry["sha256"], f"{path.name}/{name} was altered")
+        is_whole = _digest(path / name, hashlib.sha256) == entry["sha256"]
+        claim.check(is_whole, f"{path.name}/{name} was altered")
     step, version = manifest["step"], manifest["version"]
     fits = event and (step, version) == (event["step"], event["version"])
     claim.check(fits, f"{path.name} is of step {step}, version {version}; the events say otherwise")
@@ -59,3 +60,8 @@ def _check_checkpoint(claim: Claim, files: RunFiles, path: Path, event: dict[str
     claim.check(trained == step * step_groups(files), f"{path.name} counts {trained} trained groups")
     live = len(state["running"]) + len(state["finished"]) + sum(state["ledger"]["ended"].values())
     claim.check(live == state["ledger"]["admitted_total"], f"{path.name}: its ledger does not add up")
+
+
+def _digest(path: Path, kind: Callable[[], Any]) -> str:
+    with path.open("rb") as file:
+        return str(hashlib.file_digest(file, kind).hexdigest())

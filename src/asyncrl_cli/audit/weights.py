@@ -148,11 +148,11 @@ def _logprobs(
                 routing.replayed_QLK = experts_QW.unflatten(-1, (routing.num_layers, routing.top_k))
             ids = torch.from_numpy(tokens_T[begin:end].astype(np.int64))[None]
             answer = model(input_ids=ids, past_key_values=cache, use_cache=True)
-            cache, logits_TV = answer.past_key_values, answer.logits[0].float() / temperature
+            cache = answer.past_key_values
             for index, place in enumerate(places_N.tolist()):
                 if place < first or not begin <= place - 1 < end:
                     continue
-                logits_V = logits_TV[place - 1 - begin]
+                logits_V = answer.logits[0, place - 1 - begin].float() / temperature
                 row = list(segment.kept[index]) if segment.kept is not None else []  # an empty one keeps all
                 norm = (logits_V[row] if row else logits_V).logsumexp(-1)
                 found_N[index] = float(logits_V[int(tokens_T[place])] - norm)

@@ -65,12 +65,8 @@ def audit(
         print_table(["claim", "verdict", *columns], rows)
     for claim in claims:
         if claim.num_wrong:
-            more = (
-                f" (and {claim.num_wrong - len(claim.wrong)} more)"
-                if claim.num_wrong > len(claim.wrong)
-                else ""
-            )
-            warn(f"{claim.name} fails: {'; '.join(claim.wrong)}{more}")
+            more = claim.num_wrong - len(claim.wrong)
+            warn(f"{claim.name} fails: {'; '.join(claim.wrong)}{f' (and {more} more)' if more else ''}")
         elif claim.unchecked:
             how_far = "not all" if claim.cases else "not"
             say(f"{claim.name}: {how_far} checked: {claim.unchecked}")

@@ -275,12 +275,11 @@ def audit_html(run: Recorded, title: str) -> str:
         return ""
     rows = []
     for one in audit["claims"]:
-        worst, limit = ("" if one[key] is None else f"{one[key]:.3g}" for key in ("worst", "limit"))
-        note = "; ".join(one["wrong"]) or one["unchecked"]
-        cells = (one["verdict"], one["what"], f"{one['cases']:,}", worst, limit, note)
+        note = "; ".join(one.wrong) or one.unchecked
+        cells = (one.verdict, one.what, f"{one.cases:,}", *one.figures(), note)
         rows.append([escape(cell) for cell in cells])
     heads = ["verdict", "claim", "cases", "largest deviation", "limit", ""]
-    strong = [number for number, one in enumerate(audit["claims"]) if one["verdict"] == "fails"]
+    strong = [number for number, one in enumerate(audit["claims"]) if one.verdict == "fails"]
     steps = f"<p>When it had {audit['train_steps']:,} train steps.</p>"
     return card(title, steps + table(heads, rows, strong=strong))
 
