@@ -121,6 +121,11 @@ def test_a_finished_run_is_refused_unless_it_becomes_longer(run_dir):
         refuse_ended(ended, 40)
     assert "--set run.train_steps=80 continues it" in caught.value.hint
     refuse_ended(ended, 41)
+    (run_dir / "replay.json").write_text('{"of": "runs/first", "failure": ""}')
+    with pytest.raises(RefusedError, match="is a replay"):
+        refuse_ended(ended, 41)
+    (run_dir / "status.json").write_text('{"phase": "stopped", "train_steps": 40}')
+    refuse_ended(ended, 40)  # its eval
 
 
 def test_of_a_run_whose_newest_checkpoint_is_damaged_nothing_older_is_taken_in_silence(run_dir):

@@ -12,7 +12,8 @@ import pytest
 import typer
 
 from asyncrl_cli.base.paths import ADDRESS_VARIABLE
-from asyncrl_cli.checkpoint.run_directory import REPLAY, RunDirectory
+from asyncrl_cli.checkpoint.lookup import REPLAY
+from asyncrl_cli.checkpoint.run_directory import RunDirectory
 from asyncrl_cli.cli.app import run
 from asyncrl_cli.cli.console import run_to_its_end
 from asyncrl_cli.job.driver_loop import RunResult
@@ -96,8 +97,8 @@ def test_a_killed_run_in_depth_says_its_last_error_and_the_resume_line(runs_dir,
 
 def test_a_replay_that_failed_has_nothing_to_resume(runs_dir):
     (runs_dir / "failed" / "checkpoints" / "step-000008").mkdir()
-    for name, verb in (("events.jsonl", "resume"), (REPLAY, "report")):
-        (runs_dir / "failed" / name).write_text("{}", encoding="utf-8")
+    for failure, verb in (("", "resume"), ("version 3 differs", "report")):
+        (runs_dir / "failed" / REPLAY).write_text(json.dumps({"failure": failure}), encoding="utf-8")
         assert next_command(runs_dir / "failed", "failed").startswith(f"asyncrl {verb} failed")
 
 

@@ -280,3 +280,7 @@ def test_a_run_without_samples_is_told_which_key_keeps_them(tmp_path):
     with pytest.raises(ConfigError, match=r"has no samples$") as caught:
         choose(run, None, "", None, 8)
     assert "samples_every_steps" in caught.value.hint
+    (tmp_path / "replay.json").write_text('{"of": "runs/first"}')
+    with pytest.raises(ConfigError, match=r"has no samples$") as caught:
+        choose(Recorded(tmp_path), None, "", None, 8)
+    assert caught.value.hint.endswith("`asyncrl samples first`")

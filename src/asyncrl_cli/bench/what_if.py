@@ -90,7 +90,9 @@ def effects(
     found = [runs[begin : begin + draws] for begin in range(0, len(pairs), draws)]
     base = [run for run in found[0] if not isinstance(run, str)]
     if len(base) < draws:
-        raise AsyncrlError(next(run for run in found[0] if isinstance(run, str)))
+        why = next(run for run in found[0] if isinstance(run, str))
+        what = f"the setting as it is cannot be simulated: {why}"
+        raise AsyncrlError(what, hint="another --profile, or --set, changes it")
     return [_effect(one, outcomes, base) for one, outcomes in zip(tried, found, strict=True)]
 
 

@@ -39,6 +39,8 @@ from asyncrl_cli.checkpoint.reader import (
 )
 
 LOCK, LAST = "lock", "last"
+REPLAY = "replay.json"
+"""In the directory of a replay (job/driver_replay.py): of which run, what was changed, and how it failed."""
 MAX_LOCK_BYTES = 1000
 LOOK_TIMEOUT_S = 10.0
 """How long `take_lock` waits for processes in `is_locked`. They hold a lock for a moment, or longer if they
@@ -154,8 +156,13 @@ def holder(run_dir: Path) -> str:
 
 def refuse_ended(checkpoint: Checkpoint, train_steps: int) -> None:
     """Raises RefusedError if this is the last checkpoint of a finished run, and `train_steps` leaves nothing
-    to train."""
-    phase = last_status(checkpoint.directory.parent.parent).get("phase")
+    to train, or of a replay, which has nothing left but its eval."""
+    run_dir = checkpoint.directory.parent.parent
+    phase, replay = last_status(run_dir).get("phase"), last_status(run_dir, REPLAY)
+    if replay and (replay.get("failure") or phase == "done" or train_steps > checkpoint.step):
+        why = f"run '{checkpoint.run}' is a replay: it has trained all steps that were recorded"
+        hint = "resume the run that it replays, or `asyncrl export` its weights for another run"
+        raise RefusedError(why, hint=hint)
     if phase == "done" and checkpoint.step == train_steps:
         why = f"run '{checkpoint.run}' is done: it has trained all of its {train_steps} steps"
         hint = f"--set run.train_steps={2 * train_steps} continues it; or resume an earlier checkpoint"

@@ -34,8 +34,6 @@ from asyncrl_cli.checkpoint.reader import checkpoints_in, finish_interrupted_rep
 from asyncrl_cli.profile.schema import MOST_REWARDS
 
 STOP_REQUEST = "stop"
-REPLAY = "replay.json"
-"""In the directory of a replay (job/driver_replay.py): of which run, and what was changed."""
 STARTING = "starting"
 """The phase in status.json until the loop runs."""
 UNENDED = STARTING, "running", "stopping"

@@ -22,9 +22,9 @@ from typing import Any
 from asyncrl_cli.base.errors import ConfigError, RefusedError
 from asyncrl_cli.base.paths import as_typed
 from asyncrl_cli.base.storage import replace_text
-from asyncrl_cli.checkpoint.lookup import find_run_or_checkpoint, has_checkpoints, is_locked
+from asyncrl_cli.checkpoint.lookup import REPLAY, find_run_or_checkpoint, has_checkpoints, is_locked
 from asyncrl_cli.checkpoint.reader import load_checkpoint, sealed_checkpoints
-from asyncrl_cli.checkpoint.run_directory import REPLAY, RunDirectory, fresh_name
+from asyncrl_cli.checkpoint.run_directory import RunDirectory, fresh_name
 from asyncrl_cli.checkpoint.writer import CheckpointStore
 from asyncrl_cli.contracts.events import Event, StepRecord
 from asyncrl_cli.contracts.ports import Json, LoopSnapshot
@@ -125,7 +125,7 @@ class Replay:
 
     def to_json(self) -> dict[str, object]:
         steps = {"from_step": self._begin.step, "to_step": self._last}
-        found = {"equal_versions": self.equal, "different_versions": self.different}
+        found = {"equal_versions": self.equal, "different_versions": self.different, "failure": self.failure}
         return {"of": str(self._run.files.path), "changes": dict(self.changes), **steps, **found}
 
     @property

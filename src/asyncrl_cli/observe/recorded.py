@@ -31,8 +31,8 @@ from asyncrl_cli.base.safe_files import (
     read_lines,
     reason,
 )
-from asyncrl_cli.checkpoint.lookup import find_run
-from asyncrl_cli.checkpoint.run_directory import REPLAY, RunDirectory
+from asyncrl_cli.checkpoint.lookup import REPLAY, find_run
+from asyncrl_cli.checkpoint.run_directory import RunDirectory
 from asyncrl_cli.contracts.status import Status, parse_status
 from asyncrl_cli.observe.format import MOST_SHOWN, is_number
 from asyncrl_cli.observe.run_lines import (

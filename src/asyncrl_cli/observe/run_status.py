@@ -17,9 +17,9 @@ import psutil
 from asyncrl_cli.base.errors import ConfigError, RefusedError
 from asyncrl_cli.base.paths import ADDRESS_VARIABLE, as_typed
 from asyncrl_cli.base.safe_files import MIB, UnsafeFile, open_regular, parse_json, read_bytes, reason
-from asyncrl_cli.checkpoint.lookup import find_run, is_locked, last_status, run_names
+from asyncrl_cli.checkpoint.lookup import REPLAY, find_run, is_locked, last_status, run_names
 from asyncrl_cli.checkpoint.reader import checkpoints_in
-from asyncrl_cli.checkpoint.run_directory import REPLAY, never_began
+from asyncrl_cli.checkpoint.run_directory import never_began
 from asyncrl_cli.contracts.events import ENDED
 from asyncrl_cli.contracts.status import Status, parse_status
 from asyncrl_cli.observe.format import duration
@@ -180,7 +180,7 @@ def next_command(directory: Path, state: str) -> str:
     """The next command for this run, as it is typed here. A job server has no `report`, but its files may be
     shared."""
     verb, run = NEXT.get(state, "status"), as_typed(directory)
-    if state == "failed" and (directory / REPLAY).exists():  # all its steps are trained
+    if last_status(directory, REPLAY).get("failure"):  # all its steps are trained
         verb = "report"
     if verb == "resume" and not checkpoints_in(directory / "checkpoints"):
         replaces = state == "killed" and never_began(directory)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from heapq import nlargest
 from itertools import accumulate, groupby, islice
+from pathlib import Path
 from typing import Literal, NamedTuple
 
 from rich.console import Group, RenderableType
@@ -21,6 +22,7 @@ from rich.table import Table
 from rich.text import Text
 
 from asyncrl_cli.base.errors import ConfigError
+from asyncrl_cli.base.paths import as_typed
 from asyncrl_cli.data.sample_fields import LOGPROBS, NOT_SAMPLED, VERSIONS
 from asyncrl_cli.observe.recorded import Recorded
 from asyncrl_cli.observe.run_lines import SampleLine
@@ -210,10 +212,12 @@ def choose(
     ConfigError if there are none."""
     steps = run.sampled_steps
     if not steps and not (run.files.metrics.exists() and run.num_steps()):
-        hint = f"`asyncrl status {run.name}` shows how far it is"
+        hint = f"`asyncrl status {as_typed(run.files.path)}` shows how far it is"
         raise ConfigError(f"run '{run.name}' has no samples yet: no step has ended", hint=hint)
     if not steps:
         hint = "--set logging.samples_every_steps=20 dumps every 20th, the first and the last step"
+        if replayed := run.replay_of:
+            hint = f"it trained on those of another run: `asyncrl samples {as_typed(Path(replayed))}`"
         raise ConfigError(f"run '{run.name}' has no samples", hint=hint)
     if step is not None and step not in steps:
         near = sorted(sorted(steps, key=lambda known: abs(known - step))[:8])

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import IO, cast
 
 from asyncrl_cli.base.errors import ConfigError, RefusedError
+from asyncrl_cli.base.paths import as_typed
 from asyncrl_cli.base.safe_files import UnsafeFile, open_regular, reason
 from asyncrl_cli.base.storage import appearing_file, replace_text
 from asyncrl_cli.bench.output import heading_of, long_notes, rows_of
@@ -158,7 +159,7 @@ def write_trace(run: Recorded, path: Path, first: int = 1, last: int | None = No
         file.write("\n]}\n")
         if (first > 1 or last is not None) and not counted["step"]:
             asked = f"--steps {first}:{'' if last is None else last}"
-            hint = f"'asyncrl status {run.name}' says how far it has come"
+            hint = f"`asyncrl status {as_typed(run.files.path)}` says how far it has come"
             raise ConfigError(f"run '{run.name}' has trained no step of {asked}", hint=hint)
     return counted
 

@@ -311,11 +311,12 @@ class JobServer:
             why = f"no job server answers at {self.address}: {first_line(error)}"
             raise PreflightError(why, hint=hint) from error
         except (RuntimeError, ValueError) as error:
-            raise PreflightError(f"the job server at {self.address} fails: {first_line(error)}") from error
+            why = f"the job server at {self.address} fails: {first_line(error)}"
+            raise PreflightError(why, hint="dashboard.log on the head node says more") from error
         # from Ray's client, which takes an answer's form for granted
         except (AttributeError, KeyError, TypeError) as error:
             why = f"{self.address} does not answer as a job server of Ray does: {first_line(error)}"
-            raise PreflightError(why) from error
+            raise PreflightError(why, hint="--address is that of its dashboard: http://HEAD:8265") from error
 
 
 def _without_ray_lines(write: Write) -> Write:
