@@ -53,7 +53,6 @@ def drawn(rng: random.Random) -> Workload:
                 s_per_token=10 ** rng.uniform(-5, -2.5),
                 step_s=rng.choice([0.0, 0.2]),
                 old_logprob_s_per_token=1e-5,
-                interference_ratio=rng.choice([0.0, 0.3]),
             ),
             syncing=tomllib.loads(COSTS)["syncing"],
         )

@@ -4,6 +4,7 @@ import json
 import math
 import random
 import statistics
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,12 @@ import pytest
 
 from asyncrl_cli.base.errors import ConfigError
 from asyncrl_cli.contracts.events import Event, Observer
+from asyncrl_cli.observe.live_status import facts_of
+from asyncrl_cli.observe.observers import StartStatus
 from asyncrl_cli.profile.loaded import load
 from asyncrl_cli.profile.resolved import to_document, to_toml
 from asyncrl_cli.simulate.calibration import calibrate
-from asyncrl_cli.simulate.observations import Point, fit_line
+from asyncrl_cli.simulate.observations import Point, Sharing, fit_line
 from asyncrl_cli.simulate.workload import Workload
 from asyncrl_cli.simulate.workload_files import profile_for, residuals
 from asyncrl_cli.simulate.world import simulate
@@ -22,23 +25,22 @@ from asyncrl_cli.simulate.world import simulate
 PARAMETER_BYTES = 3e6
 
 
-def truth(**interference: float) -> Workload:
-    """Trainer and rollouts share a machine; loads pause their worker, too."""
-    generation, training = interference.get("generation", 0.4), interference.get("training", 0.25)
+def truth(cores: int | None = 1) -> Workload:
+    """Trainer and rollouts share a core; loads pause their worker, too."""
     return Workload.model_validate(
         dict(
             profile=dict(
                 trainer=dict(ppo_mini_batch_size=8), rollout=dict(n=4, slots=32), placement=dict(device="cpu")
             ),
+            cores=cores,
             profiles={},
             lengths=dict(median_tokens=20.0, sigma=0.8, prompt_tokens=0),
-            decoding=dict(step_s=0.004, step_s_per_sequence=0.0004, interference_ratio=generation),
+            decoding=dict(step_s=0.004, step_s_per_sequence=0.0004),
             training=dict(
                 s_per_token=4e-4,
                 step_s=0.1,
                 old_logprob_s_per_token=1.5e-4,
                 step_overhead_s=0.01,
-                interference_ratio=training,
             ),
             syncing=dict(
                 parameter_bytes=PARAMETER_BYTES,
@@ -75,6 +77,8 @@ def write_run(directory: Path, workload: Workload, name: str, steps: int, *sets:
     (directory / "profile.toml").write_text(to_toml(loaded.profile, loaded.origins), encoding="utf-8")
     write_lines(directory / "metrics.jsonl", run.lines)
     write_lines(directory / "events.jsonl", events.lines)
+    facts = replace(facts_of(loaded.profile, directory, 1), cores=workload.cores and int(workload.cores))
+    StartStatus(directory / "status.json", facts)
     return directory
 
 
@@ -95,23 +99,20 @@ def test_a_run_on_a_shared_machine_is_predicted_back(tmp_path: Path, name: str) 
 
 
 @pytest.mark.slow
-def test_interference_is_found_with_the_work_that_it_slows(tmp_path: Path) -> None:
-    """Steps are long against the workers' reports here: by those we know how long both sides worked at
-    once."""
-    slow = truth()
-    decoding = slow.decoding.model_copy(update={"step_s": 0.08, "step_s_per_sequence": 0.008})
-    training = slow.training.model_copy(update={"step_s": 2.0, "s_per_token": 8e-3})
-    slow = slow.model_copy(update={"decoding": decoding, "training": training})
-    found = calibrate(write_run(tmp_path / "run", slow, "one-step-off", 80)).decoding
-    assert found.step_s == pytest.approx(slow.decoding.step_s, rel=0.03)
-    assert found.step_s_per_sequence == pytest.approx(slow.decoding.step_s_per_sequence, rel=0.03)
-    assert found.interference_ratio == pytest.approx(0.4, abs=0.03)
+@pytest.mark.parametrize("name", ["partial-rollout", "one-step-off"])
+def test_work_on_shared_cores_is_found_as_it_would_be_on_cores_of_its_own(tmp_path: Path, name: str) -> None:
+    known, found = truth(), calibrate(write_run(tmp_path / "run", truth(), name, 80))
+    full = [work.decoding.batch_step_s(10) for work in (known, found)]
+    assert full[1] == pytest.approx(full[0], rel=0.05)
+    step = [work.training.step_s + 800 * work.training.s_per_token for work in (known, found)]
+    assert step[1] == pytest.approx(step[0], rel=0.05)
+    assert found.cores == 1
 
 
 @pytest.fixture(scope="module")
 def apart(tmp_path_factory: pytest.TempPathFactory) -> Workload:
     """What is found from a run on machines of its own."""
-    work = truth(generation=0.0, training=0.0)
+    work = truth(cores=None)
     return calibrate(write_run(tmp_path_factory.mktemp("apart") / "run", work, "partial-rollout", 40))
 
 
@@ -129,7 +130,7 @@ def test_a_run_on_machines_of_its_own_gives_back_what_made_it(apart: Workload) -
 
 @pytest.mark.slow
 def test_it_predicts_profiles_that_it_was_not_calibrated_on(apart: Workload) -> None:
-    known, found = truth(generation=0.0, training=0.0), apart
+    known, found = truth(cores=None), apart
     for name in ("stale-samples", "on-policy-pipeline", "one-step-off", "colocate"):
         times_s = []
         for work in (known, found):
@@ -143,7 +144,7 @@ def test_a_run_with_tools_is_predicted_back_from_its_mean_turns(tmp_path: Path) 
     turns = dict(
         number=dict(values=(2, 3, 4)), tool_s=dict(median=0.4, sigma=0.3), result_tokens=dict(median=5.0)
     )
-    given = truth(generation=0.0, training=0.0).model_dump() | {"turns": turns}
+    given = truth(cores=None).model_dump() | {"turns": turns}
     sets = ["env.max_context_tokens=4000", "rollout.hold_slots=false"]
     made = Workload.model_validate(given)
     found = calibrate(write_run(tmp_path / "run", made, "partial-rollout", 40, *sets))
@@ -161,7 +162,7 @@ def test_a_run_with_tools_is_predicted_back_from_its_mean_turns(tmp_path: Path) 
 def test_old_logprobs_cost_what_they_cost_per_scored_token(tmp_path: Path, window_steps: int) -> None:
     sets = ["algorithm.old_logprobs=recompute", "async_training.require_batches=2"]
     sets.append(f"async_training.trigger_parameter_sync_step={window_steps}")
-    work = truth(generation=0.0, training=0.0)
+    work = truth(cores=None)
     found = calibrate(write_run(tmp_path / "run", work, "stream-off-policy", 24, *sets))
     assert found.training.old_logprob_s_per_token == pytest.approx(1.5e-4, rel=1e-6)
     assert "old_logprob" not in found.notes
@@ -176,7 +177,7 @@ def test_scorers_cost_what_they_cost_per_token_of_the_trainers_devices(tmp_path:
         sets += ['placement.tasks=[["train"],["ref"],["prox"],["rollout"]]', "placement.ratios=[2,1,1,2]"]
     else:
         sets += ["placement.trainer_workers=2", "rollout.workers=2"]
-    work = truth(generation=0.0, training=0.0)
+    work = truth(cores=None)
     training = work.training.model_copy(update={"ref_s_per_token": 3e-4, "reference_gpus": 2})
     work = work.model_copy(update={"training": training})
     found = calibrate(write_run(tmp_path / "run", work, "stream-off-policy", 24, *sets))
@@ -189,7 +190,7 @@ def test_what_one_run_cannot_tell_is_in_the_notes(tmp_path: Path) -> None:
     found = calibrate(write_run(tmp_path / "run", truth(), "colocate", 20))
     assert found.training.old_logprob_s_per_token == 0.0
     words = ["scaling_exponent 1", "prompt_variance_ratio 0", "rewards", "old_logprob_s_per_token 0"]
-    assert [word for word in (*words, "interference_ratio 0") if word not in found.notes] == []
+    assert [word for word in (*words, "shared 1 core") if word not in found.notes] == []
 
 
 @pytest.mark.slow
@@ -212,7 +213,7 @@ def test_its_row_is_the_run_itself(tmp_path: Path) -> None:
 def test_a_row_of_a_profile_of_ones_own_points_at_the_run(tmp_path: Path) -> None:
     mine = tmp_path / "mine.toml"
     mine.write_text('extends = "colocate"\n', encoding="utf-8")
-    directory = write_run(tmp_path / "run", truth(), str(mine), 80)
+    directory = write_run(tmp_path / "run", truth(cores=None), str(mine), 80)
     found = calibrate(directory)
     assert found.references[0].profile == str(directory / "profile.toml")
     assert load(found.references[0].profile, environ={}).profile.placement.colocate
@@ -238,24 +239,18 @@ def test_a_run_whose_lines_say_nothing_is_refused(tmp_path: Path) -> None:
             calibrate(directory)
 
 
-def test_a_fit_has_the_rate_of_a_machine_that_is_shared_for_a_while() -> None:
-    """1 s of work (0.5 + 0.25 * 2) at half the speed (i = 1) beside the other: after 1 s beside it, half is
-    done; 1.5 s in all."""
-    work = [0.5 + 0.25 * amount for amount in range(6)]
-    beside_s = [0.0, 0.4, 1.0, 0.2, 0.9, 3.5]
-    seconds = [alone_s + min(slow_s, 2 * alone_s) / 2 for alone_s, slow_s in zip(work, beside_s, strict=True)]
-    assert seconds[2] == 1.5
-    points = [
-        Point(amount=amount, seconds=took_s, shared=min(slow_s, took_s) / took_s)
-        for amount, took_s, slow_s in zip(range(6), seconds, beside_s, strict=True)
-    ]
-    fit = fit_line(points)
-    assert (fit.constant, fit.slope, fit.interference) == pytest.approx((0.5, 0.25, 1.0))
-
-
-def test_a_fit_does_not_guess_what_never_varied() -> None:
-    fit = fit_line([Point(amount=amount, seconds=1 + amount, shared=1.0) for amount in range(1, 9)])
-    assert (fit.interference, fit.tells_interference) == (0.0, False)
+def test_what_a_process_has_of_shared_cores_is_the_mean_over_the_times_with_the_other_side() -> None:
+    """3 workers and 2 ranks on 2 cores: 0.6 of the time the ranks compute, 0.8 the workers, 0.42 both."""
+    step = {
+        "timing/step_s": 2.0,
+        "trainer/idle_ratio": 0.4,
+        "rollouter/idle_ratio": 0.2,
+        "overlap_ratio": 0.7,
+    }
+    sharing = Sharing(workers=3, ranks=2, places=2)
+    assert sharing.of_worker([step]) == pytest.approx((0.38 * 2 / 3 + 0.42 * 2 / 5) / 0.8)
+    assert sharing.of_trainer([step]) == pytest.approx((0.18 * 2 / 2 + 0.42 * 2 / 5) / 0.6)
+    assert Sharing(workers=3, ranks=2).of_worker([step]) == 1
 
 
 def test_a_fit_says_whether_its_amounts_tell_the_slope() -> None:
@@ -272,14 +267,10 @@ def test_the_predictions_of_a_fit_add_up_to_what_a_noisy_machine_took() -> None:
     assert fit.constant + 100 * fit.slope == pytest.approx(2.5)
     rng = random.Random(3)
     noisy = [
-        Point(amount=amount, seconds=(0.1 + 0.002 * amount) * rng.lognormvariate(0, 0.5), shared=rng.random())
-        for amount in range(50, 450, 4)
+        Point(amount, (0.1 + 0.002 * amount) * rng.lognormvariate(0, 0.5)) for amount in range(50, 450, 4)
     ]
     fit = fit_line(noisy)
-    slowed = [1 - point.shared * fit.interference / (1 + fit.interference) for point in noisy]
-    predicted = [
-        (fit.constant + fit.slope * point.amount) / rate for point, rate in zip(noisy, slowed, strict=True)
-    ]
+    predicted = [fit.constant + fit.slope * point.amount for point in noisy]
     assert statistics.fmean(predicted) == pytest.approx(statistics.fmean(point.seconds for point in noisy))
 
 

@@ -272,7 +272,7 @@ async def test_a_restarted_worker_is_a_fresh_one_that_what_was_on_its_way_to_the
         Fault(kind=FaultKind.WORKER_DIES, executor="rollout-0", at_s=5.0),
         Fault(kind=FaultKind.WORKER_DIES, executor="rollout-0", at_s=60.0),
     ]
-    machine = SharedMachine(training_ratio=1.0)
+    machine = SharedMachine(cores=1)
     worker = make(
         faults=Faults(faults),
         machine=machine,
@@ -302,15 +302,15 @@ async def test_a_restarted_worker_is_a_fresh_one_that_what_was_on_its_way_to_the
 
 @virtual
 async def test_on_a_shared_machine_trainer_and_workers_slow_each_other_down():
-    """4 tokens alone, 6 more at 1.5 s: until 13 s, by when the trainer, at half its speed, has 1.5 of its 6 s
-    left."""
-    machine = SharedMachine(generation_ratio=0.5, training_ratio=1.0)
+    """4 tokens alone. Then a worker and two ranks share two cores: 6 more tokens at 1.5 s, until 13 s, by
+    when the ranks have done 6 of their 7 s."""
+    machine = SharedMachine(cores=2)
     worker = make(machine=machine, response_tokens=lengths(10, 10))
     await load(worker, 0)
     worker.submit(group())
     running = asyncio.create_task(ended(worker, group()))
     await asyncio.sleep(4)
-    assert await machine.compute(6.0) == pytest.approx(9 + 1.5)
+    assert await machine.compute(7.0, processes=2) == pytest.approx(9 + 1)
     assert (await running)[0][1] == pytest.approx(4 + 6 * 1.5)
 
 

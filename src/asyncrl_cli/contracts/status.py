@@ -153,7 +153,8 @@ class Note:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFacts:
     """Facts that do not change between two resumes. `step_groups` is R, `window_groups` is W = K * R
-    (docs/admission.md)."""
+    (docs/admission.md). `cores`: those of this machine, if all processes share them; None with GPUs and on a
+    cluster."""
 
     name: str
     profile: str
@@ -166,6 +167,7 @@ class RunFacts:
     max_staleness: Count
     on_stale: str = "wait"
     attempt: Count = 1
+    cores: Count | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,7 +14,7 @@ import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -37,7 +37,7 @@ from asyncrl_cli.observe.observers import Observers, StartStatus
 from asyncrl_cli.observe.screen import ProgressLine, make_ui
 from asyncrl_cli.observe.sinks import EventsFile, MetricsFile, Sink, StatusFile, TimelineFile, make_sinks
 from asyncrl_cli.observe.terminal import neutral
-from asyncrl_cli.plan.cluster import local_cluster
+from asyncrl_cli.plan.cluster import local_cluster, usable_cores
 from asyncrl_cli.plan.compiler import device_of
 from asyncrl_cli.plan.job_plan import DTYPE, JobPlan, for_device, for_job
 from asyncrl_cli.profile.arithmetic import train_steps_of
@@ -160,6 +160,8 @@ class Run:
             watching = asyncio.ensure_future(self.requests.watch(directory.stop_requests))
             stack.callback(watching.cancel)
             facts = facts_of(self.profile, directory.path, directory.attempts)
+            if self.address is None and device_of(self.profile, local_cluster()) == "cpu":
+                facts = replace(facts, cores=usable_cores())
             self._start = StartStatus(directory.status, facts)
             warnings = Warnings()
             with ProgressLine(self.ui, listen=self._start) as say:

@@ -6,8 +6,8 @@
     scorers         their busy time                   per scored token
     sync            medians of `published` and `loaded`                                     -> [syncing]
 
-Straight lines are fitted to the first two (`observations.py`), with an interference ratio for a machine that
-both sides share. Prompts and prefills are not measured separately: the lines' constants include them. During
+Straight lines are fitted to the first two (`observations.py`), after counting how many processes shared how
+many cores. Prompts and prefills are not measured separately: the lines' constants include them. During
 a load the worker counts as idle, so no decode step includes the pause. The first steps, and steps with an
 eval or a checkpoint, are left out. The workload's notes say what one run cannot show.
 """
@@ -23,7 +23,7 @@ from statistics import median
 
 from pydantic import ValidationError
 
-from asyncrl_cli.base.errors import ConfigError, RefusedError
+from asyncrl_cli.base.errors import ConfigError, RefusedError, counted
 from asyncrl_cli.base.safe_files import first_problem
 from asyncrl_cli.observe.recorded import Recorded
 from asyncrl_cli.observe.run_lines import Line, spent_s
@@ -47,6 +47,7 @@ from asyncrl_cli.profile.toml_files import Table, Values, shipped_profiles
 from asyncrl_cli.simulate.costs import LEARNING
 from asyncrl_cli.simulate.observations import (
     Fit,
+    Sharing,
     decode_points,
     fit_line,
     lengths_of,
@@ -116,14 +117,17 @@ def _calibrated(run_directory: Path) -> Workload:
     _check_enough(lines, run_directory, f"of {len(everything)} train steps can be used{why}")
     job = compile_job(profile, virtual_cluster(profile))
     ranks = job.role(TRAINER).workers
-    decoded, trained = decode_points(lines, job.role(ROLLOUT).workers), train_points(lines)
+    cores = recorded.status.cores if recorded.status is not None else None
+    places = (cores or math.inf) / profile.placement.cpus_per_worker
+    sharing = Sharing(job.role(ROLLOUT).workers, ranks, places)
+    decoded, trained = decode_points(lines, sharing), train_points(lines, sharing)
     _check_enough(decoded, run_directory, "train steps have decoding beside them")
     _check_enough(trained, run_directory, "train steps have trained tokens")
     decoding, training, turns = fit_line(decoded), fit_line(trained), turns_of(lines)
     # seconds per token of each scorer, on the trainer's number of devices
     found = {task: scorer_s_per_token(lines, task) for task in SCORERS}
     scoring = {task: s and s * job.scorers.get(task, ranks) / ranks for task, s in found.items()}
-    scored_s = old_logprob_s_per_token(lines, training) or scoring[PROX]
+    scored_s = old_logprob_s_per_token(lines, sharing) or scoring[PROX]
     epochs = profile.trainer.ppo_epochs
     values_s, train_s = scoring[CRITIC], training.slope / epochs
     if values_s and CRITIC in job.scorers:
@@ -135,16 +139,16 @@ def _calibrated(run_directory: Path) -> Workload:
     return Workload(
         name=run_directory.name,
         purpose=f"Calibrated from the run {run_directory.name} ({profile.name}).",
-        notes="\n".join([*_notes(lines, profile, decoding, training, scored_s), *damage]),
+        notes="\n".join([*_notes(lines, profile, decoding, scored_s, cores), *damage]),
         windows=24,
         profile=_tables({key: values[key] for key in keys}),
         profiles={},
         lengths=lengths_of(lines, profile),
         turns=turns,
+        cores=cores,
         decoding=Decoding(
             step_s=max(decoding.constant, 1e-9),
             step_s_per_sequence=decoding.slope,
-            interference_ratio=decoding.interference,
             tells_batch=decoding.tells_slope,
         ),
         training=Training(
@@ -157,7 +161,6 @@ def _calibrated(run_directory: Path) -> Workload:
             critic_s_per_token=values_s,
             reference_gpus=ranks,
             step_overhead_s=max(0.0, median(spent_s(line, "other") for line in lines)),
-            interference_ratio=training.interference,
         ),
         syncing=_syncing(published, loaded, lines, profile),
         references=(_reference(lines, profile, run_directory),),
@@ -192,7 +195,7 @@ def _check_enough(found: Sequence[object], run_directory: Path, what: str) -> No
 
 
 def _notes(
-    lines: Sequence[Line], profile: Profile, decode_fit: Fit, train_fit: Fit, scored_s: float | None
+    lines: Sequence[Line], profile: Profile, decode_fit: Fit, scored_s: float | None, cores: int | None
 ) -> list[str]:
     """Notes on what the figures are based on, and what one run cannot show."""
     notes = [
@@ -221,11 +224,10 @@ def _notes(
             "Its batch was always of about the same size (full slots, say), so the two costs of a decode "
             "step cannot be told apart, and what other slots would do is a guess."
         )
-    fits = {"generation": decode_fit, "training": train_fit}
-    if sides := [name for name, fit in fits.items() if not fit.tells_interference]:
+    if cores:
         notes.append(
-            f"How much the other side slows {' and '.join(sides)} is also unknown (it ran at the same "
-            "time always, or never): interference_ratio 0; any slowdown is included in the times."
+            f"All its processes shared {counted(cores, 'core')}: while more compute at once, each gets an "
+            "equal share. What Ray and other programs took is in the times."
         )
     if profile.placement.colocate:
         notes.append("The run was colocated: with another placement, transfers may take longer.")

@@ -49,7 +49,7 @@ from asyncrl_cli.simulate.responses import Episodes, ResponseLengths, WorkerTime
 from asyncrl_cli.simulate.sequences import UNLIMITED, CacheSize, prefix_tokens
 from asyncrl_cli.simulate.simulated_trainer import ScorerTimes, TrainerTimes
 from asyncrl_cli.simulate.sync_costs import SyncTimes, sync_times
-from asyncrl_cli.simulate.workload import Decoding, Training, Workload
+from asyncrl_cli.simulate.workload import Workload
 from asyncrl_cli.train.step_plan import unique_tokens
 
 GIB = 2**30
@@ -78,7 +78,7 @@ class Capacities:
 
 
 class Spent(NamedTuple):
-    """Work a trainer has done so far. `seconds`: as if it had the machine to itself."""
+    """Work a trainer has done so far. `seconds`: as if it had cores of its own."""
 
     seconds: float = 0.0
     response_tokens: int = 0
@@ -106,6 +106,11 @@ class Costs:
     spent: list[Spent] = field(default_factory=lambda: [Spent()])
     scale: int = 1
 
+    @property
+    def places(self) -> float:
+        """Processes that can compute at once without slowing each other."""
+        return (self.workload.cores or math.inf) / self.profile.placement.cpus_per_worker
+
     def trainer_times(self) -> TrainerTimes:
         sync = self._sync_times()
         return TrainerTimes(
@@ -116,6 +121,7 @@ class Costs:
             gather_s=self.workload.syncing.colocated_s if self._is_colocated else sync.gather_s,
             publish_s=0.0 if self._is_colocated else sync.publish_s,
             kl=self.workload.drift.kl if self.profile.async_training.target_kl is not None else None,
+            processes=self.ranks,
         )
 
     def scorer_times(self, task: str) -> ScorerTimes:
@@ -128,32 +134,25 @@ class Costs:
             ),
             call_tokens=processes * self.profile.trainer.max_tokens_per_microbatch,
             load_s=sync.send_s + sync.load_s,
+            processes=processes,
         )
 
     def worker_times(self) -> WorkerTimes:
         """Times of rollout workers. When colocated, sending and loading cost nothing: `colocated_s` is part
         of the gather instead.
 
-        Colocated workers fill the machine and slow each other: see `_slowdown`. `weights.overlap` has no
-        effect without `[links]`, because the workload's `send_bytes_per_s` already includes what it saves.
+        `weights.overlap` has no effect without `[links]`, because the workload's `send_bytes_per_s` already
+        includes what it saves.
         """
         workload, weights, rollout = self.workload, self.profile.weights, self.profile.rollout
         decoding, syncing, turns = workload.decoding, workload.syncing, workload.turns
-        slowdown = self._slowdown(decoding, self.workers)
-        slowed = {
-            "step_s": decoding.step_s * slowdown,
-            "step_s_per_sequence": decoding.step_s_per_sequence * slowdown,
-            "experts_s": decoding.experts_s * slowdown,
-            "step_s_per_context_token": decoding.step_s_per_context_token * slowdown,
-            "prefill_s_per_token": decoding.prefill_s_per_token * slowdown,
-        }
         latency_s, spread = workload.rewarding.latency_s, workload.rewarding.latency_spread
         _, _, send_s, load_s = SyncTimes(0, 0, 0, 0) if self._is_colocated else self._sync_times()
         in_turns = workload.links is not None and weights.transport == "nccl"
         lengths = ResponseLengths(workload.lengths, rollout.max_response_tokens)
         tool_calls = None if turns is None else Episodes(turns, lengths, self.profile, self._prompt_tokens)
         return WorkerTimes(
-            decoding=decoding.model_copy(update=slowed),
+            decoding=decoding,
             response_tokens=lengths,
             tool_calls=tool_calls,
             hold_slots=rollout.hold_slots,
@@ -185,8 +184,8 @@ class Costs:
                   waits for tools, and a cache that holds fewer than `slots`, are ignored
         trainer   train steps and old-logprob passes as they were, without overhead
 
-        Neither is slowed by the other phase. When colocated, all workers or all ranks of a phase work at once
-        and, on a shared machine, slow each other (`_slowdown`).
+        Neither is slowed by the other phase. All workers or all ranks of a phase work at once, and share what
+        cores there are.
         """
         step_groups = Schedule.of(self.profile).step_groups
         before, after = self.spent[begin_groups // step_groups], self.spent[end_groups // step_groups]
@@ -202,13 +201,13 @@ class Costs:
         prefix = prefix_tokens(self._prompt_tokens, self._cache_size().block_tokens)
         prefilled = self._prompt_tokens - prefix + prefix / self.profile.rollout.n
         prefill_s = (trajectories * prefilled + max(result_tokens, 0)) * decoding.prefill_s_per_token
-        worker_s = (tokens * token_s + prefill_s) * self._slowdown(decoding, self.workers)
+        worker_s = (tokens * token_s + prefill_s) * max(1.0, self.workers / self.places)
         each = [tokens / (worker_s * speed) for speed in self.speeds]
         rollout_tokens_per_s = sum(each[: self.workers])
         return Capacities(
             rollout_tokens_per_s=rollout_tokens_per_s,
             lent_share=1 - rollout_tokens_per_s / sum(each),
-            trainer_tokens_per_s=tokens / max(done.seconds, 1e-9),
+            trainer_tokens_per_s=tokens / max(done.seconds * max(1.0, self.ranks / self.places), 1e-9),
             colocated=self._is_colocated,
         )
 
@@ -255,13 +254,6 @@ class Costs:
             keys = "memory.gpu_memory_gib, placement.gpus_per_rollout_worker or rollout.max_response_tokens"
             raise ConfigError(what, hint=keys)
         return size
-
-    def _slowdown(self, side: Decoding | Training, executors: int) -> float:
-        """Factor by which several colocated executors of one side slow each other on a shared machine.
-        `interference_ratio` is the default for `crowding_ratio`."""
-        if not self._is_colocated or executors < 2:
-            return 1.0
-        return 1 + (side.interference_ratio if side.crowding_ratio is None else side.crowding_ratio)
 
     def _train_s(self, batch: TrainBatch) -> float:
         training, mini_batches = self.workload.training, self._mini_batches(batch.groups)
@@ -329,9 +321,8 @@ class Costs:
     def _share(self, scaling_exponent: float, devices: int | None = None) -> float:
         """Factor from a time on the workload's reference devices to the time on this run's ranks, or on
         `devices`."""
-        training, devices = self.workload.training, devices or self.ranks
-        share = float((devices / training.reference_gpus) ** -scaling_exponent)
-        return self._slowdown(training, devices) * share
+        devices = devices or self.ranks
+        return float((devices / self.workload.training.reference_gpus) ** -scaling_exponent)
 
 
 def imbalance(lengths: Sequence[int], sequences: float, ranks: int) -> float:

@@ -1,14 +1,8 @@
 """Extracts what a calibration needs from a run's metrics lines: usable lines, response lengths, times of
 decode and train steps.
 
-A straight line is fitted to such times. The work may have shared its machine with the other side for part of
-the time:
-
-    seconds = (constant + slope * amount) / (1 - shared * i / (1 + i))
-
-`shared` is the share of those seconds in which the other side computed too, and i the interference ratio
-(`SharedMachine`). The rate of work is 1 alone and 1 / (1 + i) beside the other side, so on average 1 - shared
-* i / (1 + i).
+A straight line is fitted to such times, as they would have been with cores of their own: `Sharing` counts
+how many processes computed at once on how many cores.
 """
 
 from __future__ import annotations
@@ -16,21 +10,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from statistics import fmean
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from asyncrl_cli.observe.run_lines import Line, sampled_tokens, spent_s, trajectories
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.simulate.workload import Drawn, Lengths, Turns
 
-Floats = NDArray[np.float64]
-Seconds = TypeVar("Seconds", float, Floats)
-INTERFERENCES = tuple(step / 100 for step in range(201))
-"""Interference ratios to try, if the points can tell them apart."""
-LEAST_SHARED_RANGE = 0.05
-"""If `shared` varies less than this, interference cannot be told from slower work."""
 LEAST_RANGE = 0.1
 """Amounts that differ by less, relative to the largest, do not tell a line's constant from its slope."""
 WARMING_STEPS = 4
@@ -50,54 +37,66 @@ NEEDED = {
 
 
 class Point(NamedTuple):
-    """One measurement: `amount` of work in `seconds` > 0. `shared`: the share of these seconds in which the
-    other side worked."""
+    """One measurement: `amount` of work in `seconds` > 0 on cores of its own."""
 
     amount: float
     seconds: float
-    shared: float = 0.0
 
 
 class Fit(NamedTuple):
-    """`tells_interference`: whether the points could determine `interference` (else it is 0). `tells_slope`:
-    whether their amounts differ enough for the line's direction. `error`: the relative standard error of its
-    height, from how much the points scatter around it."""
+    """`tells_slope`: whether the points' amounts differ enough for the line's direction. `error`: the
+    relative standard error of its height, from how much the points scatter around it."""
 
     constant: float
     slope: float
-    interference: float
-    tells_interference: bool
     error: float = 0.0
     tells_slope: bool = True
 
 
-def alone(seconds: Seconds, shared: Seconds, interference: float) -> Seconds:
-    """How long the work would have taken with the machine to itself."""
-    return seconds * (1 - shared * interference / (1 + interference))
+class Sharing(NamedTuple):
+    """`workers` and `ranks` that computed on `places`, as many processes as can without slowing each other
+    (`SharedMachine`). Workers are taken to generate at the same times. Short steps' busy times are known
+    roughly, so all lines count together."""
+
+    workers: int
+    ranks: int
+    places: float = math.inf
+
+    def of_worker(self, lines: Sequence[Line]) -> float:
+        """The share of a core that a generating worker had, on average."""
+        _, busy, both = _busy(lines)
+        return self._mean_share(self.workers, self.ranks, both / busy if busy else 0.0)
+
+    def of_trainer(self, lines: Sequence[Line]) -> float:
+        """The share of a core that a training rank had, on average."""
+        busy, _, both = _busy(lines)
+        return self._mean_share(self.ranks, self.workers, both / busy if busy else 0.0)
+
+    def _mean_share(self, always: int, others: int, beside: float) -> float:
+        """`others` compute in `beside` of the time."""
+        alone, crowded = (min(1.0, self.places / processes) for processes in (always, always + others))
+        return (1 - beside) * alone + beside * crowded
 
 
 @np.errstate(divide="raise", over="raise", invalid="raise")
 def fit_line(points: Sequence[Point]) -> Fit:
-    """Fit the line of the module's docstring; all coefficients are >= 0. Uses least squares of relative
+    """Fit the line of the module's docstring; both coefficients are >= 0. Uses least squares of relative
     errors, so that a few slow steps (of a disturbed machine) do not dominate. Such a line is too low, so it
     is scaled until its predictions add up to the seconds that were spent."""
-    amounts, seconds, shares = np.array(points).T
+    amounts, seconds = np.array(points).T
     lines = np.stack([np.ones_like(amounts), amounts], axis=1)
-    tells = bool(np.ptp(shares) > LEAST_SHARED_RANGE)
-    fits = []
-    for interference in INTERFERENCES if tells else (0.0,):
-        columns = lines / alone(seconds, shares, interference)[:, None]
-        for used in ([0], [1], [0, 1]):  # a constant, a slope, or both
-            coefficients = np.zeros(2)
-            coefficients[used], _, rank, _ = np.linalg.lstsq(columns[:, used], np.ones(len(columns)))
-            if rank == len(used) and coefficients.min() >= 0:
-                fits.append((float(np.mean((columns @ coefficients - 1) ** 2)), coefficients, interference))
-    _, coefficients, interference = min(fits, key=lambda fit: fit[0])
-    predicted_s = lines @ coefficients / alone(np.ones_like(shares), shares, interference)
+    columns, fits = lines / seconds[:, None], []
+    for used in ([0], [1], [0, 1]):  # a constant, a slope, or both
+        coefficients = np.zeros(2)
+        coefficients[used], _, rank, _ = np.linalg.lstsq(columns[:, used], np.ones(len(columns)))
+        if rank == len(used) and coefficients.min() >= 0:
+            fits.append((float(np.mean((columns @ coefficients - 1) ** 2)), coefficients))
+    _, coefficients = min(fits, key=lambda fit: fit[0])
+    predicted_s = lines @ coefficients
     constant, slope = (float(coefficient) for coefficient in coefficients * seconds.sum() / predicted_s.sum())
     scatter = float(np.std(seconds / predicted_s, ddof=1)) if len(points) > 1 else 0.0
     tells_slope = bool(np.ptp(amounts) > LEAST_RANGE * amounts.max())
-    return Fit(constant, slope, interference, tells, scatter / math.sqrt(len(points)), tells_slope)
+    return Fit(constant, slope, scatter / math.sqrt(len(points)), tells_slope)
 
 
 def reasons_against(lines: Sequence[Line]) -> list[str]:
@@ -117,46 +116,43 @@ def reasons_against(lines: Sequence[Line]) -> list[str]:
     return reasons
 
 
-def _busy(line: Line) -> tuple[float, float, float]:
-    """Shares of the step's time: trainer busy, rollout busy, both."""
-    trainer, rollout = 1 - line["trainer/idle_ratio"], 1 - line["rollouter/idle_ratio"]
-    return trainer, rollout, line.get("overlap_ratio", 0.0) * min(trainer, rollout)
+def _busy(lines: Sequence[Line]) -> tuple[float, float, float]:
+    """Shares of these steps' time: trainer busy, rollout busy, both."""
+    step_s = [spent_s(line, "step") for line in lines]
+
+    def mean(key: str) -> float:
+        return float(np.average([line.get(key, 0.0) for line in lines], weights=step_s))
+
+    trainer, rollout = 1 - mean("trainer/idle_ratio"), 1 - mean("rollouter/idle_ratio")
+    # of a step that is shorter than the reports' interval the overlap may be unknown
+    both = max(mean("overlap_ratio") * min(trainer, rollout), trainer + rollout - 1)
+    return trainer, rollout, both
 
 
-def decode_points(lines: Sequence[Line], workers: int) -> list[Point]:
+def decode_points(lines: Sequence[Line], sharing: Sharing) -> list[Point]:
     """Mean seconds of a decode step against its mean batch, for lines with enough decoding. Means of linear
     costs are linear."""
-    points = []
+    points, share = [], sharing.of_worker(lines)
     for line in lines:
-        _, busy, both = _busy(line)
+        busy = 1 - line["rollouter/idle_ratio"]
         batch, tokens_per_s = line["rollouter/decode_batch_mean"], line["rollouter/tokens_per_s"]
         if busy >= LEAST_BUSY and batch > 0 and tokens_per_s > 0:
             # a line's tokens are those of all workers, and its time is that of one
-            step_s = batch * workers * busy / tokens_per_s
-            points.append(Point(amount=batch, seconds=step_s, shared=min(1.0, both / busy)))
+            points.append(Point(batch, batch * sharing.workers * busy / tokens_per_s * share))
     return points
 
 
-def train_points(lines: Sequence[Line]) -> list[Point]:
-    return [
-        Point(amount=sampled_tokens(line), seconds=spent_s(line, "train"), shared=_shared_by_trainer(line))
-        for line in lines
-        if sampled_tokens(line) > 0 and spent_s(line, "train") > 0
-    ]
+def train_points(lines: Sequence[Line], sharing: Sharing) -> list[Point]:
+    share = sharing.of_trainer(lines)
+    spent = ((sampled_tokens(line), spent_s(line, "train")) for line in lines)
+    return [Point(tokens, seconds * share) for tokens, seconds in spent if tokens > 0 and seconds > 0]
 
 
-def _shared_by_trainer(line: Line) -> float:
-    """Share of the train call in which rollout computed too. The trainer is busy only within train calls."""
-    trainer, _, both = _busy(line)
-    return min(1.0, both / trainer) if trainer > 0 else 0.0
-
-
-def old_logprob_s_per_token(lines: Sequence[Line], fit: Fit) -> float | None:
-    """Seconds per scored token with the machine to itself; None if nothing was scored."""
+def old_logprob_s_per_token(lines: Sequence[Line], sharing: Sharing) -> float | None:
+    """Seconds per scored token on cores of its own; None if nothing was scored."""
     scored = sum(line.get("train/old_logprob_tokens", 0.0) for line in lines)
-    spent = ((spent_s(line, "old_logprob"), _shared_by_trainer(line)) for line in lines)
-    alone_s = sum(alone(seconds, shared, fit.interference) for seconds, shared in spent)
-    return alone_s / scored if scored else None
+    spent = sum(spent_s(line, "old_logprob") for line in lines)
+    return spent * sharing.of_trainer(lines) / scored if scored else None
 
 
 def scorer_s_per_token(lines: Sequence[Line], task: str) -> float | None:

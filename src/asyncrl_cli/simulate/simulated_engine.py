@@ -220,7 +220,7 @@ class SimulatedEngine:
             go_on()
 
     def slow_down(self, slowdown: float) -> None:
-        """From now on, everything takes `slowdown` times as long as it would with the machine to itself."""
+        """From now on, everything takes `slowdown` times as long as it would with cores of its own."""
         self._advance()
         self._slowdown = slowdown
         self._retime()

@@ -4,6 +4,7 @@ with rollout workers."""
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -20,74 +21,65 @@ NAME = "trainer-0"
 
 
 class SharedMachine:
-    """A machine where trainer and rollout workers slow each other down.
+    """CPU cores that processes share: while more compute at once than there are cores, each gets an equal
+    share of them."""
 
-    `generation_ratio`: how much longer decoding takes while the trainer computes (0.2 is 20%);
-    `training_ratio`: how much longer the trainer takes while all engines generate, and proportionally less
-    while only some do.
-    """
-
-    def __init__(self, *, generation_ratio: float = 0.0, training_ratio: float = 0.0) -> None:
-        self._generation_ratio = generation_ratio
-        self._training_ratio = training_ratio
+    def __init__(self, cores: float = math.inf) -> None:
+        self._cores = cores
         self._engines: list[SimulatedEngine] = []
-        self._num_generating = 0
+        self._busy = 0
         self._changed = asyncio.Event()
-        self._num_computing = 0
 
     def add(self, engine: SimulatedEngine) -> None:
         self._engines.append(engine)
-        engine.slow_down(self._slowdown)
+        engine.slow_down(self.slowdown)
 
     def remove(self, engine: SimulatedEngine) -> None:
         self._engines.remove(engine)
 
-    def generating(self, change: int) -> None:
-        """An engine has begun (+1) or stopped (-1) generating."""
-        self._num_generating += change
-        if self._training_ratio:
-            self._changed.set()
+    @property
+    def slowdown(self) -> float:
+        """How many times as long everything takes as it would with cores of its own."""
+        return max(1.0, self._busy / self._cores)
 
-    async def compute(self, seconds: float) -> float:
-        """Do work of the trainer or a scorer that would take `seconds` alone on the machine. Returns the
-        seconds that it took."""
+    def computing(self, change: int) -> None:
+        """So many more (or fewer) processes compute now."""
+        before = self.slowdown
+        self._busy += change
+        if self.slowdown != before:
+            self._changed.set()
+            for engine in self._engines:
+                engine.slow_down(self.slowdown)
+
+    async def compute(self, seconds: float, processes: int = 1) -> float:
+        """Do work of the trainer or a scorer that would take `seconds` in so many processes with cores of
+        their own. Returns the seconds that it took."""
         loop = asyncio.get_running_loop()
         began_s = loop.time()
-        self._computing(+1)
+        self.computing(+processes)
         try:
-            # at a constant rate until the number of generating engines changes
+            # at a constant rate until the number of computing processes changes
             while seconds > 0:
-                share = self._num_generating / len(self._engines) if self._engines else 0.0
-                factor, since_s = 1 + self._training_ratio * share, loop.time()
+                slowdown, since_s = self.slowdown, loop.time()
                 self._changed.clear()
-                timer = loop.call_later(seconds * factor, self._changed.set)
+                timer = loop.call_later(seconds * slowdown, self._changed.set)
                 try:
                     await self._changed.wait()
                 finally:
                     timer.cancel()
                 is_done = loop.time() >= timer.when()
-                seconds = 0.0 if is_done else seconds - (loop.time() - since_s) / factor
+                seconds = 0.0 if is_done else seconds - (loop.time() - since_s) / slowdown
         finally:
-            self._computing(-1)
+            self.computing(-processes)
         return loop.time() - began_s
-
-    @property
-    def _slowdown(self) -> float:
-        return 1 + self._generation_ratio if self._num_computing else 1.0
-
-    def _computing(self, change: int) -> None:
-        self._num_computing += change
-        if self._generation_ratio:
-            for engine in self._engines:
-                engine.slow_down(self._slowdown)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerTimes:
-    """Seconds, with the machine to itself. `overhead_s` is part of a train call but not of its reported
-    parts: the loop's timing shows it as `other`. `old_logprob_tokens`: sampled tokens that the old-logprob
-    pass scores; 0 without such a pass. `column_s`: seconds of the trainer's passes before it trains, by
-    `trainer_columns`. `kl`: of a token by its age in versions, if the trainer reports it."""
+    """Seconds, with cores of their own, of as many `processes`. `overhead_s` is part of a train call but not
+    of its reported parts: the loop's timing shows it as `other`. `old_logprob_tokens`: sampled tokens that
+    the old-logprob pass scores; 0 without such a pass. `column_s`: seconds of the trainer's passes before it
+    trains, by `trainer_columns`. `kl`: of a token by its age in versions, if the trainer reports it."""
 
     train_s: Callable[[TrainBatch], float]
     column_s: Mapping[str, Callable[[TrainBatch], float]] = field(default_factory=dict)
@@ -96,6 +88,7 @@ class TrainerTimes:
     gather_s: float = 0.0
     publish_s: float = 0.0
     kl: Callable[[int], float] | None = None
+    processes: int = 1
 
 
 class SimulatedTrainer:
@@ -114,8 +107,8 @@ class SimulatedTrainer:
             column_s = dict[str, float]()
             for name, cost_s in self._times.column_s.items():
                 with self._meter.scoring(name):
-                    column_s[name] = await self._machine.compute(cost_s(batch))
-            train_s = await self._machine.compute(self._times.train_s(batch))
+                    column_s[name] = await self._compute(cost_s(batch))
+            train_s = await self._compute(self._times.train_s(batch))
         tokens = sum(group.response_tokens for group in batch.groups)
         self._meter.add(
             gauges={"step": batch.step}, busy_s=self._loop.time() - began_s, trained_tokens=tokens
@@ -126,6 +119,9 @@ class SimulatedTrainer:
             metrics["correction/kl"] = mean_kl(batch.groups, batch.window, self._times.kl)
         report = TrainReport(train_s=train_s, tokens=tokens, metrics=metrics, column_s=column_s)
         return report, self._meter.report()
+
+    async def _compute(self, seconds: float) -> float:
+        return await self._machine.compute(seconds, self._times.processes)
 
     async def gather(self, version: int) -> tuple[float, ExecutorReport]:
         with self._meter.gathering():
@@ -153,8 +149,9 @@ def mean_kl(groups: Sequence[GroupResult], window: int, kl: Callable[[int], floa
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScorerTimes:
-    """Seconds, with the machine to itself, of a call, of a critic's learning, of judging a trajectory of an
-    eval (reward model), of a load, and of a restart. `call_tokens`: how many tokens fill the scorer."""
+    """Seconds, with cores of their own, of as many `processes`: of a call, of a critic's learning, of judging
+    a trajectory of an eval (reward model), of a load, and of a restart. `call_tokens`: how many tokens fill
+    the scorer."""
 
     score_s: Callable[[Sequence[GroupResult]], float]
     learn_s: Callable[[Sequence[GroupResult]], float] = lambda groups: 0.0
@@ -162,6 +159,7 @@ class ScorerTimes:
     call_tokens: int
     load_s: float = 0.0
     restart_s: float = 0.0
+    processes: int = 1
 
 
 class SimulatedScorer:
@@ -185,19 +183,22 @@ class SimulatedScorer:
         self, groups: Sequence[GroupResult], items: Sequence[Mapping[str, object]]
     ) -> tuple[Sequence[tuple[float, ...]], ExecutorReport]:
         with self._meter.doing(State.BUSY):
-            await self._machine.compute(self._times.score_s(groups))
+            await self._compute(self._times.score_s(groups))
             self._meter.add(scored_tokens=sum(group.response_tokens for group in groups))
         columns = [(0.0,) * len(group.trajectories) if self.name == REWARD else () for group in groups]
         return columns, self._meter.report()
 
     async def judge(self, result: EvalResult, items: Sequence[Mapping[str, object]]) -> Sequence[float]:
-        await self._machine.compute(len(items) * self._times.judge_s)
+        await self._compute(len(items) * self._times.judge_s)
         return [0.0] * len(items)
 
     async def learn(self, batch: TrainBatch) -> tuple[TrainReport, ExecutorReport]:
         with self._meter.doing(State.BUSY):
-            train_s = await self._machine.compute(self._times.learn_s(batch.groups))
+            train_s = await self._compute(self._times.learn_s(batch.groups))
         return TrainReport(train_s=train_s, tokens=0, metrics={}), self._meter.report()
+
+    async def _compute(self, seconds: float) -> float:
+        return await self._machine.compute(seconds, self._times.processes)
 
     async def report(self) -> ExecutorReport:
         return self._meter.report()

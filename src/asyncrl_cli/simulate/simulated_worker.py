@@ -268,4 +268,4 @@ class SimulatedWorker:
         self._meter.running(running)
         if (running > 0) != self._was_running:
             self._was_running = running > 0
-            self._machine.generating(+1 if running else -1)
+            self._machine.computing(+1 if running else -1)

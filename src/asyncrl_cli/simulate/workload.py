@@ -107,13 +107,6 @@ class Decoding(Section):
     """Seconds per prompt token (and per token that recompute-kv prefills again)."""
     speed_spread: Ratio = 0.0
     """Workers differ: each worker's times are scaled by a factor uniform in 1 +- this."""
-    interference_ratio: NonNegativeFloat = 0.0
-    """How much slower generation is while the trainer computes, if both share a machine: 0.2 means 20%
-    longer."""
-    crowding_ratio: NonNegativeFloat | None = None
-    """How much slower a worker is beside other workers, if several fill one machine (colocate on CPUs).
-    Default: as much as beside the trainer (`interference_ratio`)."""
-
     tells_batch: bool = True
     """Whether `step_s` and `step_s_per_sequence` are known apart: not from batches of one size."""
 
@@ -208,11 +201,6 @@ class Training(Section):
     step_overhead_s: NonNegativeFloat = 0.0
     """Seconds per train step that more devices do not shorten (taking the batch, advantages, moving
     payloads); the trainer's timing counts them as `other`."""
-    interference_ratio: NonNegativeFloat = 0.0
-    """How much longer a train step takes while rollouts run, if both share a machine."""
-    crowding_ratio: NonNegativeFloat | None = None
-    """How much slower a rank is beside other ranks, if several fill one machine (colocate on CPUs). Default:
-    as much as beside the rollouts (`interference_ratio`)."""
 
 
 class Physics(Section):
@@ -374,6 +362,9 @@ class Workload(Section):
     lengths: Lengths
     turns: Turns | None = None
     """Without it, a trajectory is one response."""
+    cores: PositiveFloat | None = None
+    """CPU cores that all processes share. If more compute at once than there are, each gets an equal share.
+    Without it, all have their own, or GPUs."""
     physics: Physics | None = None
     """The model and the GPU from which decoding and training are computed, instead of their own times."""
     decoding: Decoding

@@ -90,10 +90,7 @@ def simulate(
     async def run() -> AsyncrlError | None:
         # made inside the running loop, whose clock they read
         times, slots = replace(costs.worker_times(), reports_machines=machines), profile.rollout.slots
-        machine = SharedMachine(
-            generation_ratio=workload.decoding.interference_ratio,
-            training_ratio=workload.training.interference_ratio,
-        )
+        machine = SharedMachine(costs.places)
         store = SimulatedStore()
         workers = [
             SimulatedWorker(
