@@ -66,7 +66,7 @@ class Track:
             logprobs=self.logprobs[:count],
             versions=self.versions[:count],
             finish_reason=finish_reason,
-            fields={name: values[:count] for name, values in self.fields.items()},
+            fields={name: values[:count] for name, values in [*self.fields.items()]},  # may get another one
             prompt_fields=dict(self.prompt_fields),
         )
 

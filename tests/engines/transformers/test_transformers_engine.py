@@ -385,6 +385,27 @@ async def test_nobody_shares_the_blocks_of_a_response_that_keep_kv_interrupted(
     assert completion.logprobs == pytest.approx(plain[len(same) - 1 :], abs=1e-4)
 
 
+@pytest.mark.parametrize("interrupt", ["keep-kv", "recompute-kv"])
+async def test_a_prompt_that_a_load_finds_half_computed_is_computed_again(
+    model: Qwen3ForCausalLM, model_dir: Path, monkeypatch: pytest.MonkeyPatch, interrupt: Any
+) -> None:
+    monkeypatch.setattr(batched_model, "PREFILL_TOKENS_PACKED", 1)  # 66 in a pass: one prompt and a half
+    weights, questions = tiny.weights_after(model, 1), [[3 + (i * k) % 50 for i in range(44)] for k in (1, 3)]
+    async with transformers_engine(model_dir, slots=2) as engine:
+        brake = Brake(engine, {0: 0})
+        async with begun_together(engine, 2):
+            generating = asyncio.create_task(all_of(engine, questions, sampling(20)))
+        async with brake.stopped(until=interrupt):
+            requests = engine.manager.batch_processor.scheduler.active_requests.values()
+            assert [0 < len(one.remaining_prefill_tokens) < 44 for one in requests] == [False, True]
+            await engine.load(weights, 5, interrupt)
+        first, second = await generating
+    assert first.versions[0] == 0
+    assert set(second.versions) == {5}
+    plain = tiny.plain_logprobs(model, weights, questions[1] + second.tokens)
+    assert second.logprobs == pytest.approx(plain[len(questions[1]) - 1 :], abs=1e-5)
+
+
 async def test_drain_lets_running_responses_end_on_their_version(
     model: Qwen3ForCausalLM, model_dir: Path
 ) -> None:

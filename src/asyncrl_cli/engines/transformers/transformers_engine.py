@@ -26,7 +26,7 @@ from functools import partial
 import torch
 from transformers import AutoTokenizer, PreTrainedModel
 from transformers.generation.continuous_batching import ContinuousBatchingManager
-from transformers.generation.continuous_batching.requests import GenerationOutput
+from transformers.generation.continuous_batching.requests import GenerationOutput, RequestStatus
 from transformers.utils import logging
 
 from asyncrl_cli.base.errors import ExecutorFailed
@@ -228,10 +228,11 @@ class TransformersEngine(SlottedEngine[SampledTrack]):
             loaded_s = time.perf_counter()
             assert self.manager.batch_processor is not None
             cache, scheduler = self.manager.batch_processor.cache, self.manager.batch_processor.scheduler
-            if interrupt == "recompute-kv":
+            for request in list(scheduler.active_requests.values()):
                 # As continuous batching itself does when its cache is full: the tokens so far become the
-                # prompt, whose keys and values the new weights compute.
-                for request in list(scheduler.active_requests.values()):
+                # prompt, whose keys and values the new weights compute. A prompt that is half computed has no
+                # token of older weights, so it must not have their keys either.
+                if interrupt == "recompute-kv" or request.status == RequestStatus.PREFILLING:
                     scheduler.finish_request(request.request_id)
                     scheduler.add_waiting_request(request.create_equivalent_initial_request())
             # Later requests must not find the blocks filled so far, nor those that will hold keys of two
