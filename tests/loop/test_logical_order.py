@@ -138,13 +138,26 @@ def test_a_checkpoint_within_a_window_does_not_wait_for_a_worker_that_waits_for_
 def test_a_version_plan_is_its_formula():
     plan = VersionPlan(first=3, last=5, stretch_tokens=4)
     assert [plan.at(position) for position in range(14)] == [3] * 4 + [4] * 4 + [5] * 6
-    assert [plan.begin(position) for position in (0, 3, 4, 7, 8, 13)] == [0, 0, 4, 4, 8, 8]
     assert [plan.left(position) for position in (0, 3, 4, 8, 13)] == [4, 1, 4, None, None]
     kept = PartialResponse(((3, 4), (4, 2)))
     assert kept.cut(plan) == PartialResponse(((3, 4),))
     assert PartialResponse(((3, 2),)).cut(plan) is None
     assert PartialResponse(((3, 4), (4, 4))).cut(plan) == PartialResponse(((3, 4), (4, 4)))
     assert PartialResponse(((3, 2),), is_whole=True).cut(plan) == PartialResponse(((3, 2),), is_whole=True)
+
+
+@pytest.mark.slow
+def test_no_more_versions_are_kept_than_max_staleness_and_three(monkeypatch):
+    offer, kept = LogicalSync.offer, Counter[int]()
+
+    def counted(self, *given):
+        offer(self, *given)
+        kept[len(self._kept) - (self._max_lag - 1)] += 1
+
+    monkeypatch.setattr(LogicalSync, "offer", counted)
+    for seed in (0, 8, 12, 15):
+        run_logical(draw_logical(seed))
+    assert 1 < max(kept) <= 3
 
 
 def test_the_independent_formula_notices_a_wrong_version():

@@ -96,14 +96,10 @@ class VersionPlan(NamedTuple):
         """The version that samples the token at this position."""
         return min(self.first + position // self.stretch_tokens, self.last)
 
-    def begin(self, position: int) -> int:
-        """Where the stretch begins that the position is in."""
-        return (self.at(position) - self.first) * self.stretch_tokens
-
     def left(self, position: int) -> int | None:
         """How many tokens the stretch has from this position on; None if it does not end."""
-        version = self.at(position)
-        return None if version == self.last else self.begin(position) + self.stretch_tokens - position
+        is_last = self.at(position) == self.last
+        return None if is_last else self.stretch_tokens - position % self.stretch_tokens
 
 
 class PartialResponse(NamedTuple):

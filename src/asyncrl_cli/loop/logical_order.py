@@ -26,6 +26,7 @@ since, and that one is restarted, and begins with the oldest version that is wai
 
 from __future__ import annotations
 
+from itertools import takewhile
 from math import ceil
 
 from asyncrl_cli.base.errors import RefusedError
@@ -169,10 +170,9 @@ class LogicalAdmission(Admission):
 
     def takeable(self, num_groups: int, *, unscored: bool = False) -> list[Attempt]:
         first = self._first + self.taken_in_window
-        positions = range(first, min(first + num_groups, self._first + self.window_size, self.judged))
-        attempts = [self.live[position] for position in positions]
-        finished = [attempt.stage is Stage.FINISHED for attempt in attempts]
-        return attempts[: finished.index(False)] if False in finished else attempts
+        end = min(first + num_groups, self._first + self.window_size, self.judged)
+        attempts = (self.live[position] for position in range(first, end))
+        return [*takewhile(lambda attempt: attempt.stage is Stage.FINISHED, attempts)]
 
     def leave(self, attempt: Attempt, to: Stage, reason: str = "") -> None:
         super().leave(attempt, to, reason)

@@ -149,7 +149,12 @@ def open_model(
     blocks_of_one = ceil(max_context_tokens(profile) / PAGE_TOKENS)
     if is_fixed:  # one that is evicted would depend on the others, so none may be; a prompt is never split
         prefill_tokens = max(prefill_tokens, max_context_tokens(profile))
-        affordable = _all_affordable(rollout.slots * blocks_of_one, affordable)
+        if affordable < (needed := rollout.slots * blocks_of_one):
+            raise PreflightError(
+                f"run.deterministic = true: a cache for all slots at full length has {needed} blocks of "
+                f"{PAGE_TOKENS} tokens, and memory is left for {affordable}",
+                hint="lower rollout.slots or rollout.max_response_tokens",
+            )
     batching = ContinuousBatchingConfig(
         page_size=PAGE_TOKENS,
         num_blocks=max(blocks_of_one, min(rollout.slots * blocks_of_one, affordable)),
@@ -170,16 +175,6 @@ def open_model(
     manager.logit_processor = ContinuousBatchingLogitsProcessorList(LogitsProcessorList([sampler]))
     manager.logit_processor.tensors_required = 1
     return model, manager
-
-
-def _all_affordable(needed: int, affordable: int) -> int:
-    if affordable < needed:
-        raise PreflightError(
-            f"run.deterministic = true: a cache for all slots at full length has {needed} blocks of "
-            f"{PAGE_TOKENS} tokens, and memory is left for {affordable}",
-            hint="lower rollout.slots or rollout.max_response_tokens",
-        )
-    return affordable
 
 
 def fixed_linear(module: torch.nn.Linear, input: torch.Tensor) -> torch.Tensor:
