@@ -132,6 +132,10 @@ def test_the_last_checkpoint_has_what_a_recall_was_handing_back_when_the_stop_ca
     # it waits for the recall, or for what hangs as long as it may, and writes for 0.4 s
     assert ran.elapsed_s == pytest.approx(stop_at_s + waits_s + 0.4, abs=0.2)
     snapshot, state = ran.checkpoints.snapshots[-1]
+    warned = [text for text in ran.recorder.fields("warning", "message") if "did not hand back" in text]
+    assert [text.partition(":")[0] for text in warned] == [
+        f"rollout-1 did not hand back what ran there within {waits_s:g} s"
+    ] * hangs
     kept = {tuple(entry["key"]): entry["kept"] for entry in state["groups"]["running"]}
     if not hangs:
         stopped = [one for one in ran.pipeline.state.groups.ledger.running.values() if one.unplaced]

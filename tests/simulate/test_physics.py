@@ -96,7 +96,9 @@ def test_a_draw_has_other_values_of_what_was_fitted(tmp_path: Path) -> None:
 def test_a_time_that_is_computed_cannot_be_given_too(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"training\.s_per_token is computed from \[physics\]"):
         loaded(tmp_path, PHYSICAL.replace("fixed_step_s = 2.0", "s_per_token = 1e-3"))
-    with pytest.raises(ConfigError, match="train_mfu"):
+    with pytest.raises(ConfigError, match="decoding = 3: should be"):
+        loaded(tmp_path, "decoding = 3\n" + PHYSICAL)
+    with pytest.raises(ConfigError, match=r"physical\.toml: physics\.train_mfu = 2\.5: should be [^\n]*$"):
         loaded(tmp_path, PHYSICAL.replace("train_mfu = 0.25", "train_mfu = 2.5"))
 
 

@@ -26,7 +26,6 @@ A lent worker that fails is not started again. Its processes leave the device be
 from __future__ import annotations
 
 import asyncio
-from contextlib import suppress
 from functools import partial
 
 from asyncrl_cli.base.errors import ExecutorFailed
@@ -181,10 +180,17 @@ class Lending:
             lambda: f"its devices, which are lent to {', '.join(lent)}",
         )
         if run.failure.stopping:
-            with suppress(TimeoutError):
-                async with asyncio.timeout(min(STOP_S, STOP_SHARE * run.grace_s)):
-                    what = "what ran on lent workers, for the last checkpoint"
-                    await run.changes.until(self._have_handed_back, "trainer (lending)", what)
+            limit_s = min(STOP_S, STOP_SHARE * run.grace_s)
+            what = "what ran on lent workers, for the last checkpoint"
+            try:
+                async with asyncio.timeout(limit_s):
+                    await run.changes.until(lambda: not self._handing_back(), "trainer (lending)", what)
+            except TimeoutError:
+                names = ", ".join(self._handing_back())
+                run.progress.warn(
+                    f"{names} did not hand back what ran there within {limit_s:g} s: the last checkpoint is "
+                    "without it, and a resumed run generates it again"
+                )
             return
         lent_s, self._since_s = run.now_s() - self._since_s, None
         self._lent_s += lent_s
@@ -192,10 +198,10 @@ class Lending:
         self._forecast.recalled(run.now_s(), self._num_ended, wake_s, run.now_s() - began_s)
         run.progress.event("recalled", lent_s=lent_s)
 
-    def _have_handed_back(self) -> bool:
-        """Whether no worker that gives its device back has yet to say what ran on it."""
-        there = [worker.slots for worker in self._workers if worker.slots.down and not worker.is_down]
-        return not any(slots.unfinished for slots in there)
+    def _handing_back(self) -> list[str]:
+        """The workers that give their devices back and have yet to say what ran there."""
+        there = [worker for worker in self._workers if worker.slots.down and not worker.is_down]
+        return [worker.worker.name for worker in there if worker.slots.unfinished]
 
     def figures(self) -> dict[str, float]:
         """Metrics of the train step so far."""

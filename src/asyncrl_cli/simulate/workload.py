@@ -7,6 +7,7 @@ code on a virtual clock.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, ValidationError, model_validator
@@ -387,14 +388,15 @@ class Workload(Section):
     @classmethod
     def _computed(cls, data: Any) -> Any:
         """Fills in what follows from `[physics]` and `[memory]`, for workers of one GPU."""
-        if not isinstance(data, dict) or not isinstance(data.get("physics"), dict | Physics):
+        if not isinstance(data, dict) or "physics" not in data:
             return data
-        try:
+        if not all(isinstance(data.get(name, {}), dict) for name in ("physics", "decoding", "training")):
+            return data  # the section says that it is no table
+        computed = {"decoding": {"step_s": 1.0, "step_s_per_sequence": 0.0}, "training": {"s_per_token": 0.0}}
+        with suppress(ValidationError):  # the sections say what is wrong, and none of these times is used
             physics, memory = Physics.model_validate(data["physics"]), data.get("memory")
             kv_bytes = 0 if memory is None else Memory.model_validate(memory).kv_bytes_per_token
-        except ValidationError:
-            return data  # the sections themselves will say what is wrong
-        computed = {"decoding": physics.decoding(1, kv_bytes), "training": physics.training()}
+            computed = {"decoding": physics.decoding(1, kv_bytes), "training": physics.training()}
         for name, times in computed.items():
             if twice := sorted(times.keys() & data.get(name, {}).keys()):
                 raise ValueError(f"{name}.{twice[0]} is computed from [physics]: leave one of the two out")

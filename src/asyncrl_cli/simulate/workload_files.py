@@ -176,7 +176,7 @@ def _profile_problems(content: Values, path: Path) -> Iterator[ConfigError]:
 
 def _wrong_value(detail: ErrorDetails, path: Path) -> ConfigError:
     key, known = ".".join(part for part in detail["loc"] if isinstance(part, str)), dict(_keys_of(Workload))
-    meaning = f"what it is: {known.get(key) or 'see the shipped workloads'}"
+    meaning = f"what it is: {known[key]}" if known.get(key) else "the shipped workloads have examples"
     if detail["type"] == "missing":
         return ConfigError(f"{path}: {key} is missing", hint=meaning)
     if detail["type"] == "extra_forbidden":
