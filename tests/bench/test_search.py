@@ -268,6 +268,9 @@ def test_counts_of_a_calibrated_run_are_scaled_and_those_of_the_user_are_kept() 
     run = profile_of(*sets)
     assert scaled_sets("run", run, (), 8)[1:] == ("placement.trainer_workers=2", "rollout.workers=6")
     assert scaled_sets("run", run, sets, 8) == (*sets, "placement.gpus=8")
+    colocated = profile_of(*sets, "async_training.staleness_threshold=0", name="colocate")
+    both = ("placement.gpus=8", "placement.trainer_workers=8", "rollout.workers=8")
+    assert scaled_sets("run", colocated, (), 8) == both
     with pytest.raises(ConfigError, match="come to 4"):
         starting_point(load_workload("verl-7b-math-128"), "partial-rollout", sets, 8)
 

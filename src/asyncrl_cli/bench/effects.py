@@ -93,8 +93,9 @@ class Scaling:
         return asdict(self) | {"linearity": self.linearity, "enough_gpus": self.enough_gpus}
 
     def __str__(self) -> str:
-        more = "more still pay" if self.enough_gpus == self.gpus[-1] else "more no longer pay"
-        return f"at {self.enough_gpus} GPUs {more}"
+        if self.enough_gpus == self.gpus[-1]:
+            return f"more pay up to {self.enough_gpus} GPUs"
+        return f"at {self.enough_gpus} GPUs more no longer pay"
 
     @property
     def rates(self) -> list[tuple[int, Interval]]:

@@ -260,9 +260,12 @@ def scaled_sets(workload_name: str, profile: Profile, sets: Sequence[str], gpus:
         hint = f"--set {RANKS_KEY}=2 --set {WORKERS_KEY}=2 gives it more processes"
         what = f"{workload_name} runs on CPUs, where {counted(gpus, 'GPU')} mean nothing"
         raise ConfigError(what, hint=hint)
-    is_given = set_layer(sets).values.keys() & {RANKS_KEY, WORKERS_KEY}
+    counts = {RANKS_KEY: placement.trainer_workers, WORKERS_KEY: profile.rollout.workers}
+    if placement.colocate:  # as many of each as there are GPUs
+        return (*sets, f"placement.gpus={gpus}", *(f"{key}={gpus}" for key in counts if counts[key]))
+    is_given = set_layer(sets).values.keys() & counts.keys()
     # the plan refuses scorers without a list of tasks
-    if placement.colocate or is_given or (scorers and placement.tasks is None):
+    if is_given or (scorers and placement.tasks is None):
         return (*sets, f"placement.gpus={gpus}")
     # The profile's proportion: shares of tasks go before counts, and these before the ratio.
     each, sharing = placement.gpus_per_rollout_worker, profile.trainer.sequence_parallel_size
