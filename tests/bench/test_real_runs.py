@@ -23,8 +23,7 @@ SETS = ("placement.device=cpu",)
 
 
 def runs(directory: Path, seeds: tuple[int, ...] = (0,)) -> list[RealRun]:
-    contest = contest_of("colocate", ["partial-rollout"], sets=SETS)
-    return runs_of(contest.entries, seeds, contest.groups, directory)
+    return runs_of(contest_of("colocate", ["partial-rollout"], sets=SETS, seeds=seeds), directory)
 
 
 def child(monkeypatch: pytest.MonkeyPatch, code: str) -> None:
@@ -46,7 +45,8 @@ def test_the_command_is_what_a_user_would_type(tmp_path: Path) -> None:
     assert " ".join(f"--set {key}" for key in keys) in command
     assert f"--runs-dir {tmp_path} --name partial-rollout-r0 --ui none" in command
     assert command.endswith("--address local")
-    there = replace(runs(tmp_path)[1], address="10.0.0.1:6379")
+    run = runs(tmp_path)[1]
+    there = replace(run, contest=replace(run.contest, address="10.0.0.1:6379"))
     assert there.command()[-2:] == ["--address", "10.0.0.1:6379"]
 
 

@@ -96,7 +96,7 @@ def remarks_of(workload: Workload, fit: Sequence[Residual]) -> tuple[str, ...]:
 def _compare_real(contest: Contest, runs_dir: Path, bars: Bars) -> Comparison:
     """Compare on this machine or a cluster, one run at a time, in turns (A B C, A B C), so that a drift of
     its speed affects all profiles alike. If a run fails or the user interrupts, finished runs are kept."""
-    planned = runs_of(contest.entries, contest.seeds, contest.groups, runs_dir, contest.address)
+    planned = runs_of(contest, runs_dir)
     for run in planned:
         bars.run(run.name, 0, contest.groups)
     finished: list[FinishedRun] = []
@@ -115,17 +115,10 @@ def _compare_real(contest: Contest, runs_dir: Path, bars: Bars) -> Comparison:
     if error is not None and not finished:
         raise error
     missing = tuple(run.name for run in planned[len(finished) :])
-    return comparison_of(contest, finished, missing=missing, error=error)
+    return replace(comparison_of(contest, finished), missing=missing, error=error)
 
 
-def comparison_of(
-    contest: Contest,
-    runs: Sequence[FinishedRun],
-    remarks: tuple[str, ...] = (),
-    *,
-    missing: tuple[str, ...] = (),
-    error: AsyncrlError | None = None,
-) -> Comparison:
+def comparison_of(contest: Contest, runs: Sequence[FinishedRun], remarks: tuple[str, ...] = ()) -> Comparison:
     """The runs' figures. Reasons to be careful with the speedup, because too little was measured or the work
     was not the same, come before the other `remarks`."""
     baseline, results = contest.baseline, summarise(contest.entries, runs)
@@ -154,8 +147,6 @@ def comparison_of(
         seeds=tuple(contest.seeds),
         resources=f"{baseline.plan.gpus} GPUs" if on_gpus else f"{baseline.plan.cpus} CPU cores",
         remarks=(*doubts, *remarks),
-        missing=missing,
-        error=error,
     )
 
 
@@ -166,10 +157,12 @@ class RealRun:
 
     entry: Entry
     repeat: int
-    seed: int
-    groups: int
+    contest: Contest
     runs_dir: Path
-    address: str | None = None
+
+    @property
+    def seed(self) -> int:
+        return self.contest.seeds[self.repeat]
 
     @property
     def name(self) -> str:
@@ -188,23 +181,18 @@ class RealRun:
         return self.runs_dir / f"{self.name}.log"
 
     def command(self) -> list[str]:
-        sets = [*self.entry.sets, f"run.seed={self.seed}", f"run.total_rollout_steps={self.groups}"]
+        sets = [*self.entry.sets, f"run.seed={self.seed}", f"run.total_rollout_steps={self.contest.groups}"]
         sets += ["eval.every_versions=0", "checkpoint.every_steps=0"]
         words = [word for text in sets for word in ("--set", text)]
         words += ["--runs-dir", str(self.runs_dir), "--name", self.name, "--ui", "none", "--json"]
-        words += ["--address", self.address or "local"]
+        words += ["--address", self.contest.address or "local"]
         return [sys.executable, "-m", "asyncrl_cli", "train", "--profile", self.entry.reference, *words]
 
 
-def runs_of(
-    entries: Sequence[Entry], seeds: Sequence[int], groups: int, runs_dir: Path, address: str | None = None
-) -> list[RealRun]:
+def runs_of(contest: Contest, runs_dir: Path) -> list[RealRun]:
     """The runs in the order in which they are made."""
-    return [
-        RealRun(entry=entry, repeat=repeat, seed=seed, groups=groups, runs_dir=runs_dir, address=address)
-        for repeat, seed in enumerate(seeds)
-        for entry in entries
-    ]
+    pairs = product(range(len(contest.seeds)), contest.entries)
+    return [RealRun(entry=one, repeat=repeat, contest=contest, runs_dir=runs_dir) for repeat, one in pairs]
 
 
 def make_run(run: RealRun, bars: Bars) -> tuple[FinishedRun, bool]:
@@ -235,7 +223,7 @@ def make_run(run: RealRun, bars: Bars) -> tuple[FinishedRun, bool]:
     if code != 0:
         raise KeyboardInterrupt if interrupts else _failure(run, code)
     lines = read_metrics(run.directory / "metrics.jsonl")
-    bars.run(run.name, run.groups, run.groups, time_s=lines[-1]["time_s"])
+    bars.run(run.name, run.contest.groups, run.contest.groups, time_s=lines[-1]["time_s"])
     prints = dict[int, str]()
     if run.entry.profile.run.deterministic:
         loads = Recorded(run.directory).events("loaded")
@@ -275,9 +263,9 @@ def _show_status(run: RealRun, bars: Bars) -> None:
             phase = f"{phase}: {doing}"
         groups, time_s, left_s = int(progress["groups_trained"]), progress["time_s"], progress.get("eta_s")
     except (FileNotFoundError, ValueError, KeyError):
-        bars.run(run.name, 0, run.groups, phase="starting")
+        bars.run(run.name, 0, run.contest.groups, phase="starting")
     else:
-        bars.run(run.name, groups, run.groups, time_s=time_s, phase=phase, left_s=left_s)
+        bars.run(run.name, groups, run.contest.groups, time_s=time_s, phase=phase, left_s=left_s)
 
 
 def _failure(run: RealRun, code: int) -> AsyncrlError:

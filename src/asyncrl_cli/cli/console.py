@@ -118,6 +118,14 @@ def print_table(
     stdout().print(table)
 
 
+def figures_table(headings: Sequence[str], *, texts: int = 1, gap: int = 2) -> Table:
+    """A table without borders, whose first `texts` columns are text and the others figures."""
+    table = Table(box=None, pad_edge=False, padding=(0, gap, 0, 0))
+    for place, heading in enumerate(headings):
+        table.add_column(heading, justify="left" if place < texts else "right", no_wrap=True)
+    return table
+
+
 def print_whole(table: Table) -> None:
     """Print a table on stdout at its natural width. Where the terminal is narrower, and in a pipe, no column
     is dropped and no cell is cut."""

@@ -11,7 +11,16 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from asyncrl_cli.base.errors import counted
-from asyncrl_cli.cli.console import print_json, print_prose, print_text, print_whole, say, stderr, warn
+from asyncrl_cli.cli.console import (
+    figures_table,
+    print_json,
+    print_prose,
+    print_text,
+    print_whole,
+    say,
+    stderr,
+    warn,
+)
 from asyncrl_cli.cli.options import (
     MOST_DEVICES,
     RUNS_DIR,
@@ -151,14 +160,11 @@ def _print(tuned: TuneResult, reference: str, out: Path | None) -> None:
 
 def _print_table(found: SearchResult) -> None:
     """The rows with long runs or on the front, and what is recommended."""
-    from rich.table import Table
-
     from asyncrl_cli.bench.search import front
     from asyncrl_cli.bench.space import HEADINGS
 
-    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))  # it fits into 80 columns
-    for heading in ("", *HEADINGS, "stale", "seconds", "idle"):
-        table.add_column(heading, justify="left" if heading in ("split", "") else "right", no_wrap=True)
+    headings = ("", *HEADINGS, "stale", "seconds", "idle")
+    table = figures_table(headings, texts=2, gap=1)  # it fits into 80 columns
     undominated = front(found.rows)
     shown = [row for row in found.rows if row.is_long or row in undominated]
     shown += [found.current] if found.current and found.current not in shown else []

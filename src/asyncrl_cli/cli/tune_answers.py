@@ -7,10 +7,8 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rich.table import Table
-
 from asyncrl_cli.base.errors import ConfigError, RefusedError
-from asyncrl_cli.cli.console import print_json, print_prose, print_whole, say, stderr, warn
+from asyncrl_cli.cli.console import figures_table, print_json, print_prose, print_whole, say, stderr, warn
 from asyncrl_cli.cli.options import MOST_DEVICES
 
 if TYPE_CHECKING:
@@ -99,7 +97,7 @@ def _print_effects(found: WhatIf) -> None:
         f"{first.cost_s} device s per group"
     )
     print_prose(f"limited by {found.limit}\n")
-    table = _table("change", "groups/s", "staleness", "device s per group")
+    table = figures_table(("change", "groups/s", "staleness", "device s per group"))
     for effect in sorted(others, key=lambda effect: effect.change.is_resource):
         name = effect.change.label
         if (ratio := effect.ratio) is None:
@@ -123,7 +121,7 @@ def _print_scalings(name: str, scaled: list[Scaling]) -> None:
         f"SIMULATED: {name}, the same batch on more GPUs; linearity: against the fewest. More pay if twice "
         f"as many make at least {PAYS:g} times as many groups per second\n"
     )
-    table = _table("profile", "GPUs", "groups/s", "linearity", "GPU s per group")
+    table = figures_table(("profile", "GPUs", "groups/s", "linearity", "GPU s per group"))
     for one in scaled:
         for gpus, effect, linearity in zip(one.gpus, one.effects, one.linearity, strict=True):
             if linearity is None:
@@ -135,11 +133,3 @@ def _print_scalings(name: str, scaled: list[Scaling]) -> None:
     print_prose("")
     for one in scaled:
         print_prose(f"{one.profile}: {one}")
-
-
-def _table(*headings: str) -> Table:
-    """The first column is text, the others are figures."""
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for place, heading in enumerate(headings):
-        table.add_column(heading, justify="right" if place else "left", no_wrap=True)
-    return table
