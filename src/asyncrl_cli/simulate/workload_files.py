@@ -26,7 +26,7 @@ from asyncrl_cli.plan.compiler import compile_job
 from asyncrl_cli.profile.arithmetic import window_groups_of
 from asyncrl_cli.profile.check import check
 from asyncrl_cli.profile.keys import flatten, values_of, with_values
-from asyncrl_cli.profile.loaded import Layer, Loaded, file_layer, load
+from asyncrl_cli.profile.loaded import DEFAULT, Layer, Loaded, file_layer, load
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.profile.toml_files import (
     Values,
@@ -115,7 +115,8 @@ def profile_for(
     if groups is None:
         return loaded
     length = length_of(loaded.profile, groups)
-    origins = {**loaded.origins, **dict.fromkeys(length, f"{origin} ({groups} groups)")}
+    known = {"run.train_steps": f"{origin} ({groups} groups)", "run.total_rollout_steps": DEFAULT}
+    origins = {**loaded.origins, **known}
     return replace(loaded, profile=with_values(loaded.profile, length), origins=origins)
 
 
