@@ -163,7 +163,10 @@ def test_the_newest_run_is_found_as_last_and_none_by_the_beginning_of_its_name(r
     runs_dir = run_dir.parent
     (runs_dir / "owl").mkdir()
     (runs_dir / "owl" / "profile.toml").write_text("")
-    os.utime(run_dir, (1, 1))
+    (run_dir / "status.json").write_text("{}")
+    os.utime(run_dir / "status.json", (1, 1))
+    assert find_run("last", runs_dir) == runs_dir / "owl"
+    (run_dir / "report.html").write_text("")  # does not make it the newest
     assert find_run("last", runs_dir) == runs_dir / "owl"
     os.utime(runs_dir / "owl", (0, 0))
     assert resolve("last", runs_dir) == run_dir / "checkpoints" / "step-000040"

@@ -156,7 +156,7 @@ def test_the_newest_run_is_watched_until_it_ends_and_leaves_its_totals(tmp_path,
         directory = RunDirectory.create(tmp_path, name, profile_toml="", resolved={})
         write_status(directory.path, phase="done")
         directory.close()
-    os.utime(tmp_path / "older", (1, 1))
+    os.utime(tmp_path / "older" / "status.json", (1, 1))
     assert run(["watch", "--runs-dir", str(tmp_path), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["name"] == "newer"
     assert run(["watch", "--runs-dir", str(tmp_path)]) == 0

@@ -42,7 +42,7 @@ def runs_dir(tmp_path: Path) -> Iterator[Path]:
     for name in ("stopped", "killed"):
         (made[name].checkpoints / "step-000004").mkdir()
     for age, directory in enumerate(made.values()):
-        os.utime(directory.path, (1e9 - age, 1e9 - age))
+        os.utime(directory.status if directory.status.exists() else directory.path, (1e9 - age, 1e9 - age))
         if directory.name != "running":
             directory.close()
     yield tmp_path

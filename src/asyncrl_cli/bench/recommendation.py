@@ -31,6 +31,7 @@ from asyncrl_cli.bench.search import (
 )
 from asyncrl_cli.bench.simulated_runs import inner_figures, simulators
 from asyncrl_cli.bench.space import RANKS_KEY, WORKERS_KEY, Setting, Space, split_sets
+from asyncrl_cli.checkpoint.lookup import whole_name
 from asyncrl_cli.plan.compiler import compile_job
 from asyncrl_cli.plan.job_plan import TRAINER, JobPlan
 from asyncrl_cli.profile.arithmetic import (
@@ -212,9 +213,10 @@ def _simulated(
 
 
 def workload_of(asked: TuneRequest, progress: Callable[..., None]) -> tuple[Workload, str | None]:
-    """The workload that WORKLOAD|RUN names. For a run (a name or a directory) it is calibrated; the second
-    value is its profile."""
-    for directory in (expand(asked.reference), asked.runs_dir / asked.reference):
+    """The workload that WORKLOAD|RUN names. For a run (a name, `last` or a directory) it is calibrated; the
+    second value is its profile."""
+    run = whole_name(asked.reference, asked.runs_dir)
+    for directory in (expand(run), asked.runs_dir / run):
         profile = directory / "profile.toml"
         if profile.is_file() and (directory / "metrics.jsonl").is_file():
             progress(f"calibrating a workload from {directory}")

@@ -80,9 +80,14 @@ def failed_start(run_dir: Path) -> Path:
 
 
 def run_names(runs_dir: Path) -> list[str]:
-    """Names of the runs below `runs_dir`, most recently touched first."""
+    """Names of the runs below `runs_dir`, the one that ran last first."""
+
+    def active_s(run: Path) -> float:
+        status = run / "status.json"  # only drivers write it; a report or an audit changes the directory, too
+        return (status if os.path.exists(status) else run).stat().st_mtime
+
     try:
-        runs = [(path.stat().st_mtime, path.name) for path in runs_dir.iterdir() if _is_run(path)]
+        runs = [(active_s(path), path.name) for path in runs_dir.iterdir() if _is_run(path)]
     except OSError:
         return []
     return [name for _, name in sorted(runs, reverse=True)]

@@ -98,9 +98,10 @@ class Replay:
         self._last = max(self._versions, default=0)
         samples, steps = self._run.files.samples, range(self._begin.step + 1, self._last + 1)
         self._files = [samples / f"step-{step:06d}.safetensors" for step in steps]
-        if missing := [file.name for file in self._files if not file.is_file()] or ["a later step"] * (
-            not steps
-        ):
+        if not steps:
+            why = f"run '{path.name}' has no train step after {self._begin.directory.name} in metrics.jsonl"
+            raise RefusedError(why, hint="replay from an earlier checkpoint, or another run")
+        if missing := [file.name for file in self._files if not file.is_file()]:
             why = f"run '{path.name}' did not record its trajectories: {missing[0]} is missing"
             raise RefusedError(why, hint='a run with logging.samples = "all" records them')
         self._runs_dir, self._name = runs_dir, name or fresh_name(f"{path.name}-replay", runs_dir)
