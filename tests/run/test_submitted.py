@@ -1,9 +1,10 @@
-"""Runs as jobs of a cluster with a job server: everything about them is asked from another directory, by the
-cluster's address."""
+"""Runs as jobs of a cluster that asks for its user's token: everything about them is asked from another
+directory, by the cluster's address."""
 
 from __future__ import annotations
 
 import json
+import secrets
 import signal
 import time
 from collections import Counter
@@ -11,13 +12,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from ray.job_submission import JobSubmissionClient
 from safetensors.torch import load_file
 from torch import Tensor
 
 from asyncrl_cli.checkpoint.run_directory import RunDirectory
-from tests.cluster import RayNodes, ray_nodes
+from asyncrl_cli.job.submit.job_client import BoundedClient
 from tests.run.commands import ENDLESS, LIMIT_S, SOON_S, finish, lines, start
+from tests.run.heads import Head, plain_head
 from tests.run.test_ends import trained_that_count
 from tests.statuses import write_status
 
@@ -50,13 +51,13 @@ BETA = 0.99
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[RayNodes]:
-    with ray_nodes((4, 0), jobs=True) as cluster:
-        yield cluster
+def cluster() -> Iterator[Head]:
+    with plain_head() as head:
+        yield head
 
 
 def asked(
-    directory: Path, cluster: RayNodes, command: str, *words: str, sets: tuple[str, ...] = ()
+    directory: Path, cluster: Head, command: str, *words: str, sets: tuple[str, ...] = ()
 ) -> tuple[int, str, str]:
     directory.mkdir(exist_ok=True)
     return finish(start(directory, command, *words, "--address", cluster.dashboard, sets=sets, verbose=False))
@@ -105,7 +106,7 @@ def test_a_submitted_run_with_stale_samples_is_stopped_by_ray_and_resumed_with_w
         path.unlink()  # the job has its own
     wait_for_step(run, 2)
     assert (run / "logs" / "latest" / "critic-0.log").exists()
-    client, job = JobSubmissionClient(cluster.dashboard), json.loads(out)["job"]
+    client, job = BoundedClient(cluster.dashboard), json.loads(out)["job"]
     client.stop_job(job)  # SIGTERM, and by default SIGKILL after 3 s
     first = wait_for_end(run)
     steps, moments = critic_at(run)
@@ -135,7 +136,7 @@ def test_a_submitted_run_with_stale_samples_is_stopped_by_ray_and_resumed_with_w
         assert bool((moments_then[name] >= BETA ** (last - first) * moment * (1 - 1e-4)).all()), name
 
 
-def exit_code_of_newest(client: JobSubmissionClient) -> int:
+def exit_code_of_newest(client: BoundedClient) -> int:
     """Of the job that was submitted last, once it has ended."""
     until_s = time.monotonic() + SOON_S
     while (job := max(client.list_jobs(), key=lambda job: job.start_time)).driver_exit_code is None:
@@ -170,3 +171,26 @@ def wait_for_end(run: Path) -> int:
     steps = len(lines(run / "metrics.jsonl"))
     assert (run / "checkpoints" / f"step-{steps:06d}" / "manifest.json").exists()
     return steps
+
+
+def test_a_cluster_is_found_by_ray_address_and_refuses_whoever_lacks_its_token(tmp_path, cluster):
+    plan = ("plan", "--profile", "partial-rollout", "--address", cluster.address)
+    code, _, err = finish(start(tmp_path, *plan[:3], verbose=False, RAY_ADDRESS=cluster.address))
+    assert code == 0, err
+    for another in (
+        {"RAY_AUTH_TOKEN": secrets.token_hex(32)},
+        {"HOME": str(tmp_path)},
+        {"RAY_AUTH_MODE": "disabled"},
+    ):
+        for command in (("status", "--address", cluster.dashboard), plan):
+            code, _, err = finish(start(tmp_path, *command, verbose=False, **another))
+            assert (code, "token" in err, "hint:" in err) == (3, True, True), err
+
+
+def test_a_head_that_asks_for_no_token_gets_none(tmp_path):
+    with plain_head(RAY_AUTH_MODE="disabled") as head:
+        code, _, err = finish(start(tmp_path, "status", "--address", head.dashboard, verbose=False))
+        assert (code, "no run was submitted" in err) == (0, True), err
+        plan = ("plan", "--profile", "partial-rollout", "--address", head.address)
+        code, _, err = finish(start(tmp_path, *plan, verbose=False))
+        assert code == 0, err
