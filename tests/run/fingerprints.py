@@ -50,12 +50,12 @@ def fingerprints(run: Path) -> dict[int, str]:
     return {version: min(prints) for version, prints in sorted(found.items())}
 
 
-def kill_worker(pid: int, worker: str) -> bool:
-    """SIGKILL for the worker's actor; false if it has no process now."""
+def signal_worker(pid: int, worker: str, number: signal.Signals) -> bool:
+    """Send it to the worker's actor; false if that has no process now."""
     pids = {one for one in descendants(pid) if log_of(one) == f"{worker}.log"}
     with suppress(psutil.NoSuchProcess):
         for actor in (one for one in pids if psutil.Process(one).ppid() not in pids):
-            os.kill(actor, signal.SIGKILL)
+            os.kill(actor, number)
             return True
     return False
 
@@ -64,7 +64,7 @@ def train(
     directory: Path, profile: str, name: str, *sets: str, kill_after: int | None = None
 ) -> tuple[dict[int, str], float]:
     """A whole run; its fingerprints, and the CPU seconds of all of its processes. `kill_after`: so many
-    steps, then rollout-1 is killed."""
+    steps, then rollout-1 is killed, and rollout-0 stands still for a second."""
     words = ("--profile", profile, "--name", name, "--ui", "plain")
     process = start(directory, "train", *words, sets=sets)
     cpu_s, deadline_s = dict[int, float](), time.monotonic() + LIMIT_S
@@ -76,7 +76,10 @@ def train(
                 times = psutil.Process(pid).cpu_times()
                 cpu_s[pid] = times.user + times.system
         if not is_killed and kill_after is not None and len(lines(run / "metrics.jsonl")) >= kill_after:
-            is_killed = kill_worker(process.pid, "rollout-1")
+            signal_worker(process.pid, "rollout-0", signal.SIGSTOP)
+            is_killed = signal_worker(process.pid, "rollout-1", signal.SIGKILL)
+            time.sleep(1)
+            signal_worker(process.pid, "rollout-0", signal.SIGCONT)
         time.sleep(0.3)
     _, err = process.communicate()
     assert process.returncode == 0, err
