@@ -66,7 +66,7 @@ def test_what_init_says_next_works_on_a_machine_without_gpus(capsys, tmp_path):
 
 @pytest.mark.parametrize("template", TASKS)
 def test_a_task_that_was_copied_can_be_planned(template, capsys, tmp_path):
-    """Small twins are trained in tests/run/test_rehearsals.py."""
+    """The small twin of the agent's is trained in tests/run/test_rehearsals.py."""
     assert run(["init", template, str(tmp_path / "mine")]) == 0
     printed = set(capsys.readouterr().out.splitlines())
     assert printed == {str(path) for path in (tmp_path / "mine").rglob("*") if path.is_file()}
