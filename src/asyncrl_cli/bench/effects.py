@@ -48,7 +48,7 @@ class Interval:
         return cls(value=math.exp(middle), low=math.exp(middle - reach), high=math.exp(middle + reach))
 
     def __str__(self) -> str:
-        return f"{self.value:.3g} [{self.low:.3g} {self.high:.3g}]"
+        return f"{self.value:.3g} [{self.low:.3g}..{self.high:.3g}]"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -107,7 +107,7 @@ def _print_effects(found: WhatIf) -> None:
             name = f"without the {name}" if name.startswith("tail") else f"twice: {name}"
         low, high = f"{ratio.low - 1:+.1%}", f"{ratio.high - 1:+.1%}"
         is_same = abs(ratio.value - 1) < LEAST_CHANGE
-        change = "the same" if is_same else f"{ratio.value - 1:+.1%} [{low} {high}]"
+        change = "the same" if is_same else f"{ratio.value - 1:+.1%} [{low}..{high}]"
         table.add_row(name, change, str(effect.staleness), str(effect.cost_s))
     print_whole(table)
     if notes := found.workload.notes.strip():
