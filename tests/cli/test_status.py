@@ -85,6 +85,14 @@ def test_the_table_of_runs_fits_80_columns_and_names_nothing_in_part(runs_dir, c
     assert "NEXT RUN" not in said
 
 
+def test_on_a_narrow_terminal_no_column_of_the_runs_is_lost(runs_dir, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "40")
+    assert run(["status", "--runs-dir", str(runs_dir)]) == 0
+    heading, first, *_ = capsys.readouterr().out.splitlines()
+    assert (heading.split()[0], heading.split()[-1]) == ("run", "next")
+    assert (first.split()[0], first.split()[-1]) == ("running", "status")
+
+
 def test_a_killed_run_in_depth_says_its_last_error_and_the_resume_line(runs_dir, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
     assert run(["status", "killed", "--runs-dir", str(runs_dir)]) == 0

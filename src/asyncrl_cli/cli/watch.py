@@ -40,6 +40,8 @@ if TYPE_CHECKING:
 
 LOOK_EVERY_S = 1.0
 LOGS_POLL_S = 0.3
+NARROWEST = 72
+"""Columns of a terminal with which the table of runs keeps the names of the runs and what comes next."""
 MAX_LINE_CHARACTERS = 2**20
 LOG_TIME = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3}")
 STATUS_EXAMPLES = """
@@ -84,7 +86,9 @@ def status(
         if as_json:
             return print_json([asdict(row) for row in rows])
         if len(rows) != 1:
-            return stdout().print(table_of(rows))
+            console = stdout()
+            console.width = max(console.width, NARROWEST)
+            return console.print(table_of(rows))
         run = rows[0].name
     try:
         found = read_status(run, runs_dir)
