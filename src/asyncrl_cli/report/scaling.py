@@ -11,6 +11,11 @@ from asyncrl_cli.bench.effects import Scaling
 from asyncrl_cli.report.page import card, page_of, table
 
 WIDTH, HEIGHT, MARGIN = 720, 420, 60
+GRID = 'stroke="currentColor" opacity="0.2"'
+CAPTION = (
+    "<p>Both axes are logarithmic. Dashed: perfect linearity. Bars: 90% intervals, without the "
+    "model's own error.</p>"
+)
 COLOURS = "#4269d0", "#efb118", "#ff725c", "#6cc5b0", "#3ca951", "#9c6b4e"
 
 
@@ -33,7 +38,7 @@ def scaling_page(name: str, scaled: Sequence[Scaling]) -> str:
 
 
 def drawing(scaled: Sequence[Scaling]) -> str:
-    """Both axes are logarithmic, so that perfect linearity is the dashed diagonal of each profile."""
+    """Both axes are logarithmic: perfect linearity is the dashed diagonal of each profile. With a caption."""
     points = [point for one in scaled for point in one.rates]
     numbers = sorted({gpus for gpus, _ in points})
     least, most = min(rate.low for _, rate in points), max(rate.high for _, rate in points)
@@ -50,10 +55,13 @@ def drawing(scaled: Sequence[Scaling]) -> str:
     parts = [f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="groups per second over GPUs">']
     for gpus in numbers:
         x, y = place(gpus, least)
-        parts.append(f'<text x="{x:.0f}" y="{y + 24:.0f}" fill="currentColor">{gpus}</text>')
+        label = f"{gpus} GPUs" if gpus == numbers[0] else str(gpus)
+        parts.append(f'<text x="{x:.0f}" y="{y + 24:.0f}" fill="currentColor">{label}</text>')
+        parts.append(line((gpus, least), (gpus, most), GRID))
     for tick in (least, math.sqrt(least * most), most):
         y = place(numbers[0], tick)[1]
         parts.append(f'<text x="4" y="{y:.0f}" fill="currentColor">{tick:.3g}</text>')
+        parts.append(line((numbers[0], tick), (numbers[-1], tick), GRID))
     for number, one in enumerate(scaled):
         colour = COLOURS[number % len(COLOURS)]
         stroke, ((fewest, rate), *_) = f'stroke="{colour}"', one.rates
@@ -64,6 +72,6 @@ def drawing(scaled: Sequence[Scaling]) -> str:
         corners = [place(gpus, each.value) for gpus, each in one.rates]
         drawn = " ".join(f"{x:.1f},{y:.1f}" for x, y in corners)
         parts.append(f'<polyline points="{drawn}" fill="none" {stroke} stroke-width="2"/>')
-        x, y = MARGIN + 12, MARGIN / 2 + 18 * number
+        x, y = MARGIN + 220 * (number % 3), 20 + 18 * (number // 3)  # in rows above the lines
         parts.append(f'<text x="{x:.0f}" y="{y:.0f}" fill="{colour}">{escape(one.profile)}</text>')
-    return "".join([*parts, "</svg>"])
+    return "".join([*parts, "</svg>", CAPTION])
