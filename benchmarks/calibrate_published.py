@@ -96,9 +96,7 @@ def published_rows(workload: Workload) -> list[Row]:
     """The rows that the workload is fitted to, each with what its profile comes to."""
     rows = []
     for reference in calibrated(workload).references:
-        profile = profile_for(
-            workload, reference.profile, reference_sets(reference), groups=1, environ={}
-        ).profile
+        profile = profile_for(workload, reference.profile, reference_sets(reference), environ={}).profile
         schedule = Schedule.of(profile)
         rows.append(
             Row(
@@ -314,12 +312,8 @@ def main() -> None:
     with ProcessPoolExecutor(arguments.processes) as pool:
 
         def found_at(workload: Workload) -> list[Residual]:
-            rows = [workload.model_copy(update={"references": (row,)}) for row in workload.references]
-            return [
-                one
-                for found in pool.map(partial(residuals, windows=arguments.windows), rows)
-                for one in found
-            ]
+            row_residuals = partial(residuals, workload, windows=arguments.windows)
+            return [one for found in pool.map(row_residuals, workload.references) for one in found]
 
         def value(point: list[float]) -> float:
             found = found_at(calibrated(workload_at(base, *from_coordinates(point))))

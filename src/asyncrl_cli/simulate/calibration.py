@@ -58,6 +58,7 @@ from asyncrl_cli.simulate.observations import (
     turns_of,
 )
 from asyncrl_cli.simulate.workload import Decoding, Reference, Syncing, Training, Unknown, Workload
+from asyncrl_cli.simulate.workload_files import ANY_STEPS
 from asyncrl_cli.simulate.world import virtual_cluster
 
 LEAST_STEPS, ENOUGH_STEPS = 3, 8
@@ -276,7 +277,7 @@ def _reference(lines: Sequence[Line], profile: Profile, run_directory: Path) -> 
     per_window = profile.async_training.trigger_parameter_sync_step / len(lines)
     is_shipped = profile.name in shipped_profiles()
     name = profile.name if is_shipped else str((run_directory / "profile.toml").resolve())
-    length = Layer(origin="calibration", values={"run.train_steps": 1})
+    length = Layer(origin="calibration", values={"run.train_steps": ANY_STEPS})
     ours, others = values_of(profile), values_of(load(name, environ={}, layers=[length]).profile)
     return Reference(
         profile=name,
