@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -23,7 +24,7 @@ from asyncrl_cli.bench import comparison, simulated_runs
 from asyncrl_cli.bench.comparison import compare, remarks_of
 from asyncrl_cli.bench.contest import contest_of
 from asyncrl_cli.bench.results import FinishedRun
-from asyncrl_cli.bench.simulated_runs import SimulatedJob, simulate_all
+from asyncrl_cli.bench.simulated_runs import SimulatedJob, simulate_all, simulators
 from asyncrl_cli.simulate.workload import Workload
 from asyncrl_cli.simulate.workload_files import Residual, profile_for, residuals
 from tests.bench.quiet import Quiet
@@ -202,6 +203,12 @@ def test_what_comes_after_all_runs_loses_none_of_them(
     compared = compare(contest, tmp_path, Quiet())
     assert [result.seeds for result in compared.results] == [(0,), (0,)]
     assert type(compared.error) is type(error)
+
+
+@pytest.mark.slow
+def test_a_process_that_is_killed_ends_the_simulation_with_that_reason() -> None:
+    with pytest.raises(AsyncrlError, match="a process of the simulation was killed"), simulators() as pool:
+        pool.submit(signal.raise_signal, signal.SIGKILL).result()
 
 
 PARENT = """
