@@ -12,7 +12,8 @@ from asyncrl_cli.base.errors import ConfigError
 from asyncrl_cli.bench import contest as contest_module
 from asyncrl_cli.bench.contest import Contest, contest_of
 from asyncrl_cli.plan.cluster import ClusterResources, NodeResources
-from asyncrl_cli.simulate.workload_files import load_workload
+from asyncrl_cli.profile.arithmetic import Schedule
+from asyncrl_cli.simulate.workload_files import load_workload, profile_for
 from tests.simulate.small_workload import COSTS
 
 
@@ -37,6 +38,14 @@ def test_a_contest_on_a_cluster_has_the_sizes_of_its_runs(monkeypatch: pytest.Mo
         made = contest_of("colocate", ["partial-rollout"], sets=sets, address=address)
         assert {entry.profile.trainer.ppo_mini_batch_size for entry in made.entries} == {groups}
         assert [entry.step_groups for entry in made.entries] == [groups, groups]
+
+
+def test_a_simulated_contest_has_the_sizes_of_its_runs_whatever_the_model() -> None:
+    sets, workload = ["model.path=some/model"], load_workload("laptop-tiny")
+    made = contest_of("colocate", ["partial-rollout"], sets=sets, workload=workload)
+    for entry in made.entries:
+        simulated = profile_for(workload, entry.reference, sets, groups=made.groups).profile
+        assert entry.window_groups == Schedule.of(simulated).window_groups
 
 
 def test_a_profile_named_twice_takes_part_once_and_not_against_itself() -> None:

@@ -148,9 +148,9 @@ def contest_of(
         else:
             flags = {"run.seed": seeds[0], "run.train_steps": ANY_STEPS}
             found = load(reference, sets, flags | {"eval.every_versions": 0, "checkpoint.every_steps": 0})
-        # as its runs, or their sizes would be others
+        # as its runs, or their sizes would be others; simulated ones have those of the workload
         device = device_of(found.profile, cluster(found.profile))
-        return for_device(found, device, is_here=address is None)
+        return for_device(found, device, is_here=address is None and workload is None)
 
     def cluster(profile: Profile) -> ClusterResources:
         if workload is not None:
