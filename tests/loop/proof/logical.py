@@ -178,6 +178,7 @@ def check_versions(scenario: Scenario, steps: Steps) -> None:
         entered = max(0, -(-(position + 1 - budget) // window))
         may_be_replaced = settings.profile.algorithm.filter_groups or scenario.failed_rewards
         may_be_replaced = may_be_replaced or scenario.failing_tools or scenario.hanging_tools
+        may_be_replaced = may_be_replaced or training.mixed_versions == "reject"
         for tokens, _ in trajectories:
             length, allowed = sum(count for _, count in tokens), []
             for first in {entered, trained} if may_be_replaced else {entered}:
