@@ -8,6 +8,7 @@ import os
 import shutil
 import signal
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,8 @@ from asyncrl_cli.job.driver_replay import Replay
 from asyncrl_cli.loop.ledger import Stage
 from asyncrl_cli.observe.recorded import Recorded
 from asyncrl_cli.observe.run_status import read_status
+from asyncrl_cli.profile.loaded import Loaded
+from asyncrl_cli.profile.resolved import read_document
 from asyncrl_cli.report.side_by_side import compare
 from tests.audit import damages as d
 from tests.run.commands import SMALL, finish, kill, start, wait_for_steps
@@ -166,14 +169,33 @@ def test_a_replay_ends_with_one_eval_of_its_weights(copy: Path, capsys: pytest.C
     assert run.status.phase == "done"
 
 
+def test_a_run_that_was_extended_while_its_learning_rate_fell_is_refused(
+    recorded: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From before that: its first steps had another schedule."""
+
+    def scheduled(path: Path) -> Loaded:
+        loaded, steps = read_document(path), 8 if path.parent.parent.name == "checkpoints" else 16
+        trainer = loaded.profile.trainer.model_copy(update={"lr_schedule": "cosine"})
+        run = loaded.profile.run.model_copy(update={"train_steps": steps})
+        return replace(loaded, profile=loaded.profile.model_copy(update={"trainer": trainer, "run": run}))
+
+    monkeypatch.setattr("asyncrl_cli.job.driver_replay.read_document", scheduled)
+    with pytest.raises(RefusedError, match=r"resumed with another run.train_steps after this checkpoint"):
+        Replay(str(recorded), recorded.parent)
+
+
 @pytest.mark.parametrize("setting", ["rollout.n=4", "task.train_prompts=100", "algorithm.filter_groups=true"])
 def test_keys_that_would_have_changed_the_data_are_refused(setting: str, recorded: Path) -> None:
     with pytest.raises(ConfigError, match="would have changed what is trained on"):
         Replay(str(recorded), recorded.parent, (setting,))
 
 
-def test_what_was_not_recorded_is_refused_with_the_key_that_records_it(copy: Path) -> None:
-    (copy / d.STEP).unlink()
-    with pytest.raises(RefusedError, match=r"step-000005.safetensors is missing") as refused:
+@pytest.mark.parametrize(("damage", "step"), [(lambda run: (run / d.STEP).unlink(), 5), (d.a_line_less, 4)])
+def test_what_was_not_recorded_is_refused_with_the_key_that_records_it(
+    damage: Callable[[Path], None], step: int, copy: Path
+) -> None:
+    damage(copy)
+    with pytest.raises(RefusedError, match=rf"step-00000{step}.safetensors is missing") as refused:
         Replay(str(copy), copy.parent)
     assert "logging.samples" in refused.value.hint

@@ -28,6 +28,7 @@ from asyncrl_cli.checkpoint.run_directory import RunDirectory, fresh_name
 from asyncrl_cli.checkpoint.writer import CheckpointStore
 from asyncrl_cli.contracts.events import Event, StepRecord
 from asyncrl_cli.contracts.ports import Json, LoopSnapshot
+from asyncrl_cli.data.step_files import read_step, step_file
 from asyncrl_cli.job.host_process import set_up_process
 from asyncrl_cli.loop.ledger import Stage
 from asyncrl_cli.models.model_directory import further_models, resolve_model
@@ -47,6 +48,8 @@ from asyncrl_cli.tasks.task import load_task
 
 TRAINS = ("algorithm.", "trainer.", "critic.", "async_training.require_batches")
 """Keys that say how given data is trained."""
+LENGTHS = ("run.train_steps", "run.total_rollout_steps")
+"""With `trainer.lr_schedule` the learning rates follow from them, too."""
 MAY_CHANGE = (*TRAINS, "eval.", "logging.", "checkpoint.")
 NOT = ("algorithm.filter_groups", "algorithm.max_num_gen_batches")
 OTHER_DATA = "a replay trains on the recorded trajectories: start a run for that, or leave it out"
@@ -93,17 +96,20 @@ class Replay:
             raise ConfigError(f"a recorded train step has {self._size} groups, not {size}", hint=OTHER_DATA)
         self.trains_differently = any(key.startswith(TRAINS) for key in self.changes)
         then = read_document(self._begin.directory / "config.resolved.json").profile
-        self._refuse_unsupported([key for key in differing(then, before.profile) if key.startswith(TRAINS)])
+        trains = TRAINS if then.trainer.lr_schedule == "constant" else (*TRAINS, *LENGTHS)
+        self._refuse_unsupported([key for key in differing(then, before.profile) if key.startswith(trains)])
         self._versions = {int(line["step"]): int(line["version"]) for line in self._run.metrics()}
         self._last = max(self._versions, default=0)
-        samples, steps = self._run.files.samples, range(self._begin.step + 1, self._last + 1)
-        self._files = [samples / f"step-{step:06d}.safetensors" for step in steps]
-        if not steps:
+        if self._last <= self._begin.step:
             why = f"run '{path.name}' has no train step after {self._begin.directory.name} in metrics.jsonl"
             raise RefusedError(why, hint="replay from an earlier checkpoint, or another run")
-        if missing := [file.name for file in self._files if not file.is_file()]:
-            why = f"run '{path.name}' did not record its trajectories: {missing[0]} is missing"
-            raise RefusedError(why, hint='a run with logging.samples = "all" records them')
+        self._files = list[Path]()
+        for step in range(self._begin.step + 1, self._last + 1):
+            self._files.append(file := step_file(self._run.files.samples, step))
+            if step not in self._versions or not file.is_file():
+                why = f"run '{path.name}' did not record its trajectories: {file.name} is missing"
+                hint = 'a run with logging.samples = "all" records them'
+                raise RefusedError(f"{why}, or its line in metrics.jsonl", hint=hint)
         self._runs_dir, self._name = runs_dir, name or fresh_name(f"{path.name}-replay", runs_dir)
         self.run_dir = runs_dir / self._name
         self.equal, self.different = list[int](), list[int]()
@@ -193,7 +199,8 @@ class Replay:
         facts, began_s = facts_of(self._ending, directory.path, 1), time.monotonic()
         observers = Observers(facts, [*sinks, *further], clock=time.monotonic)
         recorded = {event["version"]: event.get("fingerprint") for event in self._run.events("published")}
-        step, version, window, tokens = self._begin.step, self._begin.version, self._begin.version, 0
+        step, version, window = self._begin.step, self._begin.version, self._begin.version
+        tokens = int(self._begin.loop_state["groups"]["tokens_trained"])
 
         def publish() -> None:
             trainer.gather(version)
@@ -222,7 +229,6 @@ class Replay:
         observers.close("failed" if self.failure else phase, self.failure)
 
     def _trained(self, trainer: Any, path: Path) -> StepRecord:
-        from asyncrl_cli.data.step_files import read_step
         from asyncrl_cli.train.step_plan import plan_train_step, training_order
 
         began_s, profile = time.monotonic(), self.loaded.profile
