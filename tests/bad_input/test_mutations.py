@@ -105,9 +105,9 @@ def test_an_untouched_checkpoint_is_resumed_to_its_end(place: Place) -> None:
     resume_and_go_on(place)
 
 
-def test_a_running_group_that_kept_older_tokens_without_its_deadline_is_refused(place: Place) -> None:
+def test_a_running_group_that_kept_tokens_older_than_its_deadline_allows_is_refused(place: Place) -> None:
     with put_back(place.newest):
-        edit_json(place.newest / "loop_state.json", set_at("loop_state.groups.running.0.deadline", DELETE))
+        edit_json(place.newest / "loop_state.json", set_at("loop_state.groups.running.0.deadline", 4))
         reseal(place.newest)
         why = r"the deadline of running prompt .* is 4, with tokens of version 2"
         with pytest.raises(RefusedError, match=why):

@@ -52,9 +52,8 @@ class WindowState(TypedDict):
 class LoopState(TypedDict):
     schema_version: Literal[2]
     step: Count
-    window: NotRequired[WindowState]
-    """Earlier states lack it. It follows from the step, except in a run that was extended after a last window
-    of fewer steps."""
+    window: WindowState
+    """It follows from the step, except in a run that was extended after a last window of fewer steps."""
     time_s: float
     groups: GroupsState
     governor: NotRequired[GovernorState]
@@ -194,7 +193,8 @@ def thaw(run: RunState, resumed: ResumeFrom) -> None:
     run.evaluator.last_version, run.evaluator.ended = state["last_eval_version"], state["evals_ended"]
     for observer, observed in zip(run.progress.observers, state["observers"], strict=True):
         observer.restore(observed)
-    run.admission.version, run.admission.taken_in_window = _window(state, run.settings)
+    run.admission.version = state["window"]["version"]
+    run.admission.taken_in_window = state["window"]["taken_groups"]
     if run.admission.governor is not None:
         run.admission.governor.resume(run.version, state.get("governor"))
     run.progress.event("resumed", from_step=state["step"], from_time_s=state["time_s"])
@@ -230,7 +230,7 @@ def _contradictions(state: LoopState, settings: LoopSettings) -> Iterator[str]:
     """Contradictions to the settings or the step. A snapshot lies between two train steps, so trained groups
     follow from the step."""
     step, groups, schedule = state["step"], state["groups"], settings.schedule
-    version, taken = _window(state, settings)
+    version, taken = state["window"]["version"], state["window"]["taken_groups"]
     if step > schedule.train_steps:
         yield f"step {step} of {schedule.train_steps}"
     steps_in_window, rest = divmod(taken, schedule.step_groups)
@@ -265,24 +265,15 @@ def _contradictions(state: LoopState, settings: LoopSettings) -> Iterator[str]:
             yield f"{prompt} has {len(trajectories)} trajectories, not {least} to {most}"
         yield from _wrong_versions(prompt, trajectories, version)
     takes_left = min(schedule.window_groups, schedule.groups - trained + taken) - taken
-    untaken = [*groups["finished"], *(entry for entry in groups["running"] if "deadline" in entry)]
-    deadlines = Counter(entry["deadline"] for entry in untaken)
+    deadlines = Counter(entry["deadline"] for entry in (*groups["finished"], *groups["running"]))
     may_wait = settings.profile.async_training.on_stale == "wait"
     if may_wait and not takeable_in_time(deadlines, version, takes_left, schedule.window_groups):
         yield "the deadlines of its finished groups cannot be kept"
 
 
-def _window(state: LoopState, settings: LoopSettings) -> tuple[int, int]:
-    """The version, and how many groups its window has taken."""
-    window = state.get("window")
-    if window is None:
-        return settings.window_after(state["step"])
-    return window["version"], window["taken_groups"]
-
-
 def _wrong_running(entry: RunningState, version: int, settings: LoopSettings) -> Iterator[str]:
     """What would keep a running group from continuing."""
-    ended, kept = entry.get("ended", []), entry.get("kept", {})
+    ended, kept = entry["ended"], entry["kept"]
     prompt = f"running prompt {entry['key'].uid:.40}"
     indices = [*chain.from_iterable(part["indices"] for part in ended), *kept]
     all_indices = set(range(settings.profile.rollout.n))
@@ -292,13 +283,12 @@ def _wrong_running(entry: RunningState, version: int, settings: LoopSettings) ->
     numbers = [part["result"].key.number for part in ended]
     if any(part["result"].key.attempt != entry["key"] for part in ended) or sorted(set(numbers)) != numbers:
         yield f"{prompt} has parts of another attempt"
-    if numbers and numbers[-1] >= entry.get("num_parts", 0):
-        yield f"{prompt} has {entry.get('num_parts')} parts, and one has the number {numbers[-1]}"
+    if numbers and numbers[-1] >= entry["num_parts"]:
+        yield f"{prompt} has {entry['num_parts']} parts, and one has the number {numbers[-1]}"
     yield from _wrong_versions(prompt, kept.values(), version)
     oldest = min([version, *(one.oldest for one in kept.values()), *(part["version"] for part in ended)])
-    bound = settings.schedule.max_staleness
-    if (deadline := entry.get("deadline", version + bound)) > oldest + bound:
-        yield f"the deadline of {prompt} is {deadline}, with tokens of version {oldest}"
+    if entry["deadline"] > oldest + settings.schedule.max_staleness:
+        yield f"the deadline of {prompt} is {entry['deadline']}, with tokens of version {oldest}"
 
 
 def _wrong_versions(

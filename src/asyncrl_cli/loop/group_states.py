@@ -53,13 +53,12 @@ class EndedState(TypedDict):
 
 
 class RunningState(TryState):
-    """A running group. `kept`: by index, the responses that continue from the tokens that they had.
-    Checkpoints up to 2026-11 have none of the keys below: their groups start again."""
+    """A running group. `kept`: by index, the responses that continue from the tokens that they had."""
 
-    deadline: NotRequired[Count]
-    num_parts: NotRequired[Count]
-    ended: NotRequired[list[EndedState]]
-    kept: NotRequired[dict[int, PartialResponse]]
+    deadline: Count
+    num_parts: Count
+    ended: list[EndedState]
+    kept: dict[int, PartialResponse]
 
 
 FinishedState = TypedDict("FinishedState", {"deadline": Count, "try": TryState, "result": GroupResult})
@@ -126,7 +125,7 @@ def partial_tokens(
     }
     keys = dict[AttemptKey, dict[int, DataKey]]()
     for entry in running:
-        if kept := entry.get("kept"):
+        if kept := entry["kept"]:
             attempt = groups.ledger.running[entry["key"]]
             parts = [given.get(part.key, {}) for part in attempt.running_parts()]
             newest = dict(chain(attempt.partial_tokens.items(), *(one.items() for one in parts)))
@@ -151,8 +150,7 @@ def restore(
         attempt.stage, attempt.deadline = Stage.FINISHED, entry["deadline"]
         attempt.result = replace(entry["result"], payload=next(keys))
         finished.append(attempt)
-    deadline = groups.admission.deadline_from(groups.admission.version)
-    running = [_restored_running(entry, find, keys, deadline, n) for entry in state["running"]]
+    running = [_restored_running(entry, find, keys, n) for entry in state["running"]]
     for attempt in running:
         attempt.partial_tokens = dict.fromkeys(attempt.partial, *next(keys)) if attempt.partial else {}
     groups.ledger.restore(state["ledger"], [*running, *finished])
@@ -211,12 +209,12 @@ def _running_state(attempt: Attempt, kept: PartialResponses) -> RunningState:
 
 
 def _restored_running(
-    state: RunningState, find: Find, keys: Iterator[tuple[DataKey, ...]], deadline: int, n: int
+    state: RunningState, find: Find, keys: Iterator[tuple[DataKey, ...]], n: int
 ) -> Attempt:
-    """`keys`: those of its ended parts come next. `deadline`: if the state has none."""
+    """`keys`: those of its ended parts come next."""
     again = _restored_attempt(state, find)
-    again.deadline = state.get("deadline", deadline)
-    for entry in state.get("ended", ()):
+    again.deadline = state["deadline"]
+    for entry in state["ended"]:
         (payload,), key = next(keys), entry["result"].key
         again.parts[key.number] = Part(
             key=key,
@@ -225,7 +223,7 @@ def _restored_running(
             version=entry["version"],
             result=replace(entry["result"], payload=payload),
         )
-    again.num_parts, again.partial = state.get("num_parts", 0), dict(state.get("kept", {}))
+    again.num_parts, again.partial = state["num_parts"], dict(state["kept"])
     ended = {index for part in again.parts.values() for index in part.indices}
     again.unplaced = tuple(index for index in range(n) if index not in ended)
     return again

@@ -333,11 +333,3 @@ class LoopSettings:
     @property
     def max_logprob_diff(self) -> float:
         return self.profile.weights.max_logprob_diff or MAX_LOGPROB_DIFF[self.profile.model.dtype]
-
-    def window_after(self, step: int) -> tuple[int, int]:
-        """The version after train step `step`, and how many groups its window has taken by then, if the run
-        was never extended."""
-        windows, steps_in_window = divmod(step, self.schedule.window_steps)
-        if steps_in_window and step == self.schedule.train_steps:  # the last window may be shorter
-            return windows + 1, 0
-        return windows, steps_in_window * self.schedule.step_groups
