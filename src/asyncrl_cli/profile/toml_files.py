@@ -157,7 +157,8 @@ def shipped_profiles() -> dict[str, Path]:
 
 def shipped_workloads() -> dict[str, Path]:
     """Workloads that come with asyncrl, by name."""
-    return {path.stem: path for path in sorted((shipped_directory("profiles") / "workloads").glob("*.toml"))}
+    files = (shipped_directory("profiles") / "workloads").glob("*.toml")
+    return {path.stem: path for path in sorted(files, key=lambda path: path.stem)}
 
 
 def shipped_templates() -> dict[str, Path]:
