@@ -123,6 +123,18 @@ def test_a_bench_without_a_terminal_says_each_part_with_its_clock_and_the_time_l
     ]
 
 
+def test_runs_at_the_same_time_have_a_line_each_every_15_seconds_without_a_terminal() -> None:
+    stream, clock = io.StringIO(), Clock()
+    with Bars(Console(file=stream, width=200), now=clock) as bars:
+        for groups in range(1, 17):
+            clock.now_s = float(groups)
+            bars.run("a-s0", groups, 96)
+            bars.run("b-s0", groups, 96)
+    assert [line.split()[:2] for line in stream.getvalue().splitlines()] == [
+        [name, f"{groups}/96"] for groups in (1, 16) for name in ("a-s0", "b-s0")
+    ]
+
+
 @pytest.mark.parametrize("width", [60, 80])
 def test_no_clock_of_a_bench_is_cut_and_all_of_it_has_one(width: int) -> None:
     stream, clock = io.StringIO(), Clock()

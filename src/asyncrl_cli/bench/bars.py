@@ -34,7 +34,7 @@ class Bars(Progress):
             get_time=now,
         )
         self._ids: dict[str, TaskID] = {}
-        self._plain_text, self._plain_s = "", 0.0
+        self._printed_s: dict[str, float] = {}
 
     def run(
         self,
@@ -75,9 +75,9 @@ class Bars(Progress):
         return self.tasks[task_id]  # none is ever removed
 
     def _print(self, run: Task) -> None:
-        now_s = self.get_time()
-        if run.description != self._plain_text or now_s - self._plain_s >= PLAIN_EVERY_S:
-            self._plain_text, self._plain_s = run.description, now_s
+        text, now_s = run.description, self.get_time()
+        if text not in self._printed_s or now_s - self._printed_s[text] >= PLAIN_EVERY_S:
+            self._printed_s[text] = now_s
             self.say(f"{run.description}  {run.completed:.0f}/{run.total:.0f}  {time_of(run)}")
 
 
