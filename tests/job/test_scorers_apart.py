@@ -22,23 +22,26 @@ from .crew import REWARD, made_up_group, make_classifier, make_model, nodes, sma
 
 pytestmark = pytest.mark.slow
 
-TASKS = (("train",), ("ref",), ("teacher",), ("prox",), ("reward",), ("rollout",))
+TASKS = (("train",), ("ref",), ("teacher",), ("prox",), ("reward",), ("critic",), ("rollout",))
 
 
-def test_all_scorers_score_what_the_trainer_then_trains_and_are_restarted_as_one(tmp_path):
+def test_all_scorers_score_what_the_trainer_then_trains_are_restarted_as_one_and_the_critic_learns_and_is_not(
+    tmp_path,
+):
     from asyncrl_cli.job.ray.session import ray_session
 
     model_dir, judge = make_model(tmp_path / "model"), make_classifier(tmp_path / "judge")
-    profile = small_profile(placement={"tasks": TASKS, "ratios": (1, 2, 1, 1, 1, 1)})
+    profile = small_profile(placement={"tasks": TASKS, "ratios": (1, 2, 1, 1, 1, 2, 1)})
+    algorithm = AlgorithmSection(adv_estimator="gae", use_kl_loss=True, old_logprobs="recompute")
     profile = profile.model_copy(
         update={
-            "algorithm": AlgorithmSection(use_kl_loss=True, old_logprobs="recompute"),
+            "algorithm": algorithm,
             "reward_model": RewardModelSection(path=str(judge)),
             "teacher": TeacherSection(path=str(model_dir)),
         }
     )
     with ray_session(profile, cluster=nodes((2, 0), elastic_cpus=True)) as plan:
-        assert plan.scorers == {"ref": 2, "teacher": 1, "prox": 1, "reward": 1}
+        assert plan.scorers == {"ref": 2, "teacher": 1, "prox": 1, "reward": 1, "critic": 2}
         asyncio.run(_score_and_train(plan, profile, model_dir, tmp_path))
 
 
@@ -57,8 +60,9 @@ async def _score_and_train(plan: Any, profile: Any, model_dir: Path, tmp_path: P
     further = further_models(profile, model_dir)
     order = CrewOrder(plan=plan, profile=profile, further=further, reward=REWARD, store=store, **where)
     async with placed(plan, timeout_s=60.0) as options:
-        trainer = make_trainer(order, options)
         scorers = {task: make_scorer(task, order, options) for task in plan.scorers}
+        critic, ref = scorers["critic"], scorers["ref"]
+        trainer = make_trainer(order, options, critic)
         await asyncio.gather(trainer.start(), *(scorer.start() for scorer in scorers.values()))
         await trainer.gather(0)
         await scorers["prox"].load(await trainer.publish(0))
@@ -74,23 +78,34 @@ async def _score_and_train(plan: Any, profile: Any, model_dir: Path, tmp_path: P
             (found,) = store.get(store.stored(group.payload or ()), [name])
             return [one.per_sampled[name].tolist() for one in found]
 
+        async def values() -> list[list[list[float]]]:
+            await critic.score(groups, [])
+            return [column_of(group, "critic") for group in groups]
+
         columns = [name for name in scorers if name != "reward"]
         for name, group in product(columns, groups):
             lengths = [len(values) for values in column_of(group, name)]
             assert lengths == [meta.response_tokens for meta in group.trajectories]
         batch = TrainBatch(step=1, window=0, step_in_window=0, groups=groups, columns=tuple(columns))
-        trained, _ = await trainer.train(batch)
+        (trained, _), (learned, report) = await asyncio.gather(trainer.train(batch), critic.learn(batch))
         # reference and teacher are the policy's first weights
         assert trained.metrics["ref/kl"].value == pytest.approx(0.0, abs=1e-9)
         assert trained.metrics["distill/kl"].value == pytest.approx(0.0, abs=1e-6)
         assert "train/old_logprob_tokens" not in trained.metrics
         assert not {"ref", "teacher"} & trained.column_s.keys()
+        assert ("critic/loss" in learned.metrics, report.name) == (True, "critic")
+        assert not any(name.startswith("critic") for name in (*trained.metrics, *trained.column_s))
+        after_one = await values()
+        assert any(any(one) for group in after_one for one in group)
 
         await share_frozen_logprobs(trainer, [*scorers.values()], profile)
         await trainer.snapshot(1)
         snapshot = LoopSnapshot(step=1, version=0, at_window_boundary=True, loop_state={})
         await trainer.write(tmp_path / "step", snapshot)
+        await critic.learn(batch)
+        assert await values() != after_one
         await trainer.restore(tmp_path / "step")
+        assert await values() == after_one
         counters = json.loads((tmp_path / "step" / "trainer.json").read_text())
         assert counters["teacher_logprob"] == pytest.approx(counters["reference_logprob"], abs=1e-5)
         others = {"teacher_logprob": counters["teacher_logprob"] - 1}
@@ -98,7 +113,6 @@ async def _score_and_train(plan: Any, profile: Any, model_dir: Path, tmp_path: P
         with pytest.raises(RefusedError, match="a teacher that had other weights"):
             await trainer.restore(tmp_path / "step")
 
-        ref = scorers["ref"]
         ray.kill(ref.actors[1])
         with pytest.raises(ExecutorLost, match="ref failed"):
             await scored_until_it_fails(ref, groups, items)
@@ -107,18 +121,11 @@ async def _score_and_train(plan: Any, profile: Any, model_dir: Path, tmp_path: P
         await ref.score(groups[1:], items[1:])
         for old, new in zip(before, column_of(groups[1], "ref"), strict=True):
             assert new == pytest.approx(old, abs=1e-5)
-        await asyncio.gather(trainer.stop(5.0), *(scorer.stop(5.0) for scorer in scorers.values()))
-
-
-def test_a_critic_apart_learns_what_was_trained_is_in_the_checkpoint_and_is_not_replaced(tmp_path):
-    from asyncrl_cli.job.ray.session import ray_session
-
-    model_dir = make_model(tmp_path / "model")
-    profile = small_profile(placement={"tasks": (("train",), ("critic",), ("rollout",)), "ratios": (1, 2, 1)})
-    profile = profile.model_copy(update={"algorithm": AlgorithmSection(adv_estimator="gae")})
-    with ray_session(profile, cluster=nodes((2, 0), elastic_cpus=True)) as plan:
-        assert plan.scorers == {"critic": 2}
-        asyncio.run(_learn_and_restore(plan, profile, model_dir, tmp_path))
+        ray.kill(critic.actors[1])
+        with pytest.raises(ExecutorLost, match="critic failed"):
+            await scored_until_it_fails(critic, groups, [])
+        others_left = [scorer for scorer in scorers.values() if scorer is not critic]
+        await asyncio.gather(trainer.stop(5.0), *(scorer.stop(5.0) for scorer in others_left))
 
 
 async def scored_until_it_fails(scorer: Any, groups: Any, items: Any) -> None:
@@ -126,49 +133,3 @@ async def scored_until_it_fails(scorer: Any, groups: Any, items: Any) -> None:
     async with asyncio.timeout(60):
         while True:
             await scorer.score(groups, items)
-
-
-async def _learn_and_restore(plan: Any, profile: Any, model_dir: Path, tmp_path: Path) -> None:
-    import ray
-
-    from asyncrl_cli.job.driver_crew import CrewOrder, make_scorer, make_trainer
-    from asyncrl_cli.job.ray.placement import placed
-
-    store = RayStore()
-    groups = tuple(made_up_group(number, profile.rollout.n, store) for number in range(2))
-    where = {"model_dir": model_dir, "run_dir": tmp_path, "log_dir": tmp_path}
-    order = CrewOrder(plan=plan, profile=profile, further={}, reward=REWARD, store=store, **where)
-    async with placed(plan, timeout_s=60.0) as options:
-        critic = make_scorer("critic", order, options)
-        trainer = make_trainer(order, options, critic)
-        await asyncio.gather(trainer.start(), critic.start())
-
-        async def values() -> list[float]:
-            await critic.score(groups, [])
-            found = store.get(
-                store.stored([key for group in groups for key in group.payload or ()]), ["critic"]
-            )
-            return [float(value) for one in found for t in one for value in t.per_sampled["critic"]]
-
-        await critic.score(groups, [])
-        batch = TrainBatch(step=1, window=0, step_in_window=0, groups=groups, columns=("critic",))
-        (trained, _), (learned, report) = await asyncio.gather(trainer.train(batch), critic.learn(batch))
-        assert "critic/loss" in learned.metrics
-        assert not any(name.startswith("critic") for name in (*trained.metrics, *trained.column_s))
-        assert report.name == "critic"
-        after_one = await values()
-        assert any(after_one)
-
-        await trainer.snapshot(1)
-        await trainer.write(
-            tmp_path / "step", LoopSnapshot(step=1, version=0, at_window_boundary=True, loop_state={})
-        )
-        await critic.learn(batch)
-        assert await values() != after_one
-        await trainer.restore(tmp_path / "step")
-        assert await values() == after_one
-
-        ray.kill(critic.actors[1])
-        with pytest.raises(ExecutorLost, match="critic failed"):
-            await scored_until_it_fails(critic, groups, [])
-        await trainer.stop(5.0)
