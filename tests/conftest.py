@@ -52,8 +52,9 @@ os.environ["TERM"] = "xterm"
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-FIRST = ("run", "benchmarks", "vllm", "remote", "job")
-"""The tests of these rooms start whole processes: few of them take long."""
+FIRST = ("run", "audit", "benchmarks", "vllm", "remote", "job", "train", "transformers", "simulate", "bench")
+"""The tests of these rooms start whole processes or compute: few of them take long. What comes last is
+short."""
 
 # How long it takes to draw or to run an example depends on the machine.
 hypothesis.settings.register_profile(
