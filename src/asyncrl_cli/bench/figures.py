@@ -26,11 +26,9 @@ batch, rewards and waits, because a schedule can reduce these. No schedule passe
 
 Real runs know what they spent. Generation and training are the seconds for which the rollout workers (on
 average) and the trainer computed, as their own state clocks integrated it. So the ideal is the time of this
-very run if the side that computed longer had never waited: not for groups, for weights or for the other
-side's turn. It is no limit of the machine: a worker that decodes the last sequence of a batch is as busy as a
-full one, and a side is busy for longer if the other one, or another program, slows it. A schedule that fills
-the slots better is faster and has a lower ideal. Close to 100% says that no waits are left, and nothing about
-the speed: compare seconds between profiles.
+very run if the side that computed longer had never waited, and no limit of the machine: a worker that decodes
+the last sequence of a batch is as busy as a full one. Close to 100% says that no waits are left, and nothing
+about the speed: compare seconds between profiles.
 """
 
 from __future__ import annotations

@@ -38,6 +38,7 @@ TAIL = 0.03
 ADDED_GPUS = 8
 OUTLOOK = (1, 2, 4)
 """How many times the GPUs of a comparison its scaling has."""
+HOST = "trainer: moves from and to the host"
 WEIGHTS_READ = "rollouts: weights read per decode step"
 BATCH = "rollouts: contexts and arithmetic of the batch"
 RESOURCES = {
@@ -48,7 +49,7 @@ RESOURCES = {
     "trainer: fixed costs of a step": (
         *("training.fixed_step_s", "training.old_logprob_fixed_step_s", "training.step_overhead_s"),
     ),
-    "trainer: moves from and to the host": ("training.colocated_s",),
+    HOST: ("training.colocated_s",),
     WEIGHTS_READ: ("decoding.step_s", "decoding.experts_s"),
     BATCH: (
         *("decoding.step_s_per_sequence", "decoding.step_s_per_context_token"),
@@ -137,6 +138,8 @@ def _simulated(
 def resources(workload: Workload, profile: Profile) -> list[Change]:
     """Twice as much of each resource that the workload knows, and a tail cut off."""
     given, tables, found = workload.on(profile.placement), {**RESOURCES}, list[Change]()
+    if not profile.placement.colocate:
+        del tables[HOST]
     if not given.decoding.tells_batch:
         tables["rollouts: decode steps"] = tables.pop(WEIGHTS_READ) + tables.pop(BATCH)
     for label, keys in tables.items():
