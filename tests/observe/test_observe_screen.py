@@ -268,6 +268,14 @@ def test_the_end_says_which_warnings_there_were(status):
     assert dict(summary_rows(status))["warnings"] == "1: 0:01:57 a reward took longer than 10 s"
 
 
+def test_the_end_of_a_run_that_lent_devices_says_what_that_gave(status):
+    rows = dict(
+        summary_rows(replace(status, totals={"placement/lent_s": 2.14, "placement/lent_tokens": 1546.0}))
+    )
+    assert rows["lent"] == "the trainer's devices for 2.1 s: 1,546 tokens"
+    assert "lent" not in dict(summary_rows(status))
+
+
 def test_the_end_of_a_replay_leaves_out_what_only_rollout_workers_measure(status):
     progress = replace(status.progress, tokens_trained=None)
     rows = dict(summary_rows(replace(status, totals={"staleness/mean": 0.5}, progress=progress)))

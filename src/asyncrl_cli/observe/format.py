@@ -181,6 +181,8 @@ def summary_rows(status: Status) -> list[tuple[str, str]]:
     phase = "stopped on request" if status.phase == "stopped" else status.phase
     leading = [f"{label} {form(totals.get(key))}" for key, (label, form) in LEADING.items()]
     is_measured = any(key in totals for key in LEADING)  # not of a replay, which has no rollout workers
+    lent_s, lent_tokens = (totals.get(f"placement/lent_{what}") for what in ("s", "tokens"))
+    lent = f"the trainer's devices for {duration(lent_s)}: {count(lent_tokens)} tokens"
     evals, data = by_set(status.eval.history).items(), status.data
     orphans = f"{count(data.orphans)} keys of the data store had no owner" if data and data.orphans else ""
     rows = [
@@ -190,6 +192,7 @@ def summary_rows(status: Status) -> list[tuple[str, str]]:
         ("whole run", ", ".join(leading) if is_measured else ""),
         ("staleness", _staleness(status)),
         ("governor", _governor(status)),
+        ("lent", "" if lent_s is None else lent),
         ("ledger", ledger_line(status.ledger)),
         ("orphans", orphans),
         ("checkpoint", status.checkpoint),
