@@ -13,6 +13,7 @@ from asyncrl_cli.report.page import page_of, side_by_side_html
 from asyncrl_cli.report.run_data import JOINED_POINTS, MOST_STEPS, Timeline, columns_of, run_data
 from asyncrl_cli.report.side_by_side import compare
 from tests.report.recorded_run import line, make_run
+from tests.statuses import write_status
 
 
 def page(*directories):
@@ -189,10 +190,16 @@ def test_the_verdict_says_whether_the_governor_reached_its_target(tmp_path, targ
     assert said in words(page(make_run(tmp_path / "otter", lines=lines, sets=sets)))
 
 
-@pytest.mark.parametrize(("tokens", "said"), [(500, "sampled 3,000 tokens."), (0, "only takes memory.")])
+@pytest.mark.parametrize(("tokens", "said"), [(500, "for 3,000 tokens in all."), (0, "only takes memory.")])
 def test_the_verdict_says_what_lent_devices_brought(tmp_path, tokens, said):
-    figures = {"placement/lent_s": 1.5, "placement/lent_tokens": tokens}
-    lines = [line(step, **figures) for step in range(1, 7)]
+    lines = [
+        line(
+            step,
+            **{"placement/lent_s": 1.5, "placement/lent_tokens": step % 2 * 2 * tokens},
+            **{"response_tokens/mean": 10.0 * step},  # which has no weight here
+        )
+        for step in range(1, 7)
+    ]
     assert said in words(page(make_run(tmp_path / "otter", lines=lines)))
 
 
@@ -243,6 +250,13 @@ def test_a_change_that_the_prompts_can_tell_is_judged(tmp_path, first, last, wei
 def test_evals_of_an_older_version_without_intervals_are_no_good_news(tmp_path):
     found = run_data(Recorded(make_run(tmp_path / "otter"))).findings[0]
     assert (found.about, found.weight) == ("learning", "note")
+
+
+def test_of_a_simulated_run_nothing_is_said_to_be_learned(tmp_path):
+    directory = make_run(tmp_path / "otter")
+    write_status(directory, phase="done", profile="SIMULATED partial-rollout")
+    found = run_data(Recorded(directory)).findings[0]
+    assert found.text.endswith("SIMULATED: nothing is learned, and rewards are drawn.")
 
 
 def test_the_runs_own_warnings_are_in_the_verdict_each_once(tmp_path):

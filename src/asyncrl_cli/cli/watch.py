@@ -40,8 +40,6 @@ if TYPE_CHECKING:
 
 LOOK_EVERY_S = 1.0
 LOGS_POLL_S = 0.3
-NARROWEST = 72
-"""Columns of a terminal with which the table of runs keeps the names of the runs and what comes next."""
 MAX_LINE_CHARACTERS = 2**20
 LOG_TIME = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3}")
 STATUS_EXAMPLES = """
@@ -87,7 +85,7 @@ def status(
             return print_json([asdict(row) for row in rows])
         if len(rows) != 1:
             console = stdout()
-            console.width = max(console.width, NARROWEST)
+            console.width = max(console.width, 72)  # a narrower table would lose whole columns
             return console.print(table_of(rows))
         run = rows[0].name
     try:

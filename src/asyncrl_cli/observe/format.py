@@ -180,7 +180,6 @@ def summary_rows(status: Status) -> list[tuple[str, str]]:
         steps += f", {count(progress.tokens_trained)} tokens"
     phase = "stopped on request" if status.phase == "stopped" else status.phase
     leading = [f"{label} {form(totals.get(key))}" for key, (label, form) in LEADING.items()]
-    is_measured = any(key in totals for key in LEADING)  # not of a replay, which has no rollout workers
     lent_s, lent_tokens = (totals.get(f"placement/lent_{what}") for what in ("s", "tokens"))
     lent = f"the trainer's devices for {duration(lent_s)}: {count(lent_tokens)} tokens"
     evals, data = by_set(status.eval.history).items(), status.data
@@ -189,7 +188,7 @@ def summary_rows(status: Status) -> list[tuple[str, str]]:
         ("run", f"{status.name}: {phase} ({status.profile})"),
         ("trained", f"{steps} in {clock(progress.time_s)}"),
         *((f"eval {name}".strip(), evals_text(points)) for name, points in evals),
-        ("whole run", ", ".join(leading) if is_measured else ""),
+        ("whole run", ", ".join(leading) if totals.keys() & LEADING else ""),
         ("staleness", _staleness(status)),
         ("governor", _governor(status)),
         ("lent", "" if lent_s is None else lent),

@@ -26,8 +26,9 @@ from asyncrl_cli.observe.format import MOST_SHOWN
 Line: TypeAlias = Mapping[str, Any]
 """A line of one of these files as JSON."""
 Reward = Annotated[float, Interval(ge=-MOST_SHOWN, le=MOST_SHOWN)]
-PER_SECOND = ("trainer/", "rollouter/", "overlap_ratio")
-"""Figures that are weighted by their step's seconds; all others by its sampled tokens."""
+PER_SECOND, PER_STEP = ("trainer/", "rollouter/", "overlap_ratio"), "placement/"
+"""Figures that are weighted by their step's seconds, and amounts, of which each step counts once; all others
+are weighted by the step's sampled tokens."""
 
 
 def _finite(value: JsonValue) -> JsonValue:
@@ -246,7 +247,7 @@ class Totals:
             if key.startswith("timing/"):
                 self.parts_s[key.removeprefix("timing/").removesuffix("_s")] += value
             elif not isinstance(value, list):
-                weight = step_s if key.startswith(PER_SECOND) else tokens
+                weight = step_s if key.startswith(PER_SECOND) else 1.0 if key.startswith(PER_STEP) else tokens
                 self._sums[key] += weight * value
                 self._weights[key] += weight
                 self._maxima[key] = max(value, self._maxima.get(key, value))

@@ -202,7 +202,9 @@ def _outcome(recorded: Recorded, totals: Totals, events: list[EventLine]) -> Ite
     again = f", resumed {counted(resumes, 'time')}" if resumes else ""
     text = f"{count(totals.steps)} train steps in {clock(totals.last.get('time_s'))}{again}. "
     evals = [event for event in events if is_number(event.get("reward_mean")) and not event.get("eval_set")]
-    yield learned(evals, totals, text)
+    learns = not (recorded.status and recorded.status.profile.startswith("SIMULATED"))
+    drawn = Remark("learning", "note", f"{text}SIMULATED: nothing is learned, and rewards are drawn.")
+    yield learned(evals, totals, text) if learns else drawn
     yield from warned([event for event in events if event["event"] == "warning"], recorded.name)
 
 

@@ -234,7 +234,7 @@ def _data(totals: Totals, settings: LoopSettings) -> Iterator[Remark]:
     if (lent_s := totals.mean("placement/lent_s")) is not None:
         tokens = round((totals.mean("placement/lent_tokens") or 0.0) * totals.steps)
         text = (
-            f"The trainer's devices were lent for {number(lent_s)} s of a step and sampled {tokens:,} tokens."
+            f"The trainer's devices were lent for {number(lent_s)} s of a step, for {tokens:,} tokens in all."
         )
         change = "The trainer hardly waited for slots: placement.lend only takes memory."
         yield Remark("lending", "good" if tokens else "bad", text, "" if tokens else change)
