@@ -15,11 +15,14 @@ def test_every_profile_consumes_512_prompts_per_window() -> None:
 
 @pytest.mark.slow
 def test_the_published_rows_are_met() -> None:
+    """Those that have to be met most closely are simulated for longer."""
     workload = load_workload("verl-7b-math-128")
     found: dict[tuple[str, str], Residual] = {
         (residual.profile, residual.part): residual
         for row in workload.references
-        for residual in residuals(workload, row, windows=3)
+        for residual in residuals(
+            workload, row, windows=3 if row.calibrated and not row.set.get("placement") else 1
+        )
     }
     of_eta = "partial-rollout async_training.staleness_threshold=0.1"
     for name in ("colocate", "partial-rollout", of_eta):
