@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 from asyncrl_cli.base.errors import ExecutorFailed
-from asyncrl_cli.data.sample_fields import KEPT_TOKENS
 from asyncrl_cli.engines.port import Completion, Engine, FinishReason, Sampling
 from asyncrl_cli.measure.meters import SlotIntervals
 from asyncrl_cli.measure.states import SlotInterval
@@ -47,8 +46,6 @@ class Track:
         self.versions += so_far.versions
         self.num_kept = len(self.tokens)
         self.fields = {name: [*values] for name, values in so_far.fields.items()}
-        if self.sampling.returns_kept:
-            self.fields.setdefault(KEPT_TOKENS, [()] * self.num_kept)
 
     def so_far(self) -> Completion:
         """The tokens that have a version, which may be the whole response. Another thread may append

@@ -185,7 +185,7 @@ class TokenSampler(ContinuousBatchingLogitsProcessor):  # type: ignore[misc]
         """The order is that of `Track`: the event loop may look in between."""
         track.tokens.append(token)
         track.logprobs.append(logprob)
-        if track.sampling.returns_kept or KEPT_TOKENS in track.fields:
+        if track.sampling.returns_kept:
             track.fields.setdefault(KEPT_TOKENS, []).append(kept)
         if self.recorder is not None and ROUTED_EXPERTS in track.fields:
             track.fields[ROUTED_EXPERTS].append(self.recorder.unknown)  # until it is the input of a pass

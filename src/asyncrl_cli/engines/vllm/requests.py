@@ -64,7 +64,7 @@ class VllmTrack(Track):
         self.tokens.extend(part.token_ids)
         if part.logprobs is not None:
             found = cast("FlatLogprobs", part.logprobs)
-            if self.sampling.returns_kept or KEPT_TOKENS in self.fields:
+            if self.sampling.returns_kept:
                 self._add_kept(found)
             else:  # nothing but the sampled tokens is listed
                 self.logprobs.extend(found.logprobs)
@@ -79,9 +79,7 @@ class VllmTrack(Track):
             self.logprobs.append(found.logprobs[begin])
             listed = zip(found.token_ids[begin:end], found.logprobs[begin:end], strict=True)
             kept = [token for token, logprob in dict(listed).items() if logprob > -math.inf]
-            if not self.sampling.returns_kept:
-                kept = []
-            elif self.num_listed <= len(kept) < self.vocab_size:
+            if self.num_listed <= len(kept) < self.vocab_size:
                 why = f"vLLM kept {len(kept)} tokens or more, of equal probability, and lists no more"
                 raise EpisodeFailed("engine", f"{why} with rollout.top_k = {self.sampling.top_k}")
             self.fields.setdefault(KEPT_TOKENS, []).append(kept)
