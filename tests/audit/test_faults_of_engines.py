@@ -24,6 +24,7 @@ SECTIONS = {
     "model": {"dtype": "float32"},
     "rollout": {"top_p": 1.0, "top_k": 0, "temperature": 0.8},
     "trainer": {},
+    "async_training": {"max_staleness": 1},
 }
 
 

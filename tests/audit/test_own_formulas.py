@@ -39,6 +39,7 @@ def test_logprobs_among_kept_tokens_or_of_recorded_experts_are_not_checked_witho
     (tmp_path / "versions" / "version-0").mkdir(parents=True)
     rollout = {"top_p": top_p, "top_k": 0, "sampling_mask": True, "temperature": 1.0}
     sections = {"model": {"dtype": "float32"}, "rollout": rollout, "trainer": {"router_replay": replays}}
+    sections["async_training"] = {"max_staleness": 1}
     sample = Sample(
         reward=0.0,
         finish_reason="stop",

@@ -17,12 +17,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from asyncrl_cli.audit.accounts import bound
 from asyncrl_cli.audit.claims import Claim
 from asyncrl_cli.audit.run_files import RunFiles, Sample
 
 LIMITS = {"float32": 1e-3, "bfloat16": 0.1}
 """By model.dtype, of logprobs: two programs that compute the same round differently."""
-MOST_TRAJECTORIES, MOST_MODELS = 64, 8
+MOST_TRAJECTORIES = 64
 
 
 def logprob_claims(
@@ -45,8 +46,9 @@ def logprob_claims(
     replays = bool(files.section("trainer").get("router_replay"))
     chosen = range(total) if check_all else {*Random(0).sample(range(total), min(total, MOST_TRAJECTORIES))}
     every = ((group, index) for group in files.groups() for index in range(len(group.samples)))
-    picked = (one for number, one in enumerate(every) if number in chosen)  # by step: few models at a time
-    opened = lru_cache(MOST_MODELS)(partial(_opened, section=files.section("model"), replays=replays))
+    picked = (one for number, one in enumerate(every) if number in chosen)
+    # by step, whose tokens have so many versions
+    opened = lru_cache(bound(files) + 1)(partial(_opened, section=files.section("model"), replays=replays))
     temperature, left_out = float(rollout["temperature"]), 0
     for number, (group, index) in enumerate(picked):
         progress("computing logprobs again", number, len(chosen))
