@@ -6,6 +6,7 @@ import signal
 
 import pytest
 
+from asyncrl_cli.cli.app import run as asyncrl
 from tests.run.commands import SMALL, descendants, finish, lines, start, wait_until, wait_until_gone
 
 pytestmark = pytest.mark.slow
@@ -27,7 +28,7 @@ def named(run, name):
     return [event for event in lines(run / "events.jsonl") if event["event"] == name]
 
 
-def test_a_run_with_lent_devices_is_killed_resumed_and_audited(tmp_path):
+def test_a_run_with_lent_devices_is_killed_resumed_and_audited(tmp_path, monkeypatch, capsys):
     run = tmp_path / "runs" / "lent"
     words = ("--profile", "partial-rollout", "--name", "lent", "--ui", "plain")
     process = start(tmp_path, "train", *words, sets=SETS)
@@ -47,6 +48,7 @@ def test_a_run_with_lent_devices_is_killed_resumed_and_audited(tmp_path):
     metrics = lines(run / "metrics.jsonl")
     assert metrics[-1]["groups_trained"] == 48
     assert sum(line["placement/lent_tokens"] for line in metrics) > 0
-    code, out, err = finish(start(tmp_path, "audit", "lent"))
-    assert code == 0, out + err
-    assert "lent devices" in out
+    monkeypatch.chdir(tmp_path)
+    code, said = asyncrl(["audit", "lent"]), capsys.readouterr()
+    assert code == 0, said
+    assert "lent devices" in said.out

@@ -45,7 +45,9 @@ def first(tmp_path_factory) -> Iterator[Served]:
         yield server
 
 
-def test_a_run_outlives_the_kill_of_one_of_two_servers_and_trains_every_group_once(tmp_path, first):
+def test_a_run_outlives_the_kill_of_one_of_two_servers_and_trains_every_group_once(
+    tmp_path, first, monkeypatch, capsys
+):
     key, run = first.token_file, tmp_path / "runs" / "far"
 
     def back() -> list[dict]:
@@ -74,8 +76,10 @@ def test_a_run_outlives_the_kill_of_one_of_two_servers_and_trains_every_group_on
     assert max(event["logprob_abs_diff"] for event in ran.named("loaded")) < 1e-4
     assert ran.steps[-1]["ledger/trained"] == 4 * len(ran.steps)
     assert ran.steps[-1]["ledger/dropped"] == 0
-    _, audit, _ = finish(start(tmp_path, "audit", "far", "--json", verbose=False))
-    verdicts = {claim["name"]: claim["verdict"] for claim in json.loads(audit)["claims"]}
+    monkeypatch.chdir(tmp_path)
+    asyncrl(["audit", "far", "--json"])
+    claims = json.loads(capsys.readouterr().out)["claims"]
+    verdicts = {claim["name"]: claim["verdict"] for claim in claims}
     assert {verdicts[claim] for claim in CLAIMS} == {"holds"}, verdicts
     token = key.read_text().strip()
     texts = [out, err, *(path.read_text(errors="replace") for path in run.rglob("*") if path.is_file())]
