@@ -103,7 +103,7 @@ def test_profiles_lists_the_six_modes_as_json(capsys):
 def test_profiles_lists_the_workloads_with_their_rows(capsys):
     assert run(["profiles", "--workloads", "--json"]) == 0
     rows = {row["name"]: row["rows"] for row in json.loads(capsys.readouterr().out)}
-    assert list(rows) == [path.stem for path in sorted(Path("profiles/workloads").glob("*.toml"))]
+    assert list(rows) == sorted(path.stem for path in Path("profiles/workloads").glob("*.toml"))
     assert rows["trl-1.5b-lora"] == ["2:2, queue 476"]
 
 
