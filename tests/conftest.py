@@ -10,18 +10,13 @@ from __future__ import annotations
 import functools
 import gc
 import os
-import pickle
 import signal
 from collections import Counter
-from collections.abc import Generator, Iterator, Mapping
-from typing import Any
+from collections.abc import Generator, Iterator
 
 import hypothesis
 import pytest
 import typer.main
-
-from asyncrl_cli.contracts.environment import RewardSpec
-from asyncrl_cli.tasks import task
 
 for name, value in {
     "OMP_NUM_THREADS": "1",
@@ -69,23 +64,6 @@ def _one_command_tree() -> Iterator[None]:
     hundreds of them."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(typer.main, "get_command", functools.cache(typer.main.get_command))
-        yield
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _items_are_made_once() -> Iterator[None]:
-    """A child imports reasoning-gym, for over a second, whenever a task is loaded here. Its items depend on
-    nothing but this key (tests/tasks/test_gym_tasks.py, which makes them itself)."""
-    make, made = task.make_entries, dict[str, bytes]()
-
-    def entries(spec: RewardSpec, num_prompts: Mapping[str, int]) -> Any:
-        key = repr((spec.dataset, spec.params, spec.adapter, num_prompts))
-        if key not in made:
-            made[key] = pickle.dumps(make(spec, num_prompts))
-        return pickle.loads(made[key])
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(task, "make_entries", entries)
         yield
 
 

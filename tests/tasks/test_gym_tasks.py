@@ -33,9 +33,8 @@ def profile_of(source: str = "reasoning-gym:number_sorting", **fields) -> Profil
 
 @pytest.fixture(scope="module", autouse=True)
 def made_here() -> Iterator[None]:
-    """Prompts are made in this process, so that reasoning_gym is imported once, and anew each time."""
+    """Prompts are made in this process, so that reasoning_gym is imported once."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("asyncrl_cli.tasks.task.make_entries", gym.make_entries)
         patch.setattr(gym, "call_once", lambda function, *arguments, **options: function(*arguments))
         yield
 
