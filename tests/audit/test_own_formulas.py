@@ -123,3 +123,37 @@ def test_samples_of_any_text_can_be_read(tmp_path) -> None:
     (tmp_path / "step-000001.jsonl").write_text(f"{text}\n{text}\n", encoding="utf-8")
     (group,) = run_files._from_text(tmp_path / "step-000001.jsonl")
     assert [sample.num_sampled for sample in group.samples] == [1, 1]
+
+
+def test_the_last_line_of_a_run_that_was_extended_later_counts_its_own_events() -> None:
+    """That line came after the last eval, and the second leg goes on from the time of the checkpoint."""
+    stages = ("running", "finished", "training", "trained")
+    events = [
+        {
+            "event": stage,
+            "group": group,
+            "uid": group,
+            "epoch": 0,
+            "step": step,
+            "tokens": 5,
+            "time_s": time_s,
+        }
+        for step, group, began_s in ((1, "a", 1.0), (2, "b", 5.0))
+        for time_s, stage in enumerate(stages, start=int(began_s))
+    ]
+    events.insert(4, {"event": "resumed", "from_step": 1, "time_s": 4.5})
+    totals = {f"ledger/{stage}": 0 for stage in accounts.STAGES}
+    metrics = [
+        {"step": step, "time_s": time_s, "groups_trained": step, "tokens_trained": 5 * step}
+        | totals
+        | {"ledger/admitted_total": step, "ledger/trained": step}
+        for step, time_s in ((1, 6.5), (2, 9.0))
+    ]
+    sections = {"async_training": {"require_batches": 1}, "trainer": {"ppo_mini_batch_size": 1}, "run": {}}
+    files = SimpleNamespace(
+        is_done=True,
+        metrics=metrics,
+        section=sections.get,
+        named=lambda *names: [event for event in events if event["event"] in names],
+    )
+    assert [claim.wrong for claim in accounts._groups(files)] == [[], [], []]

@@ -78,7 +78,11 @@ def _groups(files: RunFiles) -> Iterator[Claim]:
     tokens = Counter[int]()
     # a deterministic run generates what was lost with a node anew, under the same key
     follows = {**NEXT, "requeued": {"running"}} if files.section("run").get("deterministic") else NEXT
-    for event in files.named(*STAGES):
+    legs = list[tuple[int, dict[str, int]]]()  # the last step of each, and how many events it has
+    for event in files.named(*STAGES, "resumed"):
+        if event["event"] == "resumed":
+            legs.append((event["from_step"], {stage: len(own) for stage, own in times.items()}))
+            continue
         key, stage = str(event.get("group")), str(event["event"])
         before = stages.get(key, "")
         order.check(stage in follows.get(before, ()), f"{key} is {stage} after {before or 'nothing'}")
@@ -106,9 +110,12 @@ def _groups(files: RunFiles) -> Iterator[Claim]:
         counters.near(line.get("tokens_trained"), trained_tokens, f"{where}: tokens_trained")
         live = [line.get(f"ledger/{stage}", -1) for stage in STAGES]
         counters.near(line.get("ledger/admitted_total"), sum(live), f"{where}: ledger/admitted_total")
+        # the last line of a run that was extended later is of after its checkpoint's time
+        most = next((counts for last_step, counts in legs if step <= last_step), None)
         for name, stage in (("admitted_total", "running"), *((stage, stage) for stage in ENDED)):
             value = line.get(f"ledger/{name}", -1)
-            low, high = (bisect_right(times[stage], line["time_s"] + slack) for slack in (-SLACK_S, SLACK_S))
+            own = times[stage] if most is None else times[stage][: most.get(stage, 0)]
+            low, high = (bisect_right(own, line["time_s"] + slack) for slack in (-SLACK_S, SLACK_S))
             text = f"{where}: ledger/{name} is {value}, but {low} to {high} by the events"
             counters.check(low <= value <= high, text)
     yield from (order, once, counters)
