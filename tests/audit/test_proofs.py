@@ -185,6 +185,11 @@ def test_a_run_that_was_extended_while_its_learning_rate_fell_is_refused(
         Replay(str(recorded), recorded.parent)
 
 
+def test_an_estimator_whose_critic_the_run_did_not_train_is_refused(recorded: Path) -> None:
+    with pytest.raises(RefusedError, match="it trained no critic"):
+        Replay(str(recorded), recorded.parent, ("algorithm.adv_estimator=gae",))
+
+
 @pytest.mark.parametrize("setting", ["rollout.n=4", "task.train_prompts=100", "algorithm.filter_groups=true"])
 def test_keys_that_would_have_changed_the_data_are_refused(setting: str, recorded: Path) -> None:
     with pytest.raises(ConfigError, match="would have changed what is trained on"):

@@ -117,9 +117,11 @@ class Replay:
     def _refuse_unsupported(self, later: Sequence[str]) -> None:
         """`later`: the training keys with which the run was resumed after the checkpoint."""
         profile, directory = self.loaded.profile, self._begin.directory
+        had_critic = self._run.loaded.profile.algorithm.has_critic
         refused = {
             "its trainer had several ranks": len(list(directory.glob("rank-*.safetensors"))) > 1,
             "its critic had processes of its own": is_apart(profile, CRITIC),
+            "it trained no critic": profile.algorithm.has_critic and not had_critic,
             "prox had processes of its own, and its logprobs are of the run's weights": (
                 self.trains_differently and is_apart(profile, PROX)
             ),
