@@ -60,15 +60,21 @@ def test_logprobs_among_kept_tokens_or_of_recorded_experts_are_not_checked_witho
 
 
 def test_idle_times_count_a_span_that_begins_before_the_end_of_the_one_before() -> None:
-    """The driver learns an executor's clock better by 1.4 ms: 0.18 of 0.78 s are idle in step 2."""
+    """The driver learns an executor's clock better by 1.4 ms: 0.18 of 0.78 s are idle in step 2. In step 3 there
+    was no report."""
     spans = [["busy", 12.3, 13.0637], ["starved", 13.0637, 13.0638], ["starved", 13.0624, 13.2414]]
     files = SimpleNamespace(
         section=lambda name: {},
         timeline=[
             {"step": 1, "spans": {"trainer": spans}, "covered": {"trainer": 13.0638}},
             {"step": 2, "spans": {"trainer": [["busy", 13.2414, 13.8453]]}, "covered": {"trainer": 13.8453}},
+            {"step": 3, "spans": {"trainer": [["busy", 13.8451, 14.2]]}, "covered": {"trainer": 13.8454}},
         ],
-        metrics=[{"step": 1, "trainer/idle_ratio": 0.0}, {"step": 2, "trainer/idle_ratio": 0.2272}],
+        metrics=[
+            {"step": 1, "trainer/idle_ratio": 0.0},
+            {"step": 2, "trainer/idle_ratio": 0.2272},
+            {"step": 3},
+        ],
     )
     claim = accounts._idle(files, "trainer", "trainer")
     assert (claim.cases, claim.wrong) == (2, [])
