@@ -60,8 +60,8 @@ def test_logprobs_among_kept_tokens_or_of_recorded_experts_are_not_checked_witho
 
 
 def test_idle_times_count_a_span_that_begins_before_the_end_of_the_one_before() -> None:
-    """The driver learns an executor's clock better by 1.4 ms: 0.18 of 0.78 s are idle in step 2. In step 3 there
-    was no report."""
+    """The driver learns an executor's clock better by 1.4 ms: 0.18 of 0.78 s are idle in step 2. In step 3
+    there was no report."""
     spans = [["busy", 12.3, 13.0637], ["starved", 13.0637, 13.0638], ["starved", 13.0624, 13.2414]]
     files = SimpleNamespace(
         section=lambda name: {},
