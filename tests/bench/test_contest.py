@@ -149,7 +149,7 @@ def test_a_profile_of_ones_own_is_compared_with_its_colocated_twin_at_the_first_
         "[placement]\nlend = true",
         "[async_training]\ntarget_kl = 0.02",
         '[async_training]\nmixed_versions = "reject"',
-        "[trainer]\nwarmup_steps = 50",
+        "[trainer]\nwarmup_steps = 20",
         '[algorithm]\nadv_estimator = "gae"\n[critic]\nhead_start_steps = 20',
     ],
 )
@@ -158,6 +158,15 @@ def test_what_has_no_meaning_in_turns_or_in_a_single_step_is_no_obstacle(keys: s
     made = contest_of(None, [str(tmp_path / "my.toml")], directory=tmp_path, sets=["placement.device=cpu"])
     assert [entry.mode for entry in made.entries] == ["colocate", "partial-rollout"]
     assert not made.warnings
+
+
+def test_real_runs_are_checked_at_the_length_that_they_will_have(tmp_path: Path) -> None:
+    """24 optimizer steps of 16 groups."""
+    (tmp_path / "my.toml").write_text(
+        'extends = "partial-rollout"\ntrainer.warmup_steps = 50\n', encoding="utf-8"
+    )
+    made = contest_of(None, [str(tmp_path / "my.toml")], directory=tmp_path, sets=["placement.device=cpu"])
+    assert any("warmup_steps" in warning for warning in made.warnings)
 
 
 def test_on_gpus_the_twin_takes_turns_on_as_many(tmp_path: Path) -> None:

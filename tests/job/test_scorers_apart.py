@@ -25,9 +25,7 @@ pytestmark = pytest.mark.slow
 TASKS = (("train",), ("ref",), ("teacher",), ("prox",), ("reward",), ("critic",), ("rollout",))
 
 
-def test_all_scorers_score_what_the_trainer_then_trains_are_restarted_as_one_and_the_critic_learns_and_is_not(
-    tmp_path,
-):
+def test_all_scorers_score_what_the_trainer_trains_and_are_restarted_as_one_but_not_the_critic(tmp_path):
     from asyncrl_cli.job.ray.session import ray_session
 
     model_dir, judge = make_model(tmp_path / "model"), make_classifier(tmp_path / "judge")

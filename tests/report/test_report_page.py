@@ -190,7 +190,9 @@ def test_the_verdict_says_whether_the_governor_reached_its_target(tmp_path, targ
     assert said in words(page(make_run(tmp_path / "otter", lines=lines, sets=sets)))
 
 
-@pytest.mark.parametrize(("tokens", "said"), [(500, "for 3,000 tokens in all."), (0, "only takes memory.")])
+@pytest.mark.parametrize(
+    ("tokens", "said"), [(500, "sampled 3,000 tokens in all."), (0, "only takes memory.")]
+)
 def test_the_verdict_says_what_lent_devices_brought(tmp_path, tokens, said):
     lines = [
         line(

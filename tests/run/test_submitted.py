@@ -175,8 +175,9 @@ def wait_for_end(run: Path) -> int:
 
 def test_a_cluster_is_found_by_ray_address_and_refuses_whoever_lacks_its_token(tmp_path, cluster):
     plan = ("plan", "--profile", "partial-rollout", "--address", cluster.address)
-    code, _, err = finish(start(tmp_path, *plan[:3], verbose=False, RAY_ADDRESS=cluster.address))
-    assert code == 0, err
+    train = {"RAY_ADDRESS": cluster.address, "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+    code, _, err = finish(start(tmp_path, "train", "--profile", "partial-rollout", verbose=False, **train))
+    assert (code, "token" in err, "hint:" in err) == (3, True, True), err
     for another in (
         {"RAY_AUTH_TOKEN": secrets.token_hex(32)},
         {"HOME": str(tmp_path)},

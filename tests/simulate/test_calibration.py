@@ -77,7 +77,7 @@ def write_run(directory: Path, workload: Workload, name: str, steps: int, *sets:
     (directory / "profile.toml").write_text(to_toml(loaded.profile, loaded.origins), encoding="utf-8")
     write_lines(directory / "metrics.jsonl", run.lines)
     write_lines(directory / "events.jsonl", events.lines)
-    facts = replace(facts_of(loaded.profile, directory, 1), cores=workload.cores and int(workload.cores))
+    facts = replace(facts_of(loaded.profile, directory, 1), cores=workload.cores)
     StartStatus(directory / "status.json", facts)
     return directory
 

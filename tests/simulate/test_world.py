@@ -97,7 +97,7 @@ def test_colocates_window_is_the_sum_of_its_phases() -> None:
 def test_processes_slow_each_other_where_more_compute_at_once_than_there_are_cores() -> None:
     """4 colocated workers or ranks on 3 cores, 2 and 2 apart: these take turns in this profile, as well."""
     plain = workload()
-    crowded = plain.model_copy(update={"cores": 3.0})
+    crowded = plain.model_copy(update={"cores": 3})
     before, after = (window_parts(simulate(profile("colocate", work), work)) for work in (plain, crowded))
     assert after["wait_data"] == pytest.approx(before["wait_data"] * 4 / 3, rel=0.02)
     assert after["train"] == pytest.approx(before["train"] * 4 / 3)

@@ -81,7 +81,7 @@ def _groups(files: RunFiles) -> Iterator[Claim]:
     legs = list[tuple[int, dict[str, int]]]()  # the last step of each, and how many events it has
     for event in files.named(*STAGES, "resumed"):
         if event["event"] == "resumed":
-            legs.append((event["from_step"], {stage: len(own) for stage, own in times.items()}))
+            legs.append((event.get("from_step", 0), {stage: len(own) for stage, own in times.items()}))
             continue
         key, stage = str(event.get("group")), str(event["event"])
         before = stages.get(key, "")

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from typing_extensions import TypedDict  # pydantic reads typing's own from Python 3.12 on
 
 from asyncrl_cli.audit.accounts import account_claims
-from asyncrl_cli.audit.claims import Claim
+from asyncrl_cli.audit.claims import MOST_TEXTS, Claim
 from asyncrl_cli.audit.run_files import RunFiles, SampledGroup
 from asyncrl_cli.audit.samples import sample_claims
 from asyncrl_cli.audit.seals import seal_claims
@@ -44,6 +44,7 @@ def audit_run(
     claims = list(_claims(files, check_all, progress))
     for damage in files.damaged:
         claims[0].check(False, damage)
+    claims[0].wrong = [*files.damaged, *claims[0].wrong][:MOST_TEXTS]  # the causes first
     found = {"schema_version": 1, "run": path.name, "train_steps": files.last_step}
     content: dict[str, Any] = {**found, "claims": [claim.to_json() for claim in claims]}
     replace_text(path / AUDIT, json.dumps(content, indent=1) + "\n")

@@ -167,6 +167,6 @@ def _metrics(claim: Claim, files: RunFiles, lines: Sequence[Line], groups: Seque
             ages.append(int(line["window"] - sampled.min()))
             spans.append(int(np.ptp(sampled)))
         for name, counted in (("staleness/histogram", ages), ("staleness/span_histogram", spans)):
-            own, found = Counter(counted), line.get(name) or []
+            own, found = Counter(counted), line.get(name)
             text = f"{where}{name}: {found}, but {sorted(own.items())} by the audit"
-            claim.check(Counter(dict(enumerate(found))) == own, text)
+            claim.check(Counter(dict(enumerate(found if isinstance(found, list) else []))) == own, text)

@@ -24,6 +24,8 @@ from asyncrl_cli.audit.run_files import RunFiles, Sample
 LIMITS = {"float32": 1e-3, "bfloat16": 0.1}
 """By model.dtype, of logprobs: two programs that compute the same round differently."""
 MOST_TRAJECTORIES = 64
+MOST_MODELS = 8
+"""Held at once."""
 
 
 def logprob_claims(
@@ -47,8 +49,10 @@ def logprob_claims(
     chosen = range(total) if check_all else {*Random(0).sample(range(total), min(total, MOST_TRAJECTORIES))}
     every = ((group, index) for group in files.groups() for index in range(len(group.samples)))
     picked = (one for number, one in enumerate(every) if number in chosen)
-    # by step, whose tokens have so many versions
-    opened = lru_cache(bound(files) + 1)(partial(_opened, section=files.section("model"), replays=replays))
+    # by step, whose tokens have so many versions, within what memory holds
+    opened = lru_cache(min(bound(files) + 1, MOST_MODELS))(
+        partial(_opened, section=files.section("model"), replays=replays)
+    )
     temperature, left_out = float(rollout["temperature"]), 0
     for number, (group, index) in enumerate(picked):
         progress("computing logprobs again", number, len(chosen))

@@ -76,7 +76,7 @@ class Bars(Progress):
 
     def _print(self, run: Task) -> None:
         text, now_s = run.description, self.get_time()
-        if text not in self._printed_s or now_s - self._printed_s[text] >= PLAIN_EVERY_S:
+        if run.finished or text not in self._printed_s or now_s - self._printed_s[text] >= PLAIN_EVERY_S:
             self._printed_s[text] = now_s
             self.say(f"{run.description}  {run.completed:.0f}/{run.total:.0f}  {time_of(run)}")
 

@@ -22,6 +22,7 @@ from asyncrl_cli.plan.cluster import ClusterResources, local_cluster
 from asyncrl_cli.plan.compiler import compile_job, device_of
 from asyncrl_cli.plan.job_plan import ROLLOUT, JobPlan, for_device
 from asyncrl_cli.profile.arithmetic import Schedule, mode_of
+from asyncrl_cli.profile.check import check
 from asyncrl_cli.profile.keys import values_of, with_values
 from asyncrl_cli.profile.loaded import DEFAULT, Loaded, load
 from asyncrl_cli.profile.resolved import to_toml
@@ -29,7 +30,7 @@ from asyncrl_cli.profile.schema import DIRECT_TRANSPORTS, Profile
 from asyncrl_cli.profile.toml_files import is_file_reference, toml_value
 from asyncrl_cli.simulate.workload import Workload
 from asyncrl_cli.simulate.workload_files import ANY_STEPS, profile_for
-from asyncrl_cli.simulate.world import virtual_cluster
+from asyncrl_cli.simulate.world import length_of, virtual_cluster
 
 REAL_GROUPS = 384
 LEAST_WINDOWS = 3
@@ -111,8 +112,10 @@ class Contest:
     def warnings(self) -> list[str]:
         """About the profiles and, for real runs, about their placement on this machine."""
         warnings = [warning for entry in self.entries for warning in entry.loaded.warnings]
-        if self.workload is None:
-            warnings += [warning for entry in self.entries for warning in entry.plan.warnings]
+        for entry in self.entries if self.workload is None else ():
+            # of the length that its runs will have
+            warnings += check(with_values(entry.profile, length_of(entry.profile, self.groups)))
+            warnings += entry.plan.warnings
         return list(dict.fromkeys(warnings))
 
 

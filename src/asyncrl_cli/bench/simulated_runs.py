@@ -138,7 +138,8 @@ def _results(futures: Sequence[Future[T]]) -> list[T]:
 
 def _simulate(job: SimulatedJob) -> FinishedRun:
     profile, directory = job.loaded.profile, job.directory
-    with recorded(job.loaded, directory) if directory else nullcontext(Observer()) as recorder:
+    files = recorded(job.loaded, directory, job.workload.cores) if directory else nullcontext(Observer())
+    with files as recorder:
         observers, keeps = [_Reporter(job.name), recorder], directory is not None
         run = simulate(profile, job.workload, seed=job.seed, observers=observers, machines=keeps)
         if run.error is not None:
@@ -181,14 +182,14 @@ class _Reporter(Observer):
 
 
 @contextmanager
-def recorded(loaded: Loaded, directory: Path) -> Iterator[Observer]:
+def recorded(loaded: Loaded, directory: Path, cores: int | None = None) -> Iterator[Observer]:
     """An observer for `simulate` that writes the files of a real run to the new `directory`, so that any
     reader of runs works. Raises RefusedError if the directory exists."""
     profile, origins = loaded.profile, loaded.origins
     document, toml = to_document(profile, origins), to_toml(profile, origins)
     run = RunDirectory.create(directory.parent, directory.name, profile_toml=toml, resolved=document)
     with closing(run) as files:
-        facts = replace(facts_of(profile, files.path, 1), profile=f"SIMULATED {profile.name}")
+        facts = replace(facts_of(profile, files.path, 1), profile=f"SIMULATED {profile.name}", cores=cores)
         sinks: list[Sink] = [MetricsFile(files.metrics), EventsFile(files.events)]
         sinks += [TimelineFile(files.timeline), _LastStatus(files.status)]
         observers, phase = Observers(facts, sinks, clock=_virtual_s), "failed"

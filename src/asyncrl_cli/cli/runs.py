@@ -100,13 +100,16 @@ def train(
         if task.ceiling is not None:
             say(expectation(task))
         return
-    if address is None:
+    if address is None and not has_begun:
         refuse_what_cannot_fit(loaded)
     if detach:
         run = settings.run.name or fresh_name(settings.name, runs_dir)
         arguments = ["train", "--profile", profile, *set_words(sets), "--name", run, "--resume", go_on]
         return _detach(arguments, run, runs_dir, address, as_json=as_json)
-    run_to_its_end(_run_of(loaded, runs_dir, ui, address, is_resumed=has_begun), as_json=as_json)
+    made = _run_of(loaded, runs_dir, ui, address, is_resumed=has_begun)
+    if address is None and has_begun:
+        refuse_what_cannot_fit(Loaded(profile=made.profile, origins=made.origins), is_resumed=True)
+    run_to_its_end(made, as_json=as_json)
 
 
 def _has_begun(name: str | None, runs_dir: Path, *, is_cleared: bool) -> bool:
@@ -219,5 +222,5 @@ def resume(
         return _detach(["resume", target, *set_words(sets)], run.name, run.parent, address, as_json=as_json)
     resumed = Run.resume(target, runs_dir=runs_dir, sets=sets or (), ui=ui, address=address)
     if address is None:
-        refuse_what_cannot_fit(Loaded(profile=resumed.profile, origins=resumed.origins))
+        refuse_what_cannot_fit(Loaded(profile=resumed.profile, origins=resumed.origins), is_resumed=True)
     run_to_its_end(resumed, as_json=as_json)

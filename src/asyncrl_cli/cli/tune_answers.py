@@ -33,12 +33,12 @@ def answer(asked: TuneRequest, scale: str | None, out: Path | None, *, what_if: 
     from asyncrl_cli.bench.what_if import what_if as simulate_changes
     from asyncrl_cli.observe.screen import ProgressLine
 
-    mine = "--what-if" if scale is None else "--scale"
+    question = "--what-if" if scale is None else "--scale"
     unused: dict[str, object] = {"--max-staleness": asked.bound, "--out": out}
     if scale is not None:
         unused = {"--max-staleness": asked.bound, "--gpus": asked.gpus, "--what-if": what_if or None}
     for flag in (flag for flag, value in unused.items() if value is not None):
-        raise ConfigError(f"{flag} has no effect with {mine}", hint=f"leave out {flag} or {mine}")
+        raise ConfigError(f"{flag} has no effect with {question}", hint=f"leave out {flag} or {question}")
     if scale is None:
         with ProgressLine("auto", stderr()) as progress:
             found = simulate_changes(asked, progress)

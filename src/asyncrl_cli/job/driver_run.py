@@ -160,7 +160,8 @@ class Run:
             watching = asyncio.ensure_future(self.requests.watch(directory.stop_requests))
             stack.callback(watching.cancel)
             facts = facts_of(self.profile, directory.path, directory.attempts)
-            if self.address is None and device_of(self.profile, local_cluster()) == "cpu":
+            is_shared = self.address is None and not self.profile.rollout.urls
+            if is_shared and device_of(self.profile, local_cluster()) == "cpu":
                 facts = replace(facts, cores=usable_cores())
             self._start = StartStatus(directory.status, facts)
             warnings = Warnings()

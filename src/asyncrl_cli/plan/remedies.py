@@ -34,7 +34,7 @@ MORE_GPUS = (2, 4, 8, 16, 32, 64)
 """How many times as many GPUs are tried, if no settings fit those that there are."""
 
 
-def refuse_what_cannot_fit(loaded: Loaded) -> None:
+def refuse_what_cannot_fit(loaded: Loaded, *, is_resumed: bool = False) -> None:
     """Called before a run on this machine. Raises the PreflightError of `asyncrl plan` if the job does not
     fit, by the estimate."""
     here = cluster.local_cluster()
@@ -42,7 +42,10 @@ def refuse_what_cannot_fit(loaded: Loaded) -> None:
     profile, available = for_device(loaded, device).profile, memory_fit.known_memory_bytes(device)
     estimate = memory_fit.estimate_or_reason(profile, compile_job(profile, here), available)
     if isinstance(estimate, MemoryEstimate) and (refusal := memory_fit.refusal_of(estimate, here)):
-        raise with_hint(refusal, estimate, here)
+        refusal = with_hint(refusal, estimate, here)
+        if is_resumed and "model.dtype" in (refusal.hint or ""):  # of what is proposed, this cannot change
+            refusal = PreflightError(refusal.message, hint="resume it where devices have more memory")
+        raise refusal
 
 
 def with_hint(refusal: PreflightError, estimate: MemoryEstimate, there: ClusterResources) -> PreflightError:

@@ -233,9 +233,8 @@ def _data(totals: Totals, settings: LoopSettings) -> Iterator[Remark]:
         yield Remark("governor", "bad" if is_missed else "good", text, change if is_missed else "")
     if (lent_s := totals.mean("placement/lent_s")) is not None:
         tokens = round((totals.mean("placement/lent_tokens") or 0.0) * totals.steps)
-        text = (
-            f"The trainer's devices were lent for {number(lent_s)} s of a step, for {tokens:,} tokens in all."
-        )
+        text = f"The trainer's devices were lent for {number(lent_s)} s per step "
+        text += f"and sampled {tokens:,} tokens in all."
         change = "The trainer hardly waited for slots: placement.lend only takes memory."
         yield Remark("lending", "good" if tokens else "bad", text, "" if tokens else change)
     if (clipped := totals.mean("correction/clipped_ratio") or 0.0) > CLIPPED:

@@ -109,7 +109,7 @@ def _calibrated(run_directory: Path) -> Workload:
         raise ConfigError(error.message, hint="give the directory of a run, such as runs/NAME") from None
     recorded = Recorded(run_directory)
     everything, published = list(recorded.metrics()), list(recorded.events("published"))
-    loaded = list(recorded.events("loaded"))
+    loaded, status = list(recorded.events("loaded")), recorded.status
     # all files have been read: what is damaged is known
     damage, reasons = recorded.damage.notes, reasons_against(everything)
     lines = [line for line, reason in zip(everything, reasons, strict=True) if not reason]
@@ -118,7 +118,7 @@ def _calibrated(run_directory: Path) -> Workload:
     _check_enough(lines, run_directory, f"of {len(everything)} train steps can be used{why}")
     job = compile_job(profile, virtual_cluster(profile))
     ranks = job.role(TRAINER).workers
-    cores = recorded.status.cores if recorded.status is not None else None
+    cores = status.cores if status is not None else None
     places = (cores or math.inf) / profile.placement.cpus_per_worker
     sharing = Sharing(job.role(ROLLOUT).workers, ranks, places)
     decoded, trained = decode_points(lines, sharing), train_points(lines, sharing)
@@ -126,7 +126,7 @@ def _calibrated(run_directory: Path) -> Workload:
     _check_enough(trained, run_directory, "train steps have trained tokens")
     decoding, training, turns = fit_line(decoded), fit_line(trained), turns_of(lines)
     # seconds per token of each scorer, on the trainer's number of devices
-    found = {task: scorer_s_per_token(lines, task) for task in SCORERS}
+    found = {task: scorer_s_per_token(lines, task, sharing) for task in SCORERS}
     scoring = {task: s and s * job.scorers.get(task, ranks) / ranks for task, s in found.items()}
     scored_s = old_logprob_s_per_token(lines, sharing) or scoring[PROX]
     epochs = profile.trainer.ppo_epochs
@@ -228,8 +228,11 @@ def _notes(
     if cores:
         notes.append(
             f"All its processes shared {counted(cores, 'core')}: while more compute at once, each gets an "
-            "equal share. What Ray and other programs took is in the times."
+            "equal share. What Ray, scorers of their own and other programs took is in the times."
         )
+    elif profile.placement.device != "cuda":
+        why = "How many cores its processes shared is unknown: how they slowed each other is in the times."
+        notes.append(why)
     if profile.placement.colocate:
         notes.append("The run was colocated: with another placement, transfers may take longer.")
     return notes

@@ -109,7 +109,7 @@ class Costs:
     @property
     def places(self) -> float:
         """Processes that can compute at once without slowing each other."""
-        return (self.workload.cores or math.inf) / self.profile.placement.cpus_per_worker
+        return (self.workload.cores or math.inf) / self.scale / self.profile.placement.cpus_per_worker
 
     def trainer_times(self) -> TrainerTimes:
         sync = self._sync_times()

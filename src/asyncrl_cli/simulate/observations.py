@@ -55,8 +55,8 @@ class Fit(NamedTuple):
 
 class Sharing(NamedTuple):
     """`workers` and `ranks` that computed on `places`, as many processes as can without slowing each other
-    (`SharedMachine`). Workers are taken to generate at the same times. Short steps' busy times are known
-    roughly, so all lines count together."""
+    (`SharedMachine`). Workers are taken to generate at the same times. Short steps' busy times are only
+    roughly known, so all lines count together."""
 
     workers: int
     ranks: int
@@ -155,11 +155,11 @@ def old_logprob_s_per_token(lines: Sequence[Line], sharing: Sharing) -> float | 
     return spent * sharing.of_trainer(lines) / scored if scored else None
 
 
-def scorer_s_per_token(lines: Sequence[Line], task: str) -> float | None:
+def scorer_s_per_token(lines: Sequence[Line], task: str, sharing: Sharing) -> float | None:
     """Seconds per sampled token of a scorer, in its own processes or (`ref`, `critic`) in the trainer. None
     if there is none."""
     if spent := sum(spent_s(line, task) for line in lines):
-        return spent / sum(sampled_tokens(line) for line in lines)
+        return spent * sharing.of_trainer(lines) / sum(sampled_tokens(line) for line in lines)
     scored_lines = [line for line in lines if f"{task}/tokens_per_s" in line]
     scored = sum(line[f"{task}/tokens_per_s"] * spent_s(line, "step") for line in scored_lines)
     busy_s = sum((1 - line[f"{task}/idle_ratio"]) * spent_s(line, "step") for line in scored_lines)

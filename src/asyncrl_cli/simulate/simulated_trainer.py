@@ -27,7 +27,7 @@ class SharedMachine:
     def __init__(self, cores: float = math.inf) -> None:
         self._cores = cores
         self._engines: list[SimulatedEngine] = []
-        self._busy = 0
+        self._num_computing = 0
         self._changed = asyncio.Event()
 
     def add(self, engine: SimulatedEngine) -> None:
@@ -40,12 +40,12 @@ class SharedMachine:
     @property
     def slowdown(self) -> float:
         """How many times as long everything takes as it would with cores of its own."""
-        return max(1.0, self._busy / self._cores)
+        return max(1.0, self._num_computing / self._cores)
 
     def computing(self, change: int) -> None:
         """So many more (or fewer) processes compute now."""
         before = self.slowdown
-        self._busy += change
+        self._num_computing += change
         if self.slowdown != before:
             self._changed.set()
             for engine in self._engines:

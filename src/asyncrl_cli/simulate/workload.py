@@ -363,9 +363,9 @@ class Workload(Section):
     lengths: Lengths
     turns: Turns | None = None
     """Without it, a trajectory is one response."""
-    cores: PositiveFloat | None = None
-    """CPU cores that all processes share. If more compute at once than there are, each gets an equal share.
-    Without it, all have their own, or GPUs."""
+    cores: PositiveInt | None = None
+    """CPU cores that all processes share, of which each takes `placement.cpus_per_worker`. While more are
+    wanted at once than there are, all get equal shares. Without it, all have their own, or GPUs."""
     physics: Physics | None = None
     """The model and the GPU from which decoding and training are computed, instead of their own times."""
     decoding: Decoding
