@@ -193,7 +193,7 @@ def test_tune_answers_both_questions_and_draws_the_second(tmp_path: Path, capsys
     asked = ["tune", str(file), "--scale", "2,4,8", "--profile", "partial-rollout", "--out", str(page)]
     assert run(asked) == 0
     shown, drawn = capsys.readouterr().out, page.read_text(encoding="utf-8")
-    assert "more no longer pay" in shown or "more pay up to 8 GPUs" in shown
+    assert "partial-rollout: more pay up to 8 GPUs" in shown
     assert drawn.count("<polyline") == 1
     assert "SIMULATED" in drawn
 
