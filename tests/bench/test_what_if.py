@@ -23,8 +23,9 @@ from asyncrl_cli.bench.what_if import (
 from asyncrl_cli.cli.app import run
 from asyncrl_cli.cli.tune_answers import _print_effects
 from asyncrl_cli.plan.compiler import compile_job
+from asyncrl_cli.profile.arithmetic import window_groups_of
 from asyncrl_cli.report.scaling import drawing
-from asyncrl_cli.simulate.workload import Workload
+from asyncrl_cli.simulate.workload import Links, Workload
 from asyncrl_cli.simulate.workload_files import load_workload, profile_for
 from asyncrl_cli.simulate.world import virtual_cluster
 from tests.simulate.small_workload import COSTS
@@ -92,6 +93,29 @@ def test_one_change_of_each_kind_is_tried(tmp_path: Path) -> None:
     for one in tried.values():  # each is a profile that can be planned
         changed = profile_for(workload, "partial-rollout", one.sets).profile
         compile_job(changed, virtual_cluster(changed))
+
+
+@pytest.mark.slow
+def test_with_links_it_says_what_another_transport_or_encoding_would_do(tmp_path: Path) -> None:
+    """A version takes 10 s over the network of two nodes, and with deltas 1 s."""
+    workload = small(tmp_path)
+    links = Links(
+        gpus_per_node=2,
+        node_bytes_per_s=workload.syncing.parameter_bytes / 10,
+        **dict.fromkeys(("device_bytes_per_s", "group_bytes_per_s", "copy_bytes_per_s"), 1e15),
+        **dict.fromkeys(("compare_bytes_per_s", "apply_bytes_per_s"), 1e15),
+        changed_ratio=0.1,
+    )
+    workload = workload.model_copy(update={"links": links})
+    sets = ["rollout.engine=vllm", "model.dtype=bfloat16"]
+    profile = profile_for(workload, "on-policy-pipeline", sets).profile
+    tried = [one for one in changes(workload, profile) if one.label in ("transport nccl", "encoding delta")]
+    with ThreadPoolExecutor(1) as pool:
+        found = effects(pool, workload, "on-policy-pipeline", sets, [Change(label=""), *tried])
+    assert [one.error for one in found if one.ratio is None] == []
+    seconds = {one.change.label: window_groups_of(profile) / one.groups_per_s.value for one in found}
+    assert seconds[""] - seconds["encoding delta"] == pytest.approx(9.0, rel=0.05)
+    assert seconds[""] - seconds["transport nccl"] == pytest.approx(10.0, rel=0.05)
 
 
 def test_costs_of_decoding_that_are_not_known_apart_are_one_resource(tmp_path: Path) -> None:

@@ -26,8 +26,8 @@ from asyncrl_cli.bench.simulated_runs import inner_figures, simulators
 from asyncrl_cli.bench.space import Setting
 from asyncrl_cli.plan.compiler import compile_job
 from asyncrl_cli.plan.job_plan import ROLLOUT, TRAINER
-from asyncrl_cli.profile.arithmetic import staleness_bound, window_groups_of
-from asyncrl_cli.profile.schema import Profile
+from asyncrl_cli.profile.arithmetic import sends_deltas, staleness_bound, window_groups_of
+from asyncrl_cli.profile.schema import DIRECT_TRANSPORTS, Profile
 from asyncrl_cli.simulate.responses import ResponseLengths
 from asyncrl_cli.simulate.workload import Links, Workload
 from asyncrl_cli.simulate.workload_files import miniature, profile_for
@@ -186,6 +186,13 @@ def changes(workload: Workload, profile: Profile) -> Iterator[Change]:
     buffer = not profile.weights.dual_buffer
     name = "with a second buffer" if buffer else "no second buffer"
     yield Change(label=f"sync {name}", sets=(f"weights.dual_buffer={str(buffer).lower()}",))
+    if workload.links is not None:  # else each sync takes as long as `[syncing]` says
+        if profile.weights.transport in DIRECT_TRANSPORTS:
+            yield Change(label="transport object-store", sets=("weights.transport=object-store",))
+        else:
+            encoding = "full" if sends_deltas(profile) else "delta"
+            yield Change(label=f"encoding {encoding}", sets=(f"weights.encoding={encoding}",))
+            yield Change(label="transport nccl", sets=("weights.transport=nccl", "placement.device=cuda"))
     if profile.placement.gpus:
         with suppress(ConfigError):  # as many cannot be divided
             more_gpus = scaled_sets(workload.name, profile, (), profile.placement.gpus + ADDED_GPUS)
