@@ -126,6 +126,17 @@ def test_a_damage_is_noticed(claim, number, copy):
     assert verdicts(copy)[claim] == "fails"
 
 
+@pytest.mark.parametrize("name", ["metrics.jsonl", "events.jsonl"])
+def test_a_damaged_line_is_named_once_before_what_follows_from_it(copy, name):
+    text = (copy / name).read_text().splitlines()
+    (copy / name).unlink()  # a link to the file of the other tests
+    (copy / name).write_text("\n".join([*text[:1], "{", *text[2:]]) + "\n")
+    claims, _ = audit_run(copy)
+    files = next(claim for claim in claims if claim.name == "files")
+    assert files.wrong[0].startswith(f"{name}, line 2 is damaged")
+    assert len(set(files.wrong)) == len(files.wrong) == min(files.num_wrong, 5)
+
+
 def test_the_load_that_is_reported_first_may_have_begun_last(copy):
     def another_worker_is_faster(content: list[d.Line]) -> list[d.Line]:
         at = next(place for place, line in enumerate(content) if line["event"] == "loaded")

@@ -42,9 +42,10 @@ def audit_run(
     if not files.metrics and not files.named("trained"):
         raise RefusedError(f"{path} has no train step to audit", hint="wait until it has trained")
     claims = list(_claims(files, check_all, progress))
+    listed = [*files.damaged, *claims[0].wrong][:MOST_TEXTS]  # the causes first
     for damage in files.damaged:
         claims[0].check(False, damage)
-    claims[0].wrong = [*files.damaged, *claims[0].wrong][:MOST_TEXTS]  # the causes first
+    claims[0].wrong = listed
     found = {"schema_version": 1, "run": path.name, "train_steps": files.last_step}
     content: dict[str, Any] = {**found, "claims": [claim.to_json() for claim in claims]}
     replace_text(path / AUDIT, json.dumps(content, indent=1) + "\n")
