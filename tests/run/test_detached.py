@@ -82,9 +82,14 @@ def resumed_within_a_terminal(directory, words, steps):
     )
     started.append(process)
     os.close(screen)
-    threading.Thread(target=drain, args=(terminal,), daemon=True).start()
+    shown: list[bytes] = []
+    threading.Thread(target=drain, args=(terminal, shown), daemon=True).start()
     run = directory / "runs" / "apart"
-    wait_for_steps(process, run, steps + 2)
+    try:
+        wait_for_steps(process, run, steps + 2)
+    except AssertionError as failure:
+        failure.add_note(b"".join(shown).decode(errors="replace"))
+        raise
     family = descendants(process.pid)
     assert_shut({process.pid, *family})
     ours = {pid for pid in family if b"ray::" in command_line(pid)}
@@ -101,7 +106,7 @@ def own_terminal():
     fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 
 
-def drain(terminal):
+def drain(terminal, shown):
     with contextlib.suppress(OSError):
-        while os.read(terminal, 65536):
-            pass
+        while screen := os.read(terminal, 65536):
+            shown.append(screen)

@@ -103,13 +103,13 @@ def train(
     if address is None and not has_begun:
         refuse_what_cannot_fit(loaded)
     if detach:
-        run = settings.run.name or fresh_name(settings.name, runs_dir)
-        arguments = ["train", "--profile", profile, *set_words(sets), "--name", run, "--resume", go_on]
-        return _detach(arguments, run, runs_dir, address, as_json=as_json)
-    made = _run_of(loaded, runs_dir, ui, address, is_resumed=has_begun)
-    if address is None and has_begun:
-        refuse_what_cannot_fit(Loaded(profile=made.profile, origins=made.origins), is_resumed=True)
-    run_to_its_end(made, as_json=as_json)
+        named = settings.run.name or fresh_name(settings.name, runs_dir)
+        arguments = ["train", "--profile", profile, *set_words(sets), "--name", named, "--resume", go_on]
+        return _detach(arguments, named, runs_dir, address, as_json=as_json)
+    run = _run_of(loaded, runs_dir, ui, address, is_resumed=has_begun)
+    if has_begun:
+        _refuse_what_cannot_resume(run)
+    run_to_its_end(run, as_json=as_json)
 
 
 def _has_begun(name: str | None, runs_dir: Path, *, is_cleared: bool) -> bool:
@@ -207,8 +207,6 @@ def resume(
     from asyncrl_cli.checkpoint.lookup import resolve
     from asyncrl_cli.job.driver_run import Run
     from asyncrl_cli.job.ray.session import is_job_server
-    from asyncrl_cli.plan.remedies import refuse_what_cannot_fit
-    from asyncrl_cli.profile.loaded import Loaded
 
     if address is not None and is_job_server(address):
         from asyncrl_cli.job.submit.job_server import Job, JobServer
@@ -221,6 +219,14 @@ def resume(
         run = resolve(target, runs_dir).resolve().parent.parent
         return _detach(["resume", target, *set_words(sets)], run.name, run.parent, address, as_json=as_json)
     resumed = Run.resume(target, runs_dir=runs_dir, sets=sets or (), ui=ui, address=address)
-    if address is None:
-        refuse_what_cannot_fit(Loaded(profile=resumed.profile, origins=resumed.origins), is_resumed=True)
+    _refuse_what_cannot_resume(resumed)
     run_to_its_end(resumed, as_json=as_json)
+
+
+def _refuse_what_cannot_resume(run: Run) -> None:
+    """Its own settings decide, which are not always those of the command."""
+    from asyncrl_cli.plan.remedies import refuse_what_cannot_fit
+    from asyncrl_cli.profile.loaded import Loaded
+
+    if run.address is None:
+        refuse_what_cannot_fit(Loaded(profile=run.profile, origins=run.origins), is_resumed=True)
