@@ -112,6 +112,10 @@ def test_a_bench_without_a_terminal_says_each_part_with_its_clock_and_the_time_l
             (30, 0, "running", None),
             (40, 24, "running", 77.0),
             (50, 48, "running", 60.0),
+            (60, 96, "evaluating", None),
+            (61, 96, "evaluating", None),
+            (62, 96, "done", None),
+            (63, 96, "done", None),
         ):
             clock.now_s = now_s
             bars.run("a-r0", groups, 96, time_s=max(0.0, now_s - 30), phase=phase, left_s=left_s)
@@ -120,6 +124,8 @@ def test_a_bench_without_a_terminal_says_each_part_with_its_clock_and_the_time_l
         "a-r0 (starting: warm start  1/300)  0/96  0:00:20",
         "a-r0  0/96  0:00:30",
         "a-r0  48/96  0:00:20  0:01:00 left",
+        "a-r0 (evaluating)  96/96  0:00:30",
+        "a-r0  96/96  0:00:32",
     ]
 
 

@@ -20,8 +20,8 @@ ALL = "all"
 
 
 class Bars(Progress):
-    """On a terminal, bars; elsewhere, plain lines when a run's phase changes and every `PLAIN_EVERY_S`. For a
-    real run, elapsed and remaining time are the run's own, as in its metrics and in the final table."""
+    """On a terminal, bars; elsewhere, plain lines when a run's phase changes, every `PLAIN_EVERY_S` and at
+    its end. For a real run, elapsed and remaining time are its own, as in its metrics and the final table."""
 
     def __init__(self, console: Console, now: Callable[[], float] = time.monotonic) -> None:
         super().__init__(
@@ -34,7 +34,7 @@ class Bars(Progress):
             get_time=now,
         )
         self._ids: dict[str, TaskID] = {}
-        self._printed_s: dict[str, float] = {}
+        self._printed_s: dict[tuple[str, bool], float] = {}
 
     def run(
         self,
@@ -59,7 +59,7 @@ class Bars(Progress):
             text = f"{ALL}: {sum(one.finished for one in runs)} of {len(runs)} runs"
             self._show(ALL, text, sum(int(one.completed) for one in runs), total * len(runs), is_started=True)
         if self.disable and run.started:
-            self._print(run)
+            self._print(run, is_over=is_over)
 
     def say(self, text: str) -> None:
         """Print a line above the bars."""
@@ -74,10 +74,10 @@ class Bars(Progress):
         self.update(task_id, completed=done, description=text)
         return self.tasks[task_id]  # none is ever removed
 
-    def _print(self, run: Task) -> None:
-        text, now_s = run.description, self.get_time()
-        if run.finished or text not in self._printed_s or now_s - self._printed_s[text] >= PLAIN_EVERY_S:
-            self._printed_s[text] = now_s
+    def _print(self, run: Task, *, is_over: bool) -> None:
+        key, now_s = (run.description, is_over), self.get_time()
+        if key not in self._printed_s or now_s - self._printed_s[key] >= PLAIN_EVERY_S:
+            self._printed_s[key] = now_s
             self.say(f"{run.description}  {run.completed:.0f}/{run.total:.0f}  {time_of(run)}")
 
 
