@@ -110,6 +110,8 @@ def test_with_links_it_says_what_another_transport_or_encoding_would_do(tmp_path
     sets = ["rollout.engine=vllm", "model.dtype=bfloat16"]
     profile = profile_for(workload, "on-policy-pipeline", sets).profile
     tried = [one for one in changes(workload, profile) if one.label in ("transport nccl", "encoding delta")]
+    in_turns = profile_for(workload, "colocate", sets).profile  # whose syncs use no link
+    assert not {one.label for one in tried} & {one.label for one in changes(workload, in_turns)}
     with ThreadPoolExecutor(1) as pool:
         found = effects(pool, workload, "on-policy-pipeline", sets, [Change(label=""), *tried])
     assert [one.error for one in found if one.ratio is None] == []

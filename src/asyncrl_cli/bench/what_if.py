@@ -186,7 +186,7 @@ def changes(workload: Workload, profile: Profile) -> Iterator[Change]:
     buffer = not profile.weights.dual_buffer
     name = "with a second buffer" if buffer else "no second buffer"
     yield Change(label=f"sync {name}", sets=(f"weights.dual_buffer={str(buffer).lower()}",))
-    if workload.links is not None:  # else each sync takes as long as `[syncing]` says
+    if workload.links is not None and not profile.placement.colocate:  # else none has an effect on a sync
         if profile.weights.transport in DIRECT_TRANSPORTS:
             yield Change(label="transport object-store", sets=("weights.transport=object-store",))
         else:
