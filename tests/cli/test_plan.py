@@ -10,10 +10,13 @@ from types import SimpleNamespace
 
 import pytest
 
+from asyncrl_cli.base.errors import PreflightError
 from asyncrl_cli.cli.app import run
 from asyncrl_cli.job.driver_run import Run
 from asyncrl_cli.plan import cluster, machine, memory_fit
+from asyncrl_cli.plan.remedies import refuse_what_cannot_fit
 from asyncrl_cli.profile.loaded import load
+from asyncrl_cli.profile.resolved import changed
 from tests.llama import LLAMA_7B
 
 pytestmark = pytest.mark.usefixtures("quick_task")
@@ -255,7 +258,26 @@ def test_train_and_resume_refuse_what_a_plan_refuses(seven_billion, capsys, monk
     resumed = Run(loaded.profile, loaded.origins)
     monkeypatch.setattr(Run, "resume", lambda *given, **named: resumed)
     assert run(["resume", "first"]) == 3
-    assert capsys.readouterr().err == refusal
+    assert capsys.readouterr().err == refusal.replace("asyncrl plan --gpus 8 ", "")
+
+
+def test_a_resume_that_does_not_fit_is_told_what_it_may_change(seven_billion, monkeypatch):
+    gpus = (cluster.NodeResources(name="local", cpus=8, gpus=4),)
+    there = cluster.ClusterResources(nodes=gpus, elastic_cpus=True)
+    monkeypatch.setattr(cluster, "local_cluster", lambda: there)
+    monkeypatch.setattr(memory_fit, "known_memory_bytes", lambda device: 40 * 2**30)
+    loaded, hints = load("base", [seven_billion, "trainer.lr=1e-6", "model.dtype=float32"]), []
+    for is_resumed in (False, True):
+        with pytest.raises(PreflightError) as refused:
+            refuse_what_cannot_fit(loaded, is_resumed=is_resumed)
+        hints.append(str(refused.value.hint))
+    assert "model.dtype=bfloat16" in hints[0]
+    sets = hints[1].replace("--set ", "").split()
+    refuse_what_cannot_fit(changed(loaded, sets), is_resumed=True)
+    monkeypatch.setattr(memory_fit, "known_memory_bytes", lambda device: 24 * 2**30)
+    with pytest.raises(PreflightError) as refused:
+        refuse_what_cannot_fit(loaded, is_resumed=True)
+    assert refused.value.hint == "resume it where devices have more memory"
 
 
 @pytest.mark.slow

@@ -6,7 +6,9 @@ keys can make it smaller, and change one of these keys. Then it takes back every
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator
+from functools import partial
 
 from asyncrl_cli.base.errors import ConfigError, PreflightError
 from asyncrl_cli.plan import cluster, memory_fit
@@ -26,12 +28,14 @@ from asyncrl_cli.plan.memory_fit import NODE, SHARE, STORE, DeviceNeed, device_n
 from asyncrl_cli.profile.check import check
 from asyncrl_cli.profile.keys import with_values
 from asyncrl_cli.profile.loaded import Loaded
+from asyncrl_cli.profile.resolved import may_change
 from asyncrl_cli.profile.toml_files import Table, Values, toml_value
 
 GPUS_PER_NODE = 8
 """The most GPUs of a node that are proposed where there are fewer."""
 MORE_GPUS = (2, 4, 8, 16, 32, 64)
 """How many times as many GPUs are tried, if no settings fit those that there are."""
+Estimated = Callable[[Values], MemoryEstimate | None]
 
 
 def refuse_what_cannot_fit(loaded: Loaded, *, is_resumed: bool = False) -> None:
@@ -42,52 +46,56 @@ def refuse_what_cannot_fit(loaded: Loaded, *, is_resumed: bool = False) -> None:
     profile, available = for_device(loaded, device).profile, memory_fit.known_memory_bytes(device)
     estimate = memory_fit.estimate_or_reason(profile, compile_job(profile, here), available)
     if isinstance(estimate, MemoryEstimate) and (refusal := memory_fit.refusal_of(estimate, here)):
-        refusal = with_hint(refusal, estimate, here)
-        if is_resumed and "model.dtype" in (refusal.hint or ""):  # of what is proposed, this cannot change
-            refusal = PreflightError(refusal.message, hint="resume it where devices have more memory")
-        raise refusal
+        raise with_hint(refusal, estimate, here, is_resumed=is_resumed)
 
 
-def with_hint(refusal: PreflightError, estimate: MemoryEstimate, there: ClusterResources) -> PreflightError:
+def with_hint(
+    refusal: PreflightError, estimate: MemoryEstimate, there: ClusterResources, *, is_resumed: bool = False
+) -> PreflightError:
     """The refusal with a hint that leads to a job that fits, by the estimate, on the cluster `there` or on
-    more GPUs. If none was found, it keeps its own."""
-    hint = _fitting_sets(estimate, there)
+    more GPUs. If none was found, it keeps its own, unless a resume would refuse that."""
+    hint = _fitting_sets(estimate, there, is_resumed)
     for factor in MORE_GPUS if hint is None and estimate.plan.device == "cuda" else ():
         memory_bytes, gpus = there.nodes[0].memory_bytes, factor * there.gpus
         num_nodes = -(-gpus // max(GPUS_PER_NODE, there.nodes[0].gpus))
         each = gpus // num_nodes
         nodes = tuple(planned_nodes(estimate.profile, num_nodes, each, memory_bytes=memory_bytes))
         more = ClusterResources(nodes=nodes, elastic_cpus=num_nodes == 1)
-        if (sets := _fitting_sets(estimate, more)) is not None:
+        if (sets := _fitting_sets(estimate, more, is_resumed)) is not None:
             on = f" --nodes {num_nodes}" if num_nodes > 1 else ""
-            hint = f"{num_nodes * each} such GPUs: asyncrl plan --gpus {each}{on} {sets}".rstrip()
+            plan = "" if is_resumed else f"asyncrl plan --gpus {each}{on} "
+            hint = f"{num_nodes * each} such GPUs: {plan}{sets}".rstrip(": ")
             break
-    return PreflightError(refusal.message, hint=hint or refusal.hint)
+    keys = re.findall(r"--set ([\w.]+)=", refusal.hint or "")
+    is_of_use = not is_resumed or (keys and all(map(may_change, keys)))
+    otherwise = refusal.hint if is_of_use else "resume it where devices have more memory"
+    return PreflightError(refusal.message, hint=hint or otherwise)
 
 
-def _fitting_sets(estimate: MemoryEstimate, there: ClusterResources) -> str | None:
+def _fitting_sets(estimate: MemoryEstimate, there: ClusterResources, is_resumed: bool) -> str | None:
     """The `--set`s with which the job fits the devices of the cluster `there`; None if none were found."""
     changed: Table = {}
-    present = _estimated(estimate, changed, there)
+    estimated = partial(_estimated, estimate, there, is_resumed)
+    present = estimated(changed)
     while present is not None and (need := _fullest(present, there)) is not None:
-        present, changed = next(_smaller(estimate, changed, present, need, there), (None, changed))
+        present, changed = next(_smaller(estimated, changed, present, need, there), (None, changed))
     if present is None:
         return None
     for key in list(changed):
         fewer = {other: value for other, value in changed.items() if other != key}
-        if (made := _estimated(estimate, fewer, there)) is not None and _fullest(made, there) is None:
+        if (made := estimated(fewer)) is not None and _fullest(made, there) is None:
             changed = fewer
     shown = {key: value if isinstance(value, str) else toml_value(value) for key, value in changed.items()}
     return " ".join(f"--set {key}={value}" for key, value in shown.items())
 
 
 def _smaller(
-    given: MemoryEstimate, changed: Values, present: MemoryEstimate, need: DeviceNeed, there: ClusterResources
+    estimated: Estimated, changed: Values, present: MemoryEstimate, need: DeviceNeed, there: ClusterResources
 ) -> Iterator[tuple[MemoryEstimate, Table]]:
     """The estimates, with all changes so far, in which one more change makes the need smaller."""
     for item in sorted(need.items, key=lambda item: -item.total_bytes):
         for values in _changes(item, present):
-            made = _estimated(given, {**changed, **values}, there)
+            made = estimated({**changed, **values})
             if made is not None and all(
                 new.num_bytes < need.num_bytes
                 for new in _needs(made, there)
@@ -164,8 +172,12 @@ def _changes(item: MemoryItem, estimate: MemoryEstimate) -> list[Values]:
     }.get((item.role, item.what), [])
 
 
-def _estimated(given: MemoryEstimate, changed: Values, there: ClusterResources) -> MemoryEstimate | None:
-    """The estimate with the changed keys; None if such a profile is refused."""
+def _estimated(
+    given: MemoryEstimate, there: ClusterResources, is_resumed: bool, changed: Values
+) -> MemoryEstimate | None:
+    """The estimate with the changed keys; None if such a profile is refused, or such a resume."""
+    if is_resumed and not all(map(may_change, changed)):
+        return None
     profile = with_values(given.profile, changed)
     try:
         check(profile)

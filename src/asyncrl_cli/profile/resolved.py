@@ -141,9 +141,8 @@ def changed(loaded: Loaded, sets: Sequence[str]) -> Loaded:
     before, after = loaded.profile, laid_over(loaded, sets, "--set (resume)")
     profile, problems = after.profile, []
     for key in differing(before, profile):
-        section = key.partition(".")[0]
-        if key in FIXED or MAY_CHANGE.isdisjoint((key, section)):
-            why = FIXED.get(key) or FIXED.get(section) or ELSE
+        if not may_change(key):
+            why = FIXED.get(key) or FIXED.get(key.partition(".")[0]) or ELSE
             hint = "start another run for that (`asyncrl export`, then --set model.path=...), or leave it out"
             problems.append(ConfigError(f"{key} cannot change in a resumed run: {why}", hint=hint))
     steps, steps_before = train_steps_of(profile), train_steps_of(before)
@@ -158,6 +157,11 @@ def changed(loaded: Loaded, sets: Sequence[str]) -> Loaded:
         rises = "so the learning rate rises with this resume"
         warnings.append(f"trainer.lr_schedule = {schedule} now falls to zero at step {steps}, {rises}")
     return Loaded(profile=profile, origins=after.origins, warnings=tuple(warnings))
+
+
+def may_change(key: str) -> bool:
+    """Whether a resumed run may have another value."""
+    return key not in FIXED and not MAY_CHANGE.isdisjoint((key, key.partition(".")[0]))
 
 
 def laid_over(loaded: Loaded, sets: Sequence[str], origin: str) -> Loaded:
