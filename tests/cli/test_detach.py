@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pty
+import shlex
 import subprocess
 import sys
 
@@ -15,7 +16,11 @@ from asyncrl_cli.checkpoint.run_directory import RunDirectory
 from asyncrl_cli.cli import runs
 from asyncrl_cli.cli.app import run
 from asyncrl_cli.cli.watch import _follow
+from asyncrl_cli.job.driver_run import Run
+from asyncrl_cli.observe.run_status import next_command
 from asyncrl_cli.observe.terminal import key_presses
+from asyncrl_cli.profile.loaded import load
+from asyncrl_cli.profile.resolved import to_toml
 from tests.statuses import write_status
 
 BRIEF = ("train", "--profile", "partial-rollout", "--name", "first")
@@ -77,24 +82,32 @@ def test_resume_auto_begins_what_has_not_begun_and_leaves_alone_what_is_done(sta
     assert "run 'first' is done" in capsys.readouterr().err
 
 
-def test_resume_auto_begins_anew_what_was_killed_before_its_first_checkpoint(started, tmp_path, capsys):
-    directory = RunDirectory.create(tmp_path, "first", profile_toml="", resolved={})
+def test_what_was_killed_before_its_first_checkpoint_begins_anew_by_the_command_that_its_status_names(
+    started, tmp_path, capsys, monkeypatch
+):
+    begun: list[Run] = []
+    monkeypatch.setattr(runs, "run_to_its_end", lambda run, as_json: begun.append(run))
+    toml = to_toml(load("partial-rollout", ["run.train_steps=7"]).profile, {}, only_given=False)
+    directory = RunDirectory.create(tmp_path, "first", profile_toml=toml, resolved={})
     (directory.start_attempt() / "driver.log").write_text("killed\n", encoding="utf-8")
     directory.metrics.touch()
     write_status(directory.path, phase="running")
-    again = [*BRIEF, "--runs-dir", str(tmp_path), "--resume", "auto", "--detach"]
-    assert run(again) == 0
+    _, *again = shlex.split(next_command(directory.path, "killed"))
+    assert run(again) == 4
     assert directory.path.exists(), "its driver is alive"
     directory.close()
     (directory.checkpoints / "step-000003").mkdir()
-    assert run(again) == 0
-    assert directory.path.exists(), "it can be resumed"
+    assert run(again) == 4
+    assert directory.path.exists(), "it may be resumed"
     (directory.checkpoints / "step-000003").rmdir()
+    assert run([*again, "--detach"]) == 0
+    assert directory.path.exists(), "the child reads its profile"
     assert run(again) == 0
     assert not directory.path.exists()
     assert (tmp_path / ".first-failed-start" / "attempt-1" / "driver.log").read_text() == "killed\n"
     assert "killed before its first checkpoint and starts anew" in capsys.readouterr().err
-    assert len(started) == 3
+    assert [(one.name, one.profile.run.train_steps) for one in begun] == [("first", 7)]
+    assert len(started) == 1
 
 
 def test_a_run_elsewhere_is_resumed_with_its_own_place_in_what_to_type_next(started, tmp_path, capsys):

@@ -51,8 +51,10 @@ def test_a_start_that_was_killed_is_dead_and_says_how_to_begin_anew(tmp_path, fa
     run.close()
     found = read_status("first", tmp_path)
     assert found.liveness == "dead"
-    assert "nothing was trained" in found.remark
-    assert "`asyncrl train --name first` replaces it" in found.remark
+    profile = tmp_path / "first" / "profile.toml"
+    anew = f"asyncrl train --profile {profile} --name first --runs-dir {tmp_path} --resume auto"
+    assert f"before its first checkpoint; `{anew}` replaces it" in found.remark
+    assert found.next_command == anew
 
 
 def test_a_resume_that_does_not_begin_takes_back_what_it_said(tmp_path, facts):

@@ -11,6 +11,7 @@ import contextlib
 import fcntl
 import os
 import re
+import shlex
 import socket
 import time
 from collections.abc import Mapping
@@ -77,6 +78,16 @@ def detached_output(run_dir: Path) -> Path:
 def failed_start(run_dir: Path) -> Path:
     """Where the logs of a run are kept if its start failed."""
     return run_dir.with_name(f".{run_dir.name}-failed-start")
+
+
+def train_again(run_dir: Path, name: str) -> str:
+    """The command that starts a run with the profile of another."""
+    return f"asyncrl train --profile {shlex.quote(str(run_dir / 'profile.toml'))} --name {name}"
+
+
+def begin_anew(run_dir: Path) -> str:
+    """The command that replaces a run that was killed before its first checkpoint."""
+    return f"{train_again(run_dir, as_typed(run_dir))} --resume auto"
 
 
 def run_names(runs_dir: Path) -> list[str]:
@@ -192,7 +203,7 @@ def resolve(argument: str, runs_dir: Path) -> Path:
         hint = f"`asyncrl watch {as_typed(found)}` shows it, `asyncrl stop {as_typed(found)}` ends it"
         raise RefusedError(f"run '{found.name}' is running, and has no checkpoint yet", hint=hint)
     if not checkpoints:
-        hint = "start a new run with `asyncrl train --name NAME`"
+        hint = f"`{train_again(found, 'NAME')}` starts a new run"
         raise RefusedError(f"run '{found.name}' has no checkpoint yet", hint=hint)
     return checkpoints[0]
 

@@ -78,7 +78,8 @@ def train(
 
     loaded = load_profile(profile, sets, name)
     settings = loaded.profile
-    has_begun = go_on == "auto" and _has_begun(settings.run.name, runs_dir, is_cleared=not dry_run)
+    is_run_here = not (dry_run or detach)
+    has_begun = go_on == "auto" and _has_begun(settings.run.name, runs_dir, is_cleared=is_run_here)
     if settings.run.name is not None and not has_begun:
         check_free(runs_dir, settings.run.name)
     if dry_run:

@@ -22,6 +22,7 @@ from asyncrl_cli.base.errors import (
 )
 from asyncrl_cli.base.paths import as_typed
 from asyncrl_cli.base.storage import storage_error
+from asyncrl_cli.checkpoint.lookup import train_again
 from asyncrl_cli.checkpoint.reader import Checkpoint, sealed_checkpoints, step_of
 from asyncrl_cli.checkpoint.run_directory import RunDirectory
 from asyncrl_cli.checkpoint.writer import CheckpointStore
@@ -198,8 +199,8 @@ def _as_asyncrl_error(failure: Exception, directory: RunDirectory) -> AsyncrlErr
         return AsyncrlError(what, hint="the traceback is in the log")
     if isinstance(failure, SessionLost):
         step = next(map(step_of, sealed_checkpoints(directory.checkpoints)), None)
-        where = "its start" if step is None else f"step {step}"
-        failure.hint = f"`asyncrl resume {run}` continues from {where}"
+        anew = f"`{train_again(directory.path, 'NAME')}` starts a new run"
+        failure.hint = anew if step is None else f"`asyncrl resume {run}` continues from step {step}"
     elif isinstance(failure, Interrupted):
         failure.hint = failure.hint or f"asyncrl resume {run}"
     elif isinstance(failure, ExecutorFailed):

@@ -17,9 +17,8 @@ import psutil
 from asyncrl_cli.base.errors import ConfigError, RefusedError
 from asyncrl_cli.base.paths import ADDRESS_VARIABLE, as_typed
 from asyncrl_cli.base.safe_files import MIB, UnsafeFile, open_regular, parse_json, read_bytes, reason
-from asyncrl_cli.checkpoint.lookup import REPLAY, find_run, is_locked, last_status, run_names
+from asyncrl_cli.checkpoint.lookup import REPLAY, begin_anew, find_run, is_locked, last_status, run_names
 from asyncrl_cli.checkpoint.reader import checkpoints_in
-from asyncrl_cli.checkpoint.run_directory import never_began
 from asyncrl_cli.contracts.events import ENDED
 from asyncrl_cli.contracts.status import Status, parse_status
 from asyncrl_cli.observe.format import duration
@@ -55,12 +54,11 @@ class RunStatus:
     @property
     def remark(self) -> str:
         """A warning to show beside the status; empty if there is none."""
-        if self.liveness == "dead" and never_began(self.directory):
-            again = f"`asyncrl train --name {self.name}` replaces it"
-            return f"killed {duration(self.age_s)} ago while it started: nothing was trained, {again}"
         if self.liveness == "dead":
-            again = f"continue it with `asyncrl resume {as_typed(self.directory)}`"
-            return f"not running any more: it was killed {duration(self.age_s)} ago; {again}"
+            killed = f"not running any more: it was killed {duration(self.age_s)} ago"
+            if self.status.checkpoint or checkpoints_in(self.directory / "checkpoints"):
+                return f"{killed}; continue it with `asyncrl resume {as_typed(self.directory)}`"
+            return f"{killed}, before its first checkpoint; `{begin_anew(self.directory)}` replaces it"
         if self.is_resuming:
             return "a driver is resuming or ending the run; this is the last status that was written"
         if self.liveness == "silent":
@@ -183,8 +181,9 @@ def next_command(directory: Path, state: str) -> str:
     if last_status(directory, REPLAY).get("failure"):  # all its steps are trained
         verb = "report"
     if verb == "resume" and not checkpoints_in(directory / "checkpoints"):
-        replaces = state == "killed" and never_began(directory)
-        verb = "train --name" if replaces else "logs"
+        if state == "killed" and ADDRESS_VARIABLE not in os.environ:
+            return begin_anew(directory)
+        verb = "logs"
     elif verb == "report" and ADDRESS_VARIABLE in os.environ:
         run = shlex.quote(str(directory))
     return f"asyncrl {verb} {run}"
