@@ -155,6 +155,10 @@ def test_a_crowded_timeline_is_merged_to_what_a_page_holds_and_keeps_where_time_
         ),
         ({"env/failed/tool-timeout": 3}, "Without a reward: tool-timeout 3."),
         (
+            {"train/skipped_steps": 2.0, "critic/skipped_steps": 1.0},
+            "Skipped because the gradient was not finite: 18 optimizer steps in 6 train steps.",
+        ),
+        (
             {"bias/run/length": -0.245, "bias/run/length_error": 0.02, "bias/tokens/aborted": 58.0},
             "Trained responses were 0.24 standard deviations shorter than all that ended (standard error "
             "0.02; left out: aborted); aborted ones, which would have become longer, count with the tokens "

@@ -26,7 +26,8 @@ from asyncrl_cli.observe.format import MOST_SHOWN
 Line: TypeAlias = Mapping[str, Any]
 """A line of one of these files as JSON."""
 Reward = Annotated[float, Interval(ge=-MOST_SHOWN, le=MOST_SHOWN)]
-PER_SECOND, PER_STEP = ("trainer/", "rollouter/", "overlap_ratio"), "placement/"
+PER_SECOND = "trainer/", "rollouter/", "overlap_ratio"
+PER_STEP = "placement/", "train/skipped_steps", "critic/skipped_steps"
 """Figures that are weighted by their step's seconds, and amounts, of which each step counts once; all others
 are weighted by the step's sampled tokens."""
 
@@ -255,6 +256,11 @@ class Totals:
     def mean(self, key: str) -> float | None:
         """None if it was never measured."""
         return self._sums[key] / self._weights[key] if self._weights.get(key) else None
+
+    def amount(self, key: str) -> float:
+        """The sum over all steps of one of `PER_STEP`; 0 if it was never measured."""
+        assert key.startswith(PER_STEP)
+        return self._sums.get(key, 0.0)
 
     def most(self, key: str) -> float | None:
         return self._maxima.get(key)

@@ -232,7 +232,7 @@ def _data(totals: Totals, settings: LoopSettings) -> Iterator[Remark]:
         change += "trigger_parameter_sync_step, or a target_kl that this run can reach."
         yield Remark("governor", "bad" if is_missed else "good", text, change if is_missed else "")
     if (lent_s := totals.mean("placement/lent_s")) is not None:
-        tokens = round((totals.mean("placement/lent_tokens") or 0.0) * totals.steps)
+        tokens = round(totals.amount("placement/lent_tokens"))
         text = f"The trainer's devices were lent for {number(lent_s)} s per step "
         text += f"and sampled {tokens:,} tokens in all."
         change = "The trainer hardly waited for slots: placement.lend only takes memory."
@@ -306,9 +306,9 @@ def _losses(totals: Totals) -> Iterator[Remark]:
     if restarts := totals.last.get("rollouter/restarts", 0):
         text = f"Rollout workers were restarted {restarts:.0f} times."
         yield Remark("restarts", "note", text, "`asyncrl logs RUN` shows their last output.")
-    if skipped := totals.mean("train/skipped_steps"):
-        text = f"On average {number(skipped, 3)} optimizer steps per train step were skipped: "
-        text += "their gradient was not finite."
+    if skipped := round(sum(totals.amount(f"{model}/skipped_steps") for model in ("train", "critic"))):
+        text = f"Skipped because the gradient was not finite: {counted(skipped, 'optimizer step')} "
+        text += f"in {counted(totals.steps, 'train step')}."
         yield Remark("gradients", "bad", text, 'A smaller trainer.lr, or model.dtype = "float32".')
     if (failed_calls := totals.mean("env/failed_calls") or 0.0) > FAILED_CALLS:
         text = f"On average {number(failed_calls)} tool calls per trajectory raised, named no tool, "
