@@ -37,6 +37,7 @@ from asyncrl_cli.profile.arithmetic import (
     OLD_LOGPROB,
     PROX,
     REWARD,
+    SCORERS,
     Schedule,
     max_context_tokens,
     mixed_requeues,
@@ -292,8 +293,9 @@ class Costs:
     def _scoring_s(self, task: str, groups: Sequence[GroupResult], devices: int) -> float:
         """A scorer's time for these groups on that many devices; for the critic, the time of its values."""
         training = self.workload.training
-        known = getattr(training, f"{OLD_LOGPROB if task == PROX else task}_s_per_token", None)
-        each_s = training.s_per_token / 3 if known is None else known  # a scorer of the user's has no figure
+        figure = f"{OLD_LOGPROB if task == PROX else task}_s_per_token"
+        known = getattr(training, figure) if task in SCORERS else None  # one of the user's has no figure
+        each_s = training.s_per_token / 3 if known is None else known
         tokens = _tokens(groups)[1] if task == REWARD else self._computed(groups)
         return tokens * each_s * self._share(training.old_logprob_scaling_exponent, devices)
 
