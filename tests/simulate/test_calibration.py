@@ -186,11 +186,35 @@ def test_scorers_cost_what_they_cost_per_token_of_the_trainers_devices(tmp_path:
     assert found.training.reward_s_per_token is None
 
 
+@pytest.mark.slow
+def test_scorers_of_their_own_are_among_those_who_share_cores(tmp_path: Path) -> None:
+    """2 ranks, 2 scorers' processes and 2 workers on 2 cores: without the scorers, theirs would seem to take
+    2.8 times as long, decoding and training 1.5 times."""
+    work = truth(cores=2)
+    training = work.training.model_copy(update={"ref_s_per_token": 3e-4, "reference_gpus": 2})
+    work = work.model_copy(update={"training": training})
+    sets = ["algorithm.old_logprobs=recompute", "algorithm.use_kl_loss=true"]
+    sets += ['placement.tasks=[["train"],["ref"],["prox"],["rollout"]]', "placement.ratios=[2,1,1,2]"]
+    sets += ["async_training.trigger_parameter_sync_step=4"]
+    found = calibrate(write_run(tmp_path / "run", work, "one-step-off", 40, *sets))
+    for cost_s in (
+        lambda one: one.training.ref_s_per_token,
+        lambda one: one.training.old_logprob_s_per_token,
+        lambda one: one.training.step_s + 800 * one.training.s_per_token,
+        lambda one: one.decoding.batch_step_s(10),
+    ):
+        assert cost_s(found) == pytest.approx(cost_s(work), rel=0.1)
+
+
 def test_what_one_run_cannot_tell_is_in_the_notes(tmp_path: Path) -> None:
     found = calibrate(write_run(tmp_path / "run", truth(), "colocate", 20))
     assert found.training.old_logprob_s_per_token == 0.0
     words = ["scaling_exponent 1", "prompt_variance_ratio 0", "rewards", "old_logprob_s_per_token 0"]
     assert [word for word in (*words, "shared 1 core") if word not in found.notes] == []
+    for device, is_said in (("cpu", True), ("auto", False)):  # with numbers of GPUs, auto is a GPU
+        sets = [f"placement.device={device}", "placement.gpus=2", "placement.ratio=1:1"]
+        found = calibrate(write_run(tmp_path / device, truth(cores=None), "partial-rollout", 20, *sets))
+        assert ("How many cores its processes shared is unknown" in found.notes) == is_said
 
 
 @pytest.mark.slow
@@ -247,10 +271,16 @@ def test_what_a_process_has_of_shared_cores_is_the_mean_over_the_times_with_the_
         "rollouter/idle_ratio": 0.2,
         "overlap_ratio": 0.7,
     }
-    sharing = Sharing(workers=3, ranks=2, places=2)
-    assert sharing.of_worker([step]) == pytest.approx((0.38 * 2 / 3 + 0.42 * 2 / 5) / 0.8)
-    assert sharing.of_trainer([step]) == pytest.approx((0.18 * 2 / 2 + 0.42 * 2 / 5) / 0.6)
-    assert Sharing(workers=3, ranks=2).of_worker([step]) == 1
+    sharing = Sharing({"rollout": 3, "train": 2}, places=2)
+    assert sharing.of("rollout", [step]) == pytest.approx((0.38 * 2 / 3 + 0.42 * 2 / 5) / 0.8)
+    assert sharing.of("train", [step]) == pytest.approx((0.18 * 2 / 2 + 0.42 * 2 / 5) / 0.6)
+    assert Sharing({"rollout": 3, "train": 2}).of("rollout", [step]) == 1
+    # a scorer's process that computes a quarter of the time, whatever the others do
+    scored = [{**step, "ref/idle_ratio": 0.75}]
+    sharing = Sharing({"rollout": 3, "train": 2, "ref": 1}, places=2)
+    alone, beside = 0.38 * 2 / 3 + 0.42 * 2 / 5, 0.38 * 2 / 4 + 0.42 * 2 / 6
+    assert sharing.of("rollout", scored) == pytest.approx((0.75 * alone + 0.25 * beside) / 0.8)
+    assert sharing.of("ref", scored) == pytest.approx(0.02 + 0.18 * 2 / 3 + 0.38 * 2 / 4 + 0.42 * 2 / 6)
 
 
 def test_a_fit_says_whether_its_amounts_tell_the_slope() -> None:

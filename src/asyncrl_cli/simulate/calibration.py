@@ -36,10 +36,11 @@ from asyncrl_cli.profile.arithmetic import (
     REWARD,
     SCORERS,
     TEACHER,
+    TRAIN,
     sends_rows,
     step_optimizer_steps,
 )
-from asyncrl_cli.profile.keys import values_of
+from asyncrl_cli.profile.keys import values_of, with_values
 from asyncrl_cli.profile.loaded import Layer, load
 from asyncrl_cli.profile.resolved import read_document
 from asyncrl_cli.profile.schema import Profile
@@ -117,10 +118,11 @@ def _calibrated(run_directory: Path) -> Workload:
     why = "".join([f" ({left_out})" if left_out else "", *(f"; {note}" for note in damage)])
     _check_enough(lines, run_directory, f"of {len(everything)} train steps can be used{why}")
     job = compile_job(profile, virtual_cluster(profile))
+    profile = with_values(profile, {"placement.device": job.device})
     ranks = job.role(TRAINER).workers
     cores = status.cores if status is not None else None
     places = (cores or math.inf) / profile.placement.cpus_per_worker
-    sharing = Sharing(job.role(ROLLOUT).workers, ranks, places)
+    sharing = Sharing({ROLLOUT: job.role(ROLLOUT).workers, TRAIN: ranks, **job.scorers}, places)
     decoded, trained = decode_points(lines, sharing), train_points(lines, sharing)
     _check_enough(decoded, run_directory, "train steps have decoding beside them")
     _check_enough(trained, run_directory, "train steps have trained tokens")
@@ -135,7 +137,7 @@ def _calibrated(run_directory: Path) -> Workload:
         values_s /= 1 + LEARNING * epochs  # apart, its time includes learning
     elif values_s:
         train_s = max(0.0, train_s - LEARNING * values_s)  # in the trainer, the train step's does
-    values = values_of(profile) | {"placement.device": job.device}
+    values = values_of(profile)
     keys = (*COMMON_KEYS, "placement.device", *(TURN_KEYS if turns else ()))
     return Workload(
         name=run_directory.name,
@@ -228,7 +230,7 @@ def _notes(
     if cores:
         notes.append(
             f"All its processes shared {counted(cores, 'core')}: while more compute at once, each gets an "
-            "equal share. What Ray, scorers of their own and other programs took is in the times."
+            "equal share. What Ray and other programs took is in the times."
         )
     elif profile.placement.device != "cuda":
         why = "How many cores its processes shared is unknown: how they slowed each other is in the times."

@@ -8,13 +8,14 @@ how many processes computed at once on how many cores.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import NamedTuple
 
 import numpy as np
 
 from asyncrl_cli.observe.run_lines import Line, sampled_tokens, spent_s, trajectories
+from asyncrl_cli.profile.arithmetic import ROLLOUT, TRAIN
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.simulate.workload import Drawn, Lengths, Turns
 
@@ -54,28 +55,27 @@ class Fit(NamedTuple):
 
 
 class Sharing(NamedTuple):
-    """`workers` and `ranks` that computed on `places`, as many processes as can without slowing each other
-    (`SharedMachine`). Workers are taken to generate at the same times. Short steps' busy times are only
-    roughly known, so all lines count together."""
+    """How many `processes` of each task computed on `places`, as many as can without slowing each other
+    (`SharedMachine`). Those of one task are taken to compute at the same times. Short steps' busy times are
+    only roughly known, so all lines count together."""
 
-    workers: int
-    ranks: int
+    processes: Mapping[str, int]
     places: float = math.inf
 
-    def of_worker(self, lines: Sequence[Line]) -> float:
-        """The share of a core that a generating worker had, on average."""
-        _, busy, both = _busy(lines)
-        return self._mean_share(self.workers, self.ranks, both / busy if busy else 0.0)
-
-    def of_trainer(self, lines: Sequence[Line]) -> float:
-        """The share of a core that a training rank had, on average."""
-        busy, _, both = _busy(lines)
-        return self._mean_share(self.ranks, self.workers, both / busy if busy else 0.0)
-
-    def _mean_share(self, always: int, others: int, beside: float) -> float:
-        """`others` compute in `beside` of the time."""
-        alone, crowded = (min(1.0, self.places / processes) for processes in (always, always + others))
-        return (1 - beside) * alone + beside * crowded
+    def of(self, task: str, lines: Sequence[Line]) -> float:
+        """The share of a core that each computing process of the task had, on average. When scorers compute
+        beside others is not recorded, and taken to be chance."""
+        trainer, rollout, both = _busy(lines)
+        states = list[tuple[tuple[str, ...], float]]()
+        states += [((TRAIN,), trainer - both), ((ROLLOUT,), rollout - both), ((TRAIN, ROLLOUT), both)]
+        states += [((), 1 - trainer - rollout + both)]
+        for scorer in (one for one in self.processes if one not in (TRAIN, ROLLOUT)):
+            idle = _mean(lines, f"{scorer}/idle_ratio", missing=1.0)
+            more = ((), idle), ((scorer,), 1 - idle)
+            states = [((*busy, *besides), p * q) for busy, p in states for besides, q in more]
+        own = [(sum(self.processes[one] for one in busy), p) for busy, p in states if task in busy]
+        total = sum(p for _, p in own)
+        return sum(min(1.0, self.places / number) * p for number, p in own) / total if total else 1.0
 
 
 @np.errstate(divide="raise", over="raise", invalid="raise")
@@ -116,34 +116,35 @@ def reasons_against(lines: Sequence[Line]) -> list[str]:
     return reasons
 
 
+def _mean(lines: Sequence[Line], key: str, missing: float = 0.0) -> float:
+    """Over these steps' time."""
+    values, step_s = [line.get(key, missing) for line in lines], [spent_s(line, "step") for line in lines]
+    return float(np.average(values, weights=step_s))
+
+
 def _busy(lines: Sequence[Line]) -> tuple[float, float, float]:
     """Shares of these steps' time: trainer busy, rollout busy, both."""
-    step_s = [spent_s(line, "step") for line in lines]
-
-    def mean(key: str) -> float:
-        return float(np.average([line.get(key, 0.0) for line in lines], weights=step_s))
-
-    trainer, rollout = 1 - mean("trainer/idle_ratio"), 1 - mean("rollouter/idle_ratio")
+    trainer, rollout = (1 - _mean(lines, f"{side}/idle_ratio") for side in ("trainer", "rollouter"))
     # of a step that is shorter than the reports' interval the overlap may be unknown
-    both = max(mean("overlap_ratio") * min(trainer, rollout), trainer + rollout - 1)
+    both = max(_mean(lines, "overlap_ratio") * min(trainer, rollout), trainer + rollout - 1)
     return trainer, rollout, both
 
 
 def decode_points(lines: Sequence[Line], sharing: Sharing) -> list[Point]:
     """Mean seconds of a decode step against its mean batch, for lines with enough decoding. Means of linear
     costs are linear."""
-    points, share = [], sharing.of_worker(lines)
+    points, share = [], sharing.of(ROLLOUT, lines)
     for line in lines:
         busy = 1 - line["rollouter/idle_ratio"]
         batch, tokens_per_s = line["rollouter/decode_batch_mean"], line["rollouter/tokens_per_s"]
         if busy >= LEAST_BUSY and batch > 0 and tokens_per_s > 0:
             # a line's tokens are those of all workers, and its time is that of one
-            points.append(Point(batch, batch * sharing.workers * busy / tokens_per_s * share))
+            points.append(Point(batch, batch * sharing.processes[ROLLOUT] * busy / tokens_per_s * share))
     return points
 
 
 def train_points(lines: Sequence[Line], sharing: Sharing) -> list[Point]:
-    share = sharing.of_trainer(lines)
+    share = sharing.of(TRAIN, lines)
     spent = ((sampled_tokens(line), spent_s(line, "train")) for line in lines)
     return [Point(tokens, seconds * share) for tokens, seconds in spent if tokens > 0 and seconds > 0]
 
@@ -152,18 +153,18 @@ def old_logprob_s_per_token(lines: Sequence[Line], sharing: Sharing) -> float | 
     """Seconds per scored token on cores of its own; None if nothing was scored."""
     scored = sum(line.get("train/old_logprob_tokens", 0.0) for line in lines)
     spent = sum(spent_s(line, "old_logprob") for line in lines)
-    return spent * sharing.of_trainer(lines) / scored if scored else None
+    return spent * sharing.of(TRAIN, lines) / scored if scored else None
 
 
 def scorer_s_per_token(lines: Sequence[Line], task: str, sharing: Sharing) -> float | None:
     """Seconds per sampled token of a scorer, in its own processes or (`ref`, `critic`) in the trainer. None
     if there is none."""
     if spent := sum(spent_s(line, task) for line in lines):
-        return spent * sharing.of_trainer(lines) / sum(sampled_tokens(line) for line in lines)
+        return spent * sharing.of(TRAIN, lines) / sum(sampled_tokens(line) for line in lines)
     scored_lines = [line for line in lines if f"{task}/tokens_per_s" in line]
     scored = sum(line[f"{task}/tokens_per_s"] * spent_s(line, "step") for line in scored_lines)
     busy_s = sum((1 - line[f"{task}/idle_ratio"]) * spent_s(line, "step") for line in scored_lines)
-    return busy_s / scored if scored else None
+    return busy_s * sharing.of(task, scored_lines) / scored if scored else None
 
 
 def lengths_of(lines: Sequence[Line], profile: Profile) -> Lengths:
