@@ -32,6 +32,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=24)
     parser.add_argument("--profile", action="append", choices=PROFILES)
     options = parser.parse_args()
+    options.directory.mkdir(parents=True, exist_ok=True)
     sets = (*DETERMINISTIC, f"run.train_steps={options.steps}", "rollout.max_restarts=1")
     found, differ = dict[str, dict[int, str]](), list[str]()
     print("| profile | run | versions | trained tokens | CPU s | weights |\n|---|---|---|---|---|---|")
