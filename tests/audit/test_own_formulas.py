@@ -65,6 +65,7 @@ def test_idle_times_count_a_span_that_begins_before_the_end_of_the_one_before() 
     spans = [["busy", 12.3, 13.0637], ["starved", 13.0637, 13.0638], ["starved", 13.0624, 13.2414]]
     files = SimpleNamespace(
         section=lambda name: {},
+        named=lambda name: [],
         timeline=[
             {"step": 1, "spans": {"trainer": spans}, "covered": {"trainer": 13.0638}},
             {"step": 2, "spans": {"trainer": [["busy", 13.2414, 13.8453]]}, "covered": {"trainer": 13.8453}},
@@ -83,6 +84,7 @@ def test_idle_times_count_a_span_that_begins_before_the_end_of_the_one_before() 
 def test_idle_times_are_of_the_workers_that_a_run_had_before_it_was_resumed_with_fewer() -> None:
     files = SimpleNamespace(
         section=lambda name: {},
+        named=lambda name: [],
         timeline=[
             {
                 "step": 1,
@@ -92,6 +94,24 @@ def test_idle_times_are_of_the_workers_that_a_run_had_before_it_was_resumed_with
             {"step": 2, "spans": {"rollout-0": [["busy", 10.0, 20.0]]}, "covered": {"rollout-0": 20.0}},
         ],
         metrics=[{"step": 1, "rollouter/idle_ratio": 0.5}, {"step": 2, "rollouter/idle_ratio": 0.0}],
+    )
+    claim = accounts._idle(files, "rollout", "rollouter")
+    assert (claim.cases, claim.wrong) == (2, [])
+
+
+def test_idle_times_of_a_run_that_was_extended_begin_with_the_resume() -> None:
+    """The first attempt ends with an eval, at 14 s, after the checkpoint of step 1 at 10 s. Step 2 is idle
+    for 3 of 5 s, 4 of which are before 14 s."""
+    before = {"rollout-0": [["busy", 0.0, 8.0], ["starved", 8.0, 14.0]]}
+    after = {"rollout-0": [["starved", 10.0, 13.0], ["busy", 13.0, 15.0]]}
+    files = SimpleNamespace(
+        section=lambda name: {},
+        named=lambda name: [{"from_step": 1}],
+        timeline=[
+            {"step": 1, "spans": before, "covered": {"rollout-0": 14.0}},
+            {"step": 2, "spans": after, "covered": {"rollout-0": 15.0}},
+        ],
+        metrics=[{"step": 1, "rollouter/idle_ratio": 6 / 14}, {"step": 2, "rollouter/idle_ratio": 0.6}],
     )
     claim = accounts._idle(files, "rollout", "rollouter")
     assert (claim.cases, claim.wrong) == (2, [])
