@@ -17,6 +17,7 @@ limit.
     probes     with vLLM: a version loaded in flight, logprobs of the probes against the trainer's
     ipc, nccl  the same, with the weights sent from GPU memory to GPU memory (nccl: two GPUs)
     sleep      with vLLM: memory freed asleep, the same response after waking up, levels 1 and 2
+    experts    with vLLM: the experts of each token are replayed; logprobs with and without them
     colocate   with vLLM and Ray: `asyncrl train --profile colocate`, with the object store and with ipc
 
 Prints one JSON line per check as soon as it has ended: {"check", "end", "seconds", "card", "detail",
@@ -60,6 +61,7 @@ CHECKS = {
     "ipc": Check("gpu_smoke_vllm", ("vllm",)),
     "nccl": Check("gpu_smoke_vllm", ("vllm",)),
     "sleep": Check("gpu_smoke_vllm", ("vllm",)),
+    "experts": Check("gpu_smoke_vllm", ("vllm",)),
     "colocate": Check("gpu_smoke_vllm", ("vllm", "ray", "pydantic_settings")),
 }
 DOCUMENT = Path(__file__).parents[1] / "docs" / "gpu.md"

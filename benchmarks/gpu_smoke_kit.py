@@ -25,6 +25,8 @@ from asyncrl_cli.profile.schema import ModelSection, ProcessPlace, Profile, Trai
 from asyncrl_cli.train.step_plan import plan_train_step
 
 if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
     from asyncrl_cli.train.policy_trainer import PolicyTrainer
 
 Figures = dict[str, Any]
@@ -34,6 +36,9 @@ GROUP_SIZE = 8
 LEARNING_RATE = 1e-3
 """Large enough that an engine on the old weights shows."""
 
+OTHER_SETTINGS: dict[str, Any] = dict(
+    max_position_embeddings=32_768, bos_token_id=None, eos_token_id=None, pad_token_id=0, dtype="float32"
+)
 SIZES = {  # hidden, intermediate, layers, query heads, key-value heads, head's size, vocabulary
     "small": (64, 192, 2, 4, 2, 32, 256),
     "medium": (128, 384, 3, 4, 2, 32, 512),
@@ -199,11 +204,9 @@ def _parameters(size: tuple[int, ...]) -> int:
 
 
 def _save_model(size: tuple[int, ...], directory: Path, device: torch.device) -> None:
-    """A Qwen3 with random weights and a tied head. Its end-of-sequence token is outside its vocabulary."""
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-    from transformers.utils import logging
+    """A Qwen3 with a tied head."""
+    from transformers import Qwen3Config
 
-    logging.disable_progress_bar()
     hidden, intermediate, layers, heads, kv_heads, head_dim, vocab_size = size
     config = Qwen3Config(
         vocab_size=vocab_size,
@@ -214,19 +217,24 @@ def _save_model(size: tuple[int, ...], directory: Path, device: torch.device) ->
         num_key_value_heads=kv_heads,
         head_dim=head_dim,
         tie_word_embeddings=True,
-        max_position_embeddings=32_768,
-        bos_token_id=None,
-        eos_token_id=None,
-        pad_token_id=0,
-        dtype="float32",
+        **OTHER_SETTINGS,
     )
+    save_random(config, directory, device)
+
+
+def save_random(config: PretrainedConfig, directory: Path, device: torch.device) -> None:
+    """A model with random weights. Its end-of-sequence token is outside its vocabulary."""
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
     torch.manual_seed(0)
     with device:
-        model = Qwen3ForCausalLM(config)
+        model = AutoModelForCausalLM.from_config(config)
     if device.type == "cuda":
         model.to(torch.bfloat16)
     model.save_pretrained(part := directory.with_suffix(".part"))
-    save_tokenizer(part, end_of_sequence=vocab_size)
+    save_tokenizer(part, end_of_sequence=config.vocab_size)
     part.rename(directory)  # only now: a check that is ended meanwhile leaves no half of a model
     del model
     if device.type == "cuda":

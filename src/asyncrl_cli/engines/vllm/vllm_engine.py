@@ -50,6 +50,7 @@ from asyncrl_cli.engines.vllm.launch import (
 )
 from asyncrl_cli.engines.vllm.requests import SCORE_PREFIX, VllmCounters, VllmTrack
 from asyncrl_cli.engines.vllm.worker_transports import DIRECT, SharedMemory, paused
+from asyncrl_cli.models.experts import Routing
 from asyncrl_cli.models.saved_form import AdapterForm, SavedForm, skeleton
 from asyncrl_cli.profile.schema import Interrupt, ProcessPlace, Profile
 from asyncrl_cli.weights.receivers import SharedWeights, packed
@@ -83,6 +84,7 @@ class VllmEngine(SlottedEngine[VllmTrack]):
         self.llm: AsyncLLM | None = None
         self.form: SavedForm
         self._adapter: LoRARequest | None = None
+        self._routing: Routing | None = None
 
     @property
     def decode_steps(self) -> int:  # type: ignore[override]
@@ -110,6 +112,7 @@ class VllmEngine(SlottedEngine[VllmTrack]):
         empty = await asyncio.to_thread(skeleton, place.model_dir, trust_remote_code=trusts)
         adapts = takes_adapters(profile, place.device)
         self.form = AdapterForm(empty, profile.lora) if adapts else SavedForm(empty)
+        self._routing = Routing(empty) if profile.trainer.router_replay else None
         llm = await asyncio.to_thread(start_llm, profile, place, self._counters, self.form.adapted)
         self.llm = llm  # from here on, `close` shuts it down
         if not adapts:
@@ -161,6 +164,7 @@ class VllmEngine(SlottedEngine[VllmTrack]):
             return None
         if not track.finished:
             track.set_versions()
+            track.set_experts()
         return super().so_far(request_id)
 
     async def abort(self, request_id: str) -> None:
@@ -255,6 +259,7 @@ class VllmEngine(SlottedEngine[VllmTrack]):
 
     async def _respond(self, track: VllmTrack) -> FinishReason:
         reason, track.vocab_size = None, self._running_llm().model_config.get_vocab_size()
+        track.routing = self._routing
         while reason is None:
             salt = self.version if track.first_version is None else track.first_version
             prompt = requests.prompt([*track.prompt_tokens, *track.tokens], salt)
@@ -292,6 +297,7 @@ class VllmEngine(SlottedEngine[VllmTrack]):
                 assert len(track.versions) == len(track.tokens), f"versions: {part.weight_versions}"
                 if part.finish_reason not in get_args(FinishReason):  # vLLM's "error", for example
                     raise RuntimeError(f"vLLM ended a response with {part.finish_reason!r}")
+                track.set_experts(part.routed_experts)
                 reason = track.finished = cast(FinishReason, part.finish_reason)
         return reason
 

@@ -181,6 +181,7 @@ KIND = EngineKind(
     direct_transports=frozenset(DIRECT_TRANSPORTS),
     finds_stops_in_continued=False,
     returns_kept_tokens=True,
+    returns_routed_experts=True,
     takes_adapters=takes_adapters,
     rank_zero_end=_rank_zero_end,
     memory=memory,
