@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from asyncrl_cli.audit.proofs import audit_run
-from asyncrl_cli.base.errors import ConfigError, RefusedError
+from asyncrl_cli.base.errors import AsyncrlError, ConfigError, RefusedError
 from asyncrl_cli.cli.app import run as command
 from asyncrl_cli.job.driver_replay import Replay
 from asyncrl_cli.loop.ledger import Stage
@@ -23,6 +23,7 @@ from asyncrl_cli.observe.run_status import read_status
 from asyncrl_cli.profile.loaded import Loaded
 from asyncrl_cli.profile.resolved import read_document
 from asyncrl_cli.report.side_by_side import compare
+from asyncrl_cli.simulate.calibration import calibrate
 from tests.audit import damages as d
 from tests.run.commands import SMALL, finish, kill, start, wait_for_steps
 from tests.run.fingerprints import VARIED
@@ -101,8 +102,9 @@ def test_a_replay_makes_the_same_weights_bit_for_bit(copy: Path) -> None:
     assert seen.state == "done"
     assert seen.replayed.startswith(f"a replay of {copy.resolve()}, of its steps after 4")
     assert [*seen.status.ledger][1:] == [stage.value for stage in Stage]
-    with pytest.raises(RefusedError, match="is a replay"):
-        audit_run(again.run_dir)
+    for of_a_run in (audit_run, lambda path: Replay(str(path), copy.parent), calibrate):
+        with pytest.raises(AsyncrlError, match="is a replay"):
+            of_a_run(again.run_dir)
 
 
 def test_a_replay_of_a_run_that_was_killed_and_resumed_also_trains_critic_and_teacher_with_two_epochs(
@@ -186,7 +188,7 @@ def test_a_run_that_was_extended_while_its_learning_rate_fell_is_refused(
 
 
 def test_an_estimator_whose_critic_the_run_did_not_train_is_refused(recorded: Path) -> None:
-    with pytest.raises(RefusedError, match="it trained no critic"):
+    with pytest.raises(RefusedError, match="it trained no critic for"):
         Replay(str(recorded), recorded.parent, ("algorithm.adv_estimator=gae",))
 
 

@@ -21,7 +21,7 @@ from asyncrl_cli.builtin.tiny import tiny_tokenizer
 from asyncrl_cli.cli.app import run
 from asyncrl_cli.contracts.environment import RewardSpec
 from asyncrl_cli.contracts.item import make_item
-from asyncrl_cli.job.driver_preparation import check_adapters, check_prompts
+from asyncrl_cli.job.driver_preparation import check_layers, check_prompts
 from asyncrl_cli.job.driver_prompt_checks import (
     check_further_here,
     check_prompt_lengths,
@@ -31,7 +31,7 @@ from asyncrl_cli.job.driver_prompt_checks import (
 )
 from asyncrl_cli.job.driver_prompts import PromptFeed
 from asyncrl_cli.profile.algorithm_section import TeacherSection
-from asyncrl_cli.profile.schema import LoraSection, Profile
+from asyncrl_cli.profile.schema import LoraSection, Profile, TrainerSection
 from asyncrl_cli.tasks.task import Task
 
 
@@ -111,7 +111,7 @@ def test_tokens_are_counted_and_not_bytes(tokenizer):
     check_prompt_lengths(profile_of(8), task_of(["ä" * 8, "1" * 8], []), partial(tokens, tokenizer))
 
 
-def test_what_adapters_cannot_fit_is_refused_before_workers_start(tmp_path):
+def test_layers_that_the_model_lacks_are_refused_before_workers_start(tmp_path):
     kinds = {"plain": (LlamaForCausalLM, LlamaConfig), "joined": (Qwen3MoeForCausalLM, Qwen3MoeConfig)}
     shape = {
         "vocab_size": 8,
@@ -124,13 +124,17 @@ def test_what_adapters_cannot_fit_is_refused_before_workers_start(tmp_path):
         model(config(num_key_value_heads=2, **shape)).save_pretrained(tmp_path / name)
     profile = Profile(lora=LoraSection(rank=2, target_modules=("q_proj", "qkv"), sync="adapter"))
     with pytest.raises(ConfigError, match=r"lora\.target_modules: the model has no linear layer qkv"):
-        check_adapters(profile, tmp_path / "plain")
+        check_layers(profile, tmp_path / "plain")
     able = Profile(lora=LoraSection(rank=2, target_modules=("q_proj",), sync="adapter"))
-    check_adapters(able, tmp_path / "plain")
+    check_layers(able, tmp_path / "plain")
     with pytest.raises(
         ConfigError, match=r'lora\.sync = "adapter": the tensors of .*joined are joined in memory'
     ):
-        check_adapters(able, tmp_path / "joined")
+        check_layers(able, tmp_path / "joined")
+    replays = Profile(trainer=TrainerSection(router_replay=True))
+    check_layers(replays, tmp_path / "joined")
+    with pytest.raises(ConfigError, match="a llama model has no experts whose choice could be replayed"):
+        check_layers(replays, tmp_path / "plain")
 
 
 def test_a_teacher_of_another_tokenizer_or_a_prompt_without_one_is_refused(tmp_path):

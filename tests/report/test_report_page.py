@@ -153,7 +153,8 @@ def test_a_crowded_timeline_is_merged_to_what_a_page_holds_and_keeps_where_time_
             {"reward/without_reference_ratio": 0.5},
             "In 50% of the rewarded responses the reference answer does not stand",
         ),
-        ({"env/failed/tool-timeout": 3}, "Without a reward: tool-timeout 3."),
+        ({"env/failed/tool-timeout": 3, "env/failed/mixed": 2}, "Without a reward: tool-timeout 3."),
+        ({"env/failed/mixed": 2}, "Given up because new weights were loaded meanwhile: 2 responses."),
         (
             {"train/skipped_steps": 2.0, "critic/skipped_steps": 1.0},
             "Skipped because the gradient was not finite: 18 optimizer steps in 6 train steps.",

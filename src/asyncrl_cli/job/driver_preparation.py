@@ -150,8 +150,8 @@ def check_surroundings(
 
 
 def check_prompts(profile: Profile, task: Task, model_dir: Path | None) -> Task:
-    """Check the prompts' number and lengths in tokens and, if `model_dir` is known, the model, its tokenizer
-    and the adapters. Without a directory only the built-in model's tokens can be counted: its characters.
+    """Check the prompts' number and lengths in tokens and, if `model_dir` is known, the model, its layers
+    and its tokenizer. Without a directory only the built-in model's tokens can be counted: its characters.
     Opening it would take seconds of imports. Returns the task without the prompts that are left out."""
     if is_builtin(profile):
         if profile.model.path != UNTAUGHT:
@@ -169,7 +169,7 @@ def check_prompts(profile: Profile, task: Task, model_dir: Path | None) -> Task:
         task = check_prompt_lengths(profile, task, partial(tokens, tokenizer))
         check_chat(profile, model_dir)
     if model_dir is not None:
-        check_adapters(profile, model_dir)
+        check_layers(profile, model_dir)
     check_curriculum(profile, len(task.train))
     return task
 
@@ -191,13 +191,18 @@ def check_chat(profile: Profile, directory: Path) -> None:
             chat.check_tools()
 
 
-def check_adapters(profile: Profile, model_dir: Path) -> None:
-    """ConfigError if `lora.target_modules` names a layer that the model lacks, or workers cannot merge
-    adapters into its files."""
-    if profile.lora.target_modules:
+def check_layers(profile: Profile, model_dir: Path) -> None:
+    """ConfigError if `lora.target_modules` names a layer that the model lacks, if workers cannot merge
+    adapters into its files, or if it has no experts for `trainer.router_replay`."""
+    if profile.lora.target_modules or profile.trainer.router_replay:
+        from asyncrl_cli.models.experts import Routing
         from asyncrl_cli.models.saved_form import adapted_layers, skeleton
 
-        adapted_layers(skeleton(model_dir, trust_remote_code=profile.model.trust_remote_code), profile.lora)
+        model = skeleton(model_dir, trust_remote_code=profile.model.trust_remote_code)
+        if profile.lora.target_modules:
+            adapted_layers(model, profile.lora)
+        if profile.trainer.router_replay:
+            Routing(model)
     if profile.lora.sync == "adapter":
         from asyncrl_cli.weights.receivers import BaseFiles
 

@@ -85,6 +85,9 @@ class Replay:
         if not sealed:
             raise RefusedError(f"run '{path.name}' has no checkpoint to begin with", hint="replay another")
         self._begin, self._run = load_checkpoint(sealed[-1], "replay"), Recorded(path)
+        if replayed := self._run.replay_of:
+            why = f"run '{path.name}' is a replay: it recorded no trajectories"
+            raise RefusedError(why, hint=f"asyncrl replay {as_typed(Path(replayed))}")
         before = read_document(self._run.files.config_resolved)
         self.loaded = laid_over(before, sets, "--set (replay)") if sets else before
         self.changes = differing(before.profile, self.loaded.profile)
@@ -121,7 +124,9 @@ class Replay:
         refused = {
             "its trainer had several ranks": len(list(directory.glob("rank-*.safetensors"))) > 1,
             "its critic had processes of its own": is_apart(profile, CRITIC),
-            "it trained no critic": profile.algorithm.has_critic and not had_critic,
+            'it trained no critic for algorithm.adv_estimator = "gae"': (
+                profile.algorithm.has_critic and not had_critic
+            ),
             "prox had processes of its own, and its logprobs are of the run's weights": (
                 self.trains_differently and is_apart(profile, PROX)
             ),
@@ -130,6 +135,8 @@ class Replay:
         for why, is_so in refused.items():
             if is_so:
                 hint = "replay from a later checkpoint, RUN/step-000040" if later else "replay another run"
+                if self.changes:
+                    hint += ", or leave --set out"
                 raise RefusedError(f"run '{self._run.name}' cannot be replayed: {why}", hint=hint)
 
     def to_json(self) -> dict[str, object]:

@@ -258,6 +258,7 @@ def _selection(totals: Totals, settings: LoopSettings) -> Iterator[Remark]:
     fates = [
         fate for fate in ("dropped", "filtered", "aborted") if totals.most(f"bias/tokens/{fate}") is not None
     ]
+    left_out = ", ".join(fates).replace("dropped", "dropped or failed")
     words = {
         "length": ("Trained responses were", "shorter", "longer", "than all that ended"),
         "difficulty": ("Trained prompts were", "harder", "easier", "than all that came"),
@@ -273,7 +274,7 @@ def _selection(totals: Totals, settings: LoopSettings) -> Iterator[Remark]:
                 )
             continue
         figure = f"{abs(apart):.2f} standard deviations {below if apart < 0 else above}"
-        text = f"{what} {figure} {others} (standard error {error:.2f}; left out: {', '.join(fates)})"
+        text = f"{what} {figure} {others} (standard error {error:.2f}; left out: {left_out})"
         if abs(apart) <= CLEAR_ERRORS * error:
             yield Remark("selection", "good", f"{text}: within noise.")
             continue
@@ -315,10 +316,10 @@ def _losses(totals: Totals) -> Iterator[Remark]:
         text += "or could not be read."
         look = "`asyncrl samples RUN` shows the calls, and what the model was told."
         yield Remark("tool calls", "note", text, look)
-    failures = [
-        f"{key.removeprefix('env/failed/')} {value:.0f}"
-        for key, value in totals.last.items()
-        if key.startswith("env/failed/")
-    ]
-    if failures:
+    failed = "env/failed/"
+    kinds = {key.removeprefix(failed): n for key, n in totals.last.items() if key.startswith(failed)}
+    if mixed := kinds.pop("mixed", 0):
+        text = f"Given up because new weights were loaded meanwhile: {counted(round(mixed), 'response')}."
+        yield Remark("mixed versions", "note", text)
+    if failures := [f"{kind} {number:.0f}" for kind, number in kinds.items()]:
         yield Remark("failed trajectories", "note", f"Without a reward: {', '.join(failures)}.")

@@ -24,6 +24,7 @@ from statistics import median
 from pydantic import ValidationError
 
 from asyncrl_cli.base.errors import ConfigError, RefusedError, counted
+from asyncrl_cli.base.paths import as_typed
 from asyncrl_cli.base.safe_files import first_problem
 from asyncrl_cli.observe.recorded import Recorded
 from asyncrl_cli.observe.run_lines import Line, spent_s
@@ -109,6 +110,9 @@ def _calibrated(run_directory: Path) -> Workload:
     except RefusedError as error:
         raise ConfigError(error.message, hint="give the directory of a run, such as runs/NAME") from None
     recorded = Recorded(run_directory)
+    if replayed := recorded.replay_of:
+        why = f"{run_directory} is a replay, in which nothing was generated"
+        raise ConfigError(why, hint=f"asyncrl tune {as_typed(Path(replayed))}")
     everything, published = list(recorded.metrics()), list(recorded.events("published"))
     loaded, status = list(recorded.events("loaded")), recorded.status
     # all files have been read: what is damaged is known
