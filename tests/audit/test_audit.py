@@ -166,6 +166,14 @@ def test_only_a_deterministic_run_begins_a_lost_group_again_under_its_key(determ
     assert verdicts(copy)["groups"] == verdict
 
 
+def test_a_step_whose_samples_are_missing_is_named(copy):
+    assert not next(one.unchecked for one in audit_run(copy)[0] if one.name == "sample metrics")
+    (copy / d.STEP).unlink()
+    (claim,) = (one for one in audit_run(copy)[0] if one.name == "sample metrics")
+    assert claim.verdict == "holds"
+    assert claim.unchecked.startswith("1 step not kept whole, the first is 5: logging.samples")
+
+
 def test_the_samples_of_one_step_are_held_at_a_time(copy, monkeypatch):
     read, held, most = RunFiles.groups, [], [0]
 

@@ -322,6 +322,15 @@ def test_plain_lines_are_few_and_close_with_the_totals(status):
     assert any(line.startswith("ledger     admitted 1,912") for line in lines)
 
 
+def test_plain_lines_say_what_a_run_that_starts_is_about(status):
+    stream = io.StringIO()
+    plain = Plain(stream, now=lambda: 0.0)
+    for doing in ("loading the task", "warm start  1/300", "warm start  2/300"):
+        plain.status(replace(status, phase="starting", doing=doing))
+    said = [line.split("): ")[1] for line in stream.getvalue().splitlines() if "starting" in line]
+    assert said == ["starting: loading the task", "starting: warm start"]
+
+
 def test_a_plain_line_says_every_half_minute_what_is_waited_for_if_no_other_line_does(status):
     now_s, stream = [0.0], io.StringIO()
     plain = Plain(stream, now=lambda: now_s[0])

@@ -11,6 +11,7 @@ import numpy as np
 from asyncrl_cli.audit.accounts import step_groups
 from asyncrl_cli.audit.claims import Claim
 from asyncrl_cli.audit.run_files import Line, RunFiles, Sample, SampledGroup
+from asyncrl_cli.base.errors import counted
 
 KEEPS = 'logging.samples = "all" keeps all trajectories'
 EPSILON = 1e-6
@@ -29,6 +30,7 @@ def sample_claims(files: RunFiles, groups: Iterable[SampledGroup]) -> Iterator[C
     lines, left_out = defaultdict[int, list[Line]](list), 0
     for line in files.metrics:
         lines[line["step"]].append(line)
+    lacking = dict.fromkeys(lines)
     for step, of_step in groupby(groups, key=lambda group: group.step):
         whole = list[SampledGroup]()
         for group in of_step:
@@ -37,7 +39,10 @@ def sample_claims(files: RunFiles, groups: Iterable[SampledGroup]) -> Iterator[C
                 whole.append(group)
         if not advantages.unchecked:
             left_out += _advantages(advantages, files, step, whole)
+        cases_before = metrics.cases
         _metrics(metrics, files, lines[step], whole)
+        if metrics.cases > cases_before:
+            lacking.pop(step, None)
     if not events.cases:
         arrays.unchecked = events.unchecked = f"no samples were kept: {KEEPS}"
     if left_out:
@@ -47,6 +52,9 @@ def sample_claims(files: RunFiles, groups: Iterable[SampledGroup]) -> Iterator[C
         advantages.unchecked = advantages.unchecked or f"no group was kept whole: {KEEPS}"
     if not metrics.cases:
         metrics.unchecked = f"no step was kept whole: {KEEPS}"
+    elif lacking:
+        steps = f"{counted(len(lacking), 'step')} not kept whole, the first is {min(lacking)}"
+        metrics.unchecked = f"{steps}: {KEEPS}"
     yield from (arrays, events, advantages, metrics)
 
 
@@ -166,7 +174,7 @@ def _metrics(claim: Claim, files: RunFiles, lines: Sequence[Line], groups: Seque
             sampled = one.versions[one.mask.astype(bool)]
             ages.append(int(line["window"] - sampled.min()))
             spans.append(int(np.ptp(sampled)))
-        for name, counted in (("staleness/histogram", ages), ("staleness/span_histogram", spans)):
-            own, found = Counter(counted), line.get(name)
+        for name, values in (("staleness/histogram", ages), ("staleness/span_histogram", spans)):
+            own, found = Counter(values), line.get(name)
             text = f"{where}{name}: {found}, but {sorted(own.items())} by the audit"
             claim.check(Counter(dict(enumerate(found if isinstance(found, list) else []))) == own, text)

@@ -195,8 +195,10 @@ class Plain(Sink):
         self._write(event["time_s"], text)
 
     def status(self, status: Status) -> None:
-        if status.phase != self._phase:
-            self._phase = status.phase
+        doing = (status.doing or "").partition("  ")[0]  # without how far it is
+        phase = f"{status.phase}: {doing}" if doing else status.phase
+        if phase != self._phase:
+            self._phase = phase
             self._write(status.progress.time_s, f"{status.name} ({status.mode}): {self._phase}")
         if status.phase not in ENDED and self._now() - self._shown_s >= PLAIN_EVERY_S:
             self._write_step(status)
