@@ -259,6 +259,8 @@ def test_the_last_steps_and_their_eval_are_in_the_time_left(facts, make):
     observers.tick(replace(make["full_overview"](made), time_s=8.0))
     assert left_s.pop(0) is None  # the first step waited for the eval
     assert [*left_s, observers.live.picture().progress.eta_s] == pytest.approx([9.0, 8.0, 3.0])
+    observers.live.phase("done")
+    assert observers.live.picture().progress.eta_s is None
 
 
 def test_the_end_says_which_warnings_there_were(status):

@@ -11,6 +11,7 @@ from asyncrl_cli.cli.app import run
 from asyncrl_cli.observe.recorded import Recorded
 from asyncrl_cli.profile.loaded import load
 from asyncrl_cli.profile.resolved import to_document
+from asyncrl_cli.report.run_data import run_data
 from asyncrl_cli.report.side_by_side import compare
 from tests.statuses import write_status
 
@@ -83,6 +84,8 @@ def test_rewards_along_samples_and_time_are_left_out_of_replays(runs):
     assert found["time to reward 0.400"] == ["0:00:40", "-"]
     assert found["samples to it"] == ["16", "-"]
     assert found["train steps"] == ["10", "20"]
+    said = [remark.text for remark in run_data(runs[1]).findings if remark.about == "learning"]
+    assert said[0].endswith("A replay of runs/a, whose trajectories and rewards these are.")
 
 
 def test_the_status_of_a_replay_says_which_steps_it_has_trained(runs, tmp_path, capsys):

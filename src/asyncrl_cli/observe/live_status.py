@@ -206,7 +206,7 @@ class LiveStatus:
             trained, time_s = max(step, overview.step), max(time_s, overview.time_s)
             version, groups_trained = max(version, overview.version), overview.ledger["trained"]
         step_s, eta_s = self._step_s(), None
-        if step_s is not None:  # the remaining steps, and the last eval
+        if step_s is not None and self._phase not in ENDED:  # the remaining steps, and the last eval
             left, since_s = facts.train_steps - trained, time_s - ended_s
             eval_s = self._state.get("eval_s") or 0.0
             # Count at most one mean step of the current one: a step that takes longer (a restart) must not

@@ -23,7 +23,7 @@ from asyncrl_cli.base.errors import AsyncrlError, RefusedError, counted
 from asyncrl_cli.base.paths import as_typed
 from asyncrl_cli.contracts.events import ENDED
 from asyncrl_cli.measure.machines import MACHINES, machine_of, shown_name
-from asyncrl_cli.observe.format import clock, count, evenly, event_text, is_number
+from asyncrl_cli.observe.format import clock, count, evenly, event_text, is_number, scored
 from asyncrl_cli.observe.recorded import Recorded, add_span
 from asyncrl_cli.observe.run_lines import EventLine, Line, RecordedSpan, Spans, TimelineLine, Totals
 from asyncrl_cli.observe.run_status import read_status
@@ -110,9 +110,9 @@ def run_data(recorded: Recorded) -> RunData:
     recorded_events = list(recorded.events(*MARKS, PUBLISHED))
     events = [_event(event, settings.schedule.step_groups * profile.rollout.n) for event in recorded_events]
     by_name = {name: [event for event in events if event["event"] == name] for name in (*MARKS, PUBLISHED)}
-    scored = [event for event in by_name["eval"] if is_number(event["reward_mean"])]
+    with_score = [event for event in by_name["eval"] if is_number(event["reward_mean"])]
     # A resume may repeat one.
-    evals = list({(event["version"], event["eval_set"]): event for event in scored}.values())
+    evals = list({(event["version"], event["eval_set"]): event for event in with_score}.values())
     charts = {
         "name": recorded.name,
         "steps_per_point": columns.steps_per_point,
@@ -198,13 +198,20 @@ def _state(recorded: Recorded) -> str:
 def _outcome(recorded: Recorded, totals: Totals, events: list[EventLine]) -> Iterator[Remark]:
     if recorded.status and (error := recorded.status.error):
         yield Remark("outcome", "bad", f"The run ended in an error: {error}", f"asyncrl logs {recorded.name}")
-    resumes = sum(event["event"] == "resumed" for event in events)
+    resumes = 0 if recorded.replay_of else sum(event["event"] == "resumed" for event in events)
     again = f", resumed {counted(resumes, 'time')}" if resumes else ""
     text = f"{count(totals.steps)} train steps in {clock(totals.last.get('time_s'))}{again}. "
     evals = [event for event in events if is_number(event.get("reward_mean")) and not event.get("eval_set")]
     learns = not (recorded.status and recorded.status.profile.startswith("SIMULATED"))
-    drawn = Remark("learning", "note", f"{text}SIMULATED: nothing is learned, and rewards are drawn.")
-    yield learned(evals, totals, text) if learns else drawn
+    if recorded.replay_of:
+        text += f"A replay of {recorded.replay_of}, whose trajectories and rewards these are."
+        own = f" An eval of the replayed weights gave {scored(evals[-1])}." if evals else ""
+        yield Remark("learning", "note", f"{text}{own}")
+    elif learns:
+        yield learned(evals, totals, text)
+    else:
+        text += "SIMULATED: nothing is learned, and rewards are drawn."
+        yield Remark("learning", "note", text)
     yield from warned([event for event in events if event["event"] == "warning"], recorded.name)
 
 
