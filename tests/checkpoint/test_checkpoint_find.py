@@ -157,6 +157,10 @@ def test_a_foreign_directory_and_a_run_without_checkpoints_are_refused(run_dir, 
     (tmp_path / "young" / "checkpoints").mkdir(parents=True)
     with pytest.raises(RefusedError, match="no checkpoint yet"):
         resolve("young", tmp_path)
+    (tmp_path / "young" / "checkpoints").rmdir()
+    (tmp_path / "young" / "profile.toml").write_text("")
+    with pytest.raises(RefusedError, match="run 'young' has no checkpoints/ in its directory"):
+        resolve("young", tmp_path)
 
 
 def test_the_newest_run_is_found_as_last_and_none_by_the_beginning_of_its_name(run_dir):

@@ -227,6 +227,9 @@ def find_run_or_checkpoint(argument: str, runs_dir: Path) -> Path:
         is_named_so = os.path.isdir(candidate) and STEP_NAME.fullmatch(candidate.resolve().name)
         if is_named_so or os.path.exists(candidate / LOOP_STATE):
             return candidate.resolve()
+    if argument in run_names(runs_dir):
+        hint = "nothing is left to go on with: start another run"
+        raise RefusedError(f"run '{argument}' has no checkpoints/ in its directory", hint=hint)
     if os.path.isdir(argument):
         why = f"{argument} is neither a run nor a checkpoint: it holds no checkpoints/ and no manifest.json"
         raise RefusedError(why, hint=known_runs(runs_dir))
