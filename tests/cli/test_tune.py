@@ -180,6 +180,14 @@ def test_all_that_a_search_prints_says_simulated(small, pretend, capsys):
     assert "asyncrl bench --compare partial-rollout --profile my.toml" in out
 
 
+def test_a_tuned_profile_of_a_run_does_not_have_the_name_of_the_run(small, pretend):
+    pretend(lambda setting: 1.0)
+    Path("of-a-run.toml").write_text('extends = "partial-rollout"\nrun.name = "first"\n', encoding="utf-8")
+    asked = ["tune", small, "--profile", "of-a-run.toml", "--max-staleness", "0", "--out", "my tuned.toml"]
+    assert run(asked) == 0
+    assert load("my tuned.toml", environ={}).profile.run.name == "my-tuned"
+
+
 def test_a_setting_that_is_no_profile_is_left_out_with_the_reason():
     workload = load_workload("laptop-tiny")
     sets, profile, plan = tune.starting_point(workload, "partial-rollout", (), None)

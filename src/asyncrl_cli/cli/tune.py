@@ -229,8 +229,9 @@ def _write_profile(tuned: TuneResult, asked: TuneRequest, path: Path) -> None:
     Raises RefusedError if the file exists by now, OSError if it cannot be written.
     """
     from asyncrl_cli import __version__
+    from asyncrl_cli.checkpoint.run_directory import stem_of
     from asyncrl_cli.cli.submit import set_words
-    from asyncrl_cli.profile.loaded import set_layer
+    from asyncrl_cli.profile.loaded import load, set_layer
     from asyncrl_cli.profile.toml_files import is_file_reference, locate, toml_key, toml_value
 
     check_new(path, ".toml")
@@ -254,7 +255,10 @@ def _write_profile(tuned: TuneResult, asked: TuneRequest, path: Path) -> None:
         f"purpose = {toml_value(f'Tuned for {name} by a simulated search: {tuned.bound}.')}",
         "",
     ]
-    for key, value in set_layer(tuned.recommended_sets).values.items():
+    values = set_layer(tuned.recommended_sets).values
+    if load(tuned.profile).profile.run.name:  # a run's profile has its name, which is taken
+        values = {"run.name": stem_of(path.stem), **values}
+    for key, value in values.items():
         lines.append(f"{'.'.join(map(toml_key, key.split('.')))} = {toml_value(value)}")
     with path.open("x", encoding="utf-8") as file:
         file.write("\n".join(lines) + "\n")
