@@ -131,7 +131,9 @@ def print_plan(
     rehearsal = _rehearsed(profile, model_dir)
     if isinstance(rehearsal, AsyncrlError):
         verdict = verdict or (rehearsal if is_here else None)
-        rehearsal = Rehearsal(name=f'"{profile.task.reward}"', reason=rehearsal.message)
+        # said once: the error comes last
+        why = rehearsal.message if as_json or verdict is not rehearsal else "the error below says why"
+        rehearsal = Rehearsal(name=f'"{profile.task.reward}"', reason=why)
     warn(*loaded.warnings, *warnings, *rehearsal.warnings())
     # the defaults that follow from device and model, with their origins
     origins, values = loaded.origins.items(), values_of(loaded.profile)

@@ -206,7 +206,7 @@ class Run:
         )
         if self.checkpoint is not None:
             refuse_other_prompts(self.checkpoint, task, self.profile.run.seed)
-        say("starting Ray")
+        say(f"connecting to Ray at {self.address}" if self.address else "starting Ray")
         plan = stack.enter_context(ray_session(self.profile, address=self.address, model_dir=model_dir))
         for text in (*self.warnings, *plan.warnings, *task.notes):
             warnings(text)
