@@ -39,6 +39,7 @@ LEARNING_RATE = 1e-3
 OTHER_SETTINGS: dict[str, Any] = dict(
     max_position_embeddings=32_768, bos_token_id=None, eos_token_id=None, pad_token_id=0, dtype="float32"
 )
+"""Of all random models, whatever their size."""
 SIZES = {  # hidden, intermediate, layers, query heads, key-value heads, head's size, vocabulary
     "small": (64, 192, 2, 4, 2, 32, 256),
     "medium": (128, 384, 3, 4, 2, 32, 512),

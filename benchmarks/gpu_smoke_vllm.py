@@ -228,6 +228,8 @@ async def _experts(machine: Machine, figures: Figures) -> None:
             async with vllm_on(machine, model, profile) as engine:
                 _, completions = await generate_all(engine, prompts, RESPONSE_TOKENS)
         except ConfigError as refused:
+            if machine.is_gpu:
+                raise
             raise Skipped(refused.message) from refused
         routing, differ, diffs = trainer.model._forward.routing, [], dict[str, list[Any]]()
         routing.recorded = {}

@@ -48,17 +48,13 @@ class Routing:
                 f"trainer.router_replay = true: {why}", hint="--set trainer.router_replay=false"
             )
         self.num_layers, self.top_k = len(routers), int(config.num_experts_per_tok)
-        self._names = tuple(routers)
+        self.layers = [next(int(part) for part in name.split(".") if part.isdigit()) for name in routers]
+        """The number of each layer with experts among all layers, from the names of modules."""
         self.num_experts = next(int(getattr(config, name)) for name in NUM_EXPERTS if hasattr(config, name))
         self.recorded: dict[int, torch.Tensor] | None = None
         self.replayed_QLK: torch.Tensor | None = None
         for layer, router in enumerate(routers.values()):
             router.forward = partial(self._route, layer, router.forward)
-
-    @property
-    def layers(self) -> list[int]:
-        """The number of each layer with experts among all layers of the model, from the names of modules."""
-        return [next(int(part) for part in name.split(".") if part.isdigit()) for name in self._names]
 
     def _route(self, layer: int, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         with _Choice(self, layer):

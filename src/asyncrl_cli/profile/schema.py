@@ -270,8 +270,7 @@ class TrainerSection(Section):
     router_replay: bool = False
     """For mixtures of experts: policy and prox give each token to the experts that the sampler gave it to,
     instead of choosing anew, where rounding may choose others. Gradients flow through the router's values of
-    these experts. Engines `transformers`, and `vllm` on GPUs, where it has not been run yet
-    (docs/exactness.md)."""
+    these experts. Engines `transformers`, and `vllm` on GPUs (docs/exactness.md)."""
     activation_checkpointing: ActivationCheckpointing = "none"
     """What the backward pass of a layer recomputes instead of keeping it. `none`: nothing. `selective`: all
     but matrix products and attention (about half of the memory, little extra time). `full`: everything, from

@@ -105,25 +105,22 @@ async def test_tokens_keep_those_of_the_pass_that_sampled_from_them(there: World
     begun = [there.engine.so_far(f"{interrupt} {i}") for i in range(len(requests))]
     for i in range(len(requests)):
         await there.engine.abort(f"{interrupt} {i}")
-    crossed = 0
-    for prompt, one, aborted in zip(requests, begun, await asyncio.gather(*running), strict=True):
-        if one is None or set(one.versions) != {second - 1, second}:
-            continue
-        crossed += 1
-        old = one.versions.count(second - 1)
-        # The pass that samples the first token of a version has the token before it as its input.
-        boundary = len(prompt) + old - 1
-        (segment, found), (_, longer) = experts_of(prompt, one), experts_of(prompt, aborted)
-        by_first, by_second = (plain_experts(model, segment) for model in models)
-        np.testing.assert_array_equal(found[:boundary], by_first[:boundary])
-        if interrupt == "recompute-kv":
-            np.testing.assert_array_equal(found[boundary:], by_second[boundary:])
-        np.testing.assert_array_equal(longer[: len(found)], found)
-        await loaded(there, models[0], "drain")
-        whole = await there.generate(prompt, sampling(64), so_far=one)
-        segment, continued = experts_of(prompt, whole)
-        last, afresh = len(prompt) + len(one.tokens) - 1, plain_experts(models[0], segment)
-        np.testing.assert_array_equal(continued[len(prompt) : last], found[len(prompt) :])
-        np.testing.assert_array_equal(continued[last:], afresh[last:])
-        break
-    assert crossed
+    prompt, one, aborted = next(
+        (prompt, one, aborted)
+        for prompt, one, aborted in zip(requests, begun, await asyncio.gather(*running), strict=True)
+        if one is not None and set(one.versions) == {second - 1, second}
+    )
+    # The pass that samples the first token of a version has the token before it as its input.
+    boundary = len(prompt) + one.versions.count(second - 1) - 1
+    (segment, found), (_, longer) = experts_of(prompt, one), experts_of(prompt, aborted)
+    by_first, by_second = (plain_experts(model, segment) for model in models)
+    np.testing.assert_array_equal(found[:boundary], by_first[:boundary])
+    if interrupt == "recompute-kv":
+        np.testing.assert_array_equal(found[boundary:], by_second[boundary:])
+    np.testing.assert_array_equal(longer[: len(found)], found)
+    await loaded(there, models[0], "drain")
+    whole = await there.generate(prompt, sampling(64), so_far=one)
+    segment, continued = experts_of(prompt, whole)
+    last, afresh = len(prompt) + len(one.tokens) - 1, plain_experts(models[0], segment)
+    np.testing.assert_array_equal(continued[len(prompt) : last], found[len(prompt) :])
+    np.testing.assert_array_equal(continued[last:], afresh[last:])

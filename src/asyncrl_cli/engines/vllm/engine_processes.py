@@ -25,7 +25,13 @@ from weakref import WeakKeyDictionary
 
 from asyncrl_cli.base.child_process import how_it_ended
 from asyncrl_cli.base.errors import AsyncrlError, ExecutorFailed, timeout
-from asyncrl_cli.engines.vllm.launch import MERGE, check_engine_args, engine_arguments, weight_backend
+from asyncrl_cli.engines.vllm.launch import (
+    MERGE,
+    check_engine_args,
+    check_experts,
+    engine_arguments,
+    weight_backend,
+)
 from asyncrl_cli.engines.vllm.requests import VllmCounters
 from asyncrl_cli.profile.schema import ProcessPlace, Profile
 
@@ -110,6 +116,7 @@ def start_llm(
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
+    check_experts(profile, place.device)
     check_engine_args(profile, place.device, {entry.name for entry in dataclasses.fields(AsyncEngineArgs)})
     transfer = WeightTransferConfig(backend=weight_backend(profile))
     arguments = engine_arguments(profile, place, adapted)

@@ -209,17 +209,21 @@ def engine_arguments(profile: Profile, place: ProcessPlace, adapted: Collection[
     return arguments | rollout.engine_args
 
 
+def check_experts(profile: Profile, device: str) -> None:
+    """ConfigError if vLLM cannot return experts on the device."""
+    if profile.trainer.router_replay and device == "cpu" and not entry_points(group=TRITON, name="cpu"):
+        why = "vLLM returns experts from its second model runner only, whose kernels are Triton's"
+        why = f"{why}, and the installed Triton has no backend for CPUs"
+        hint = "vLLM on GPUs, --set rollout.engine=transformers, or --set trainer.router_replay=false"
+        raise ConfigError(f"trainer.router_replay = true: {why}", hint=hint)
+
+
 def check_engine_args(profile: Profile, device: str, known: Collection[str] | None) -> None:
-    """ConfigError if vLLM would refuse one of the user's arguments, or cannot return experts on the device.
+    """ConfigError if vLLM would refuse one of the user's arguments.
 
     `known`: the names that AsyncEngineArgs accepts; None if unknown.
     """
     engine_args = profile.rollout.engine_args
-    if profile.trainer.router_replay and device == "cpu" and not entry_points(group=TRITON, name="cpu"):
-        why = "vLLM returns experts from its second model runner only, whose kernels are Triton's"
-        why = f"{why}, and Triton as it is installed has no backend for CPUs"
-        hint = "vLLM on GPUs, --set rollout.engine=transformers, or trainer.router_replay=false"
-        raise ConfigError(f"trainer.router_replay = true: {why}", hint=hint)
     for name in engine_args:
         if known is not None and name not in known:
             guess = nearest(name, known)

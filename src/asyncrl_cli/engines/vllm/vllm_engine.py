@@ -112,7 +112,12 @@ class VllmEngine(SlottedEngine[VllmTrack]):
         empty = await asyncio.to_thread(skeleton, place.model_dir, trust_remote_code=trusts)
         adapts = takes_adapters(profile, place.device)
         self.form = AdapterForm(empty, profile.lora) if adapts else SavedForm(empty)
-        self._routing = Routing(empty) if profile.trainer.router_replay else None
+        if profile.trainer.router_replay:
+            self._routing = Routing(empty)
+            if self._routing.top_k == 1:
+                why = "whether vLLM has recorded a layer cannot be seen where a token has one expert"
+                hint = "--set rollout.engine=transformers, or --set trainer.router_replay=false"
+                raise ConfigError(f"trainer.router_replay = true: {why}", hint=hint)
         llm = await asyncio.to_thread(start_llm, profile, place, self._counters, self.form.adapted)
         self.llm = llm  # from here on, `close` shuts it down
         if not adapts:

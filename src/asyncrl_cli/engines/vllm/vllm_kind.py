@@ -24,6 +24,7 @@ from asyncrl_cli.engines.vllm.launch import (
     OURS,
     OURS_WITH_ADAPTERS,
     check_engine_args,
+    check_experts,
     has_raw_logprobs,
     instead,
     memory,
@@ -134,6 +135,7 @@ def conflicts(profile: Profile) -> Iterator[ConfigError]:
 def check_arguments(profile: Profile, device: str) -> None:
     """ConfigError for arguments that vLLM would refuse, as far as that can be told without importing it."""
     tensor_parallel_size(profile, device)
+    check_experts(profile, device)
     check_engine_args(profile, device, names_in_source() if profile.rollout.engine_args else None)
 
 
