@@ -13,6 +13,7 @@ from typing import Any
 
 from asyncrl_cli.audit.claims import Claim
 from asyncrl_cli.audit.run_files import RunFiles
+from asyncrl_cli.base.errors import counted
 
 ENDED = ("trained", "dropped", "requeued")
 STAGES = ("running", "finished", "training", *ENDED)
@@ -149,7 +150,8 @@ def _windows(files: RunFiles) -> Claim:
 
 def _staleness(files: RunFiles) -> Iterator[Claim]:
     most, training = bound(files), files.section("async_training")
-    limits = Claim("staleness bound", f"no trained token is older than {most} versions, or from the future")
+    what = f"no trained token is older than {counted(most, 'version')}, or from the future"
+    limits = Claim("staleness bound", what)
     loads = Claim(
         "loaded first", "no group has tokens of a version whose load had not begun when the group finished"
     )
