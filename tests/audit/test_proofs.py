@@ -19,7 +19,7 @@ from asyncrl_cli.cli.app import run as command
 from asyncrl_cli.job.driver_replay import Replay
 from asyncrl_cli.loop.ledger import Stage
 from asyncrl_cli.observe.recorded import Recorded
-from asyncrl_cli.observe.run_status import read_status
+from asyncrl_cli.observe.run_status import next_command, read_status
 from asyncrl_cli.profile.loaded import Loaded
 from asyncrl_cli.profile.resolved import read_document
 from asyncrl_cli.report.side_by_side import compare
@@ -97,7 +97,9 @@ def test_a_replay_makes_the_same_weights_bit_for_bit(copy: Path) -> None:
     assert (seen.state, seen.status.ledger["trained"]) == ("stopped", 8 * 4)  # an eval may follow
     made = Replay(str(copy / "checkpoints" / "step-000004"), copy.parent, name="done")
     assert made.steps == "steps 5-8 of 8, from step-000004"
-    made.run(is_scored=False)
+    during = set[str]()
+    made.run(lambda text: during.add(next_command(made.run_dir, "killed")), is_scored=False)
+    assert f"asyncrl replay {copy.resolve()}/step-4 --name done --runs-dir {copy.parent}" in during
     seen = read_status("done", copy.parent)
     assert seen.state == "done"
     assert seen.replayed.startswith(f"a replay of {copy.resolve()}, of its steps after 4")

@@ -12,6 +12,7 @@ import pytest
 from asyncrl_cli.base.errors import ConfigError, RefusedError
 from asyncrl_cli.checkpoint.lookup import find_run, refuse_ended, resolve
 from asyncrl_cli.checkpoint.reader import load_checkpoint, newest_intact
+from asyncrl_cli.checkpoint.run_directory import go_on
 from asyncrl_cli.checkpoint.writer import CheckpointStore
 from asyncrl_cli.contracts.ports import LoopSnapshot
 
@@ -98,6 +99,7 @@ def test_a_run_or_a_checkpoint_is_found_by_name_and_by_directory(run_dir):
     assert resolve(str(newest), runs_dir) == newest
     assert resolve(str(run_dir / "checkpoints" / "latest"), runs_dir) == newest
     assert resolve(str(run_dir / "checkpoints" / "step-000020"), runs_dir).name == "step-000020"
+    assert go_on(run_dir) == f"`asyncrl resume otter --runs-dir {runs_dir}` continues from step 40"
 
 
 @pytest.mark.parametrize("name", ["otter/step-000020", "otter/step-20", "{run_dir}/step-20"])
@@ -159,7 +161,11 @@ def test_a_foreign_directory_and_a_run_without_checkpoints_are_refused(run_dir, 
         resolve("young", tmp_path)
     (tmp_path / "young" / "checkpoints").rmdir()
     (tmp_path / "young" / "profile.toml").write_text("")
-    with pytest.raises(RefusedError, match="run 'young' has no checkpoints/ in its directory"):
+    for name in ("young", str(tmp_path / "young"), "young/step-20"):
+        with pytest.raises(RefusedError, match="run 'young' has no checkpoint yet"):
+            resolve(name, tmp_path)
+    (tmp_path / "young" / "status.json").write_text('{"checkpoint": "step-000040"}')
+    with pytest.raises(RefusedError, match="of run 'young' are gone: the last that it wrote was step-000040"):
         resolve("young", tmp_path)
 
 

@@ -53,8 +53,7 @@ def test_a_name_in_use_is_refused_with_both_ways_out(run):
     (run.path / "metrics.jsonl").touch()
     with pytest.raises(RefusedError, match="a run of that name exists") as caught:
         RunDirectory.create(run.path.parent, "otter", profile_toml="", resolved={})
-    assert f"`asyncrl resume otter --runs-dir {run.path.parent}`" in caught.value.hint
-    assert "--name" in caught.value.hint
+    assert f"`asyncrl train --profile {run.profile_toml} --name NAME` starts a new run" in caught.value.hint
 
 
 def test_a_run_is_called_by_its_name_and_by_what_else_a_command_needs_to_find_it(tmp_path, monkeypatch):
@@ -195,7 +194,7 @@ def test_a_run_in_which_anything_could_be_lost_is_not(tmp_path, phase, others):
 
 
 @pytest.mark.parametrize(
-    ("phase", "command"), [("done", "report"), ("stopped", "resume"), ("failed", "resume")]
+    ("phase", "command"), [("done", "report"), ("stopped", "train"), ("failed", "train")]
 )
 def test_whoever_takes_the_name_of_a_run_is_told_what_can_be_done_with_that_run(tmp_path, phase, command):
     run = started(tmp_path, phase)

@@ -100,6 +100,13 @@ def test_what_was_killed_before_its_first_checkpoint_begins_anew_by_the_command_
     assert run(again) == 4
     assert directory.path.exists(), "it may be resumed"
     (directory.checkpoints / "step-000003").rmdir()
+    write_status(directory.path, phase="running", checkpoint="step-000003")
+    capsys.readouterr()
+    assert run(again) == 4
+    assert directory.path.exists(), "its checkpoints may come back"
+    assert "are gone: the last that it wrote was step-000003" in capsys.readouterr().err
+    assert next_command(directory.path, "killed").startswith("asyncrl logs first")
+    write_status(directory.path, phase="running")
     assert run([*again, "--detach"]) == 0
     assert directory.path.exists(), "the child reads its profile"
     assert run(again) == 0

@@ -13,7 +13,7 @@ import typer
 
 from asyncrl_cli.base.paths import ADDRESS_VARIABLE
 from asyncrl_cli.checkpoint.lookup import REPLAY
-from asyncrl_cli.checkpoint.run_directory import RunDirectory
+from asyncrl_cli.checkpoint.run_directory import RunDirectory, clear_lost, go_on
 from asyncrl_cli.cli.app import run
 from asyncrl_cli.cli.console import run_to_its_end
 from asyncrl_cli.job.driver_loop import RunResult
@@ -97,7 +97,7 @@ def test_a_killed_run_in_depth_says_its_last_error_and_the_resume_line(runs_dir,
     monkeypatch.setenv("COLUMNS", "200")
     assert run(["status", "killed", "--runs-dir", str(runs_dir)]) == 0
     out = capsys.readouterr().out
-    assert f"continue it with `asyncrl resume killed --runs-dir {runs_dir}`" in out
+    assert f"ago; next: `asyncrl resume killed --runs-dir {runs_dir}`" in out
     assert "last error: rollout-0 gave no answer for 600 s" in out
     assert run(["status", "stopped", "--runs-dir", str(runs_dir)]) == 0
     assert f"next: asyncrl resume stopped --runs-dir {runs_dir}" in capsys.readouterr().out
@@ -108,6 +108,19 @@ def test_a_replay_that_failed_has_nothing_to_resume(runs_dir):
     for failure, verb in (("", "resume"), ("version 3 differs", "report")):
         (runs_dir / "failed" / REPLAY).write_text(json.dumps({"failure": failure}), encoding="utf-8")
         assert next_command(runs_dir / "failed", "failed").startswith(f"asyncrl {verb} failed")
+
+
+def test_a_replay_that_was_killed_is_replayed_again_and_never_trained(runs_dir):
+    killed, run_path = runs_dir / "killed", runs_dir / "done"
+    (killed / "checkpoints" / "step-000004").rmdir()
+    (killed / REPLAY).write_text(json.dumps({"of": str(run_path), "from_step": 2, "failure": ""}))
+    again = f"asyncrl replay {run_path}/step-2 --name killed --runs-dir {runs_dir}"
+    assert next_command(killed, "killed") == again
+    assert go_on(killed) == f"`{again}` replaces it"
+    for of in ("", str(runs_dir / "stopped")):
+        assert clear_lost(killed, replay_of=of) is None
+    assert clear_lost(killed, replay_of=str(run_path)) is not None
+    assert not killed.exists()
 
 
 def test_the_only_run_may_have_only_just_started(tmp_path, capsys):

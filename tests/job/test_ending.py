@@ -127,16 +127,17 @@ def test_a_stop_that_took_too_long_names_the_steps_that_are_lost(tmp_path):
     ending = run_to_the_end(pipeline, FakeTrainer(), directory, FakeObservers(), StopRequests())  # type: ignore[arg-type]
     error = asyncio.run(ending).error
     assert error is not None
-    assert error.hint == "there is no checkpoint yet, and a resume has nothing to continue from; more time"
+    anew = f"`asyncrl train --profile {tmp_path / 'profile.toml'} --name NAME` starts a new run"
+    assert error.hint == f"there is no checkpoint yet; {anew}; more time"
 
 
 @pytest.mark.parametrize(
     ("saved", "why"),
     [
-        (None, "there is no checkpoint yet, and a resume has nothing to continue from"),
-        (0, "steps 1 to 2 were not in a checkpoint; resume continues from step 0"),
-        (1, "step 2 was not in a checkpoint; resume continues from step 1"),
-        (2, "the step in progress is lost; resume continues from step 2"),
+        (None, "there is no checkpoint yet"),
+        (0, "steps 1 to 2 were not in a checkpoint"),
+        (1, "step 2 was not in a checkpoint"),
+        (2, "the step in progress is lost"),
     ],
 )
 def test_an_abort_names_the_steps_that_are_lost(tmp_path, saved, why):

@@ -53,7 +53,7 @@ def test_a_start_that_was_killed_is_dead_and_says_how_to_begin_anew(tmp_path, fa
     assert found.liveness == "dead"
     profile = tmp_path / "first" / "profile.toml"
     anew = f"asyncrl train --profile {profile} --name first --runs-dir {tmp_path} --resume auto"
-    assert f"before its first checkpoint; `{anew}` replaces it" in found.remark
+    assert f"before its first checkpoint; next: `{anew}`" in found.remark
     assert found.next_command == anew
 
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import BinaryIO, TextIO
 
 from asyncrl_cli.base.errors import ConfigError, RefusedError, first_names
-from asyncrl_cli.base.paths import as_typed
+from asyncrl_cli.base.paths import as_typed, where_runs_are
 from asyncrl_cli.base.safe_files import (
     MAX_JSON_BYTES,
     UnsafeFile,
@@ -86,8 +86,16 @@ def train_again(run_dir: Path, name: str) -> str:
 
 
 def begin_anew(run_dir: Path) -> str:
-    """The command that replaces a run that was killed before its first checkpoint."""
-    return f"{train_again(run_dir, as_typed(run_dir))} --resume auto"
+    """The command that replaces a run, or a replay, that was killed before its first checkpoint."""
+    if replay := last_status(run_dir, REPLAY):
+        begins = shlex.quote(f"{replay.get('of')}/step-{replay.get('from_step')}")
+        return f"asyncrl replay {begins} --name {as_typed(run_dir)}"
+    return f"{train_again(run_dir, run_dir.name)}{where_runs_are(run_dir.parent)} --resume auto"
+
+
+def has_had_checkpoint(run_dir: Path) -> bool:
+    """Whether a run has a checkpoint, or had one whose files are gone (unmounted, moved or deleted)."""
+    return bool(checkpoints_in(run_dir / "checkpoints") or last_status(run_dir).get("checkpoint"))
 
 
 def run_names(runs_dir: Path) -> list[str]:
@@ -203,8 +211,7 @@ def resolve(argument: str, runs_dir: Path) -> Path:
         hint = f"`asyncrl watch {as_typed(found)}` shows it, `asyncrl stop {as_typed(found)}` ends it"
         raise RefusedError(f"run '{found.name}' is running, and has no checkpoint yet", hint=hint)
     if not checkpoints:
-        hint = f"`{train_again(found, 'NAME')}` starts a new run"
-        raise RefusedError(f"run '{found.name}' has no checkpoint yet", hint=hint)
+        raise _no_checkpoint(found)
     return checkpoints[0]
 
 
@@ -218,18 +225,20 @@ def find_run_or_checkpoint(argument: str, runs_dir: Path) -> Path:
     run, _, last = argument.rpartition("/")
     run = whole_name(run, runs_dir)
     step = int(match[1]) if (match := re.fullmatch(r"step-([0-9]{1,15})", last)) else None
-    candidates = [runs_dir / argument, Path(argument)]
+    places = (runs_dir, Path())
+    candidates, runs = [place / argument for place in places], [place / argument for place in places]
     if run and step is not None:  # with or without leading zeros
-        candidates += [place / run / "checkpoints" / step_name(step) for place in (runs_dir, Path())]
+        runs += [place / run for place in places]
+        candidates += [place / run / "checkpoints" / step_name(step) for place in places]
     for candidate in candidates:
         if has_checkpoints(candidate):
             return candidate
         is_named_so = os.path.isdir(candidate) and STEP_NAME.fullmatch(candidate.resolve().name)
         if is_named_so or os.path.exists(candidate / LOOP_STATE):
             return candidate.resolve()
-    if argument in run_names(runs_dir):
-        hint = "nothing is left to go on with: start another run"
-        raise RefusedError(f"run '{argument}' has no checkpoints/ in its directory", hint=hint)
+    for found in runs:
+        if _is_run(found) and not has_checkpoints(found):
+            raise _no_checkpoint(found)
     if os.path.isdir(argument):
         why = f"{argument} is neither a run nor a checkpoint: it holds no checkpoints/ and no manifest.json"
         raise RefusedError(why, hint=known_runs(runs_dir))
@@ -239,10 +248,19 @@ def find_run_or_checkpoint(argument: str, runs_dir: Path) -> Path:
         hint = f"checkpoints of {run}: {first_names(known)}"
     elif step is not None and not run:
         name = step_name(step)
-        places = {f"{run}/{name}": runs_dir / run / "checkpoints" / name for run in run_names(runs_dir)}
-        if having := [known for known, place in places.items() if place.is_dir()]:
+        known_steps = {f"{run}/{name}": runs_dir / run / "checkpoints" / name for run in run_names(runs_dir)}
+        if having := [known for known, path in known_steps.items() if path.is_dir()]:
             hint = f"did you mean {first_names(having)}"
     raise ConfigError(f"no run or checkpoint '{argument}' in {runs_dir.absolute()}", hint=hint)
+
+
+def _no_checkpoint(run_dir: Path) -> RefusedError:
+    """For a run from which nothing can be resumed: it never had a checkpoint, or they are gone."""
+    last, hint = last_status(run_dir).get("checkpoint"), f"`{train_again(run_dir, 'NAME')}` starts a new run"
+    if not last:
+        return RefusedError(f"run '{run_dir.name}' has no checkpoint yet", hint=hint)
+    why = f"the checkpoints of run '{run_dir.name}' are gone: the last that it wrote was {last}"
+    return RefusedError(why, hint=f"bring them back to {run_dir / 'checkpoints'}, or {hint}")
 
 
 def has_checkpoints(directory: Path) -> bool:

@@ -23,14 +23,18 @@ from asyncrl_cli.base.safe_files import MIB, UnsafeFile, read_bytes, reason
 from asyncrl_cli.base.storage import make_in, remove_if_empty, remove_tree, replace_link, replace_text
 from asyncrl_cli.checkpoint.lookup import (
     LOCK,
+    REPLAY,
+    begin_anew,
     failed_start,
+    has_had_checkpoint,
     holder,
     is_locked,
     known_runs,
     last_status,
     take_lock,
+    train_again,
 )
-from asyncrl_cli.checkpoint.reader import checkpoints_in, finish_interrupted_replacements
+from asyncrl_cli.checkpoint.reader import finish_interrupted_replacements, sealed_checkpoints, step_of
 from asyncrl_cli.profile.schema import MOST_REWARDS
 
 STOP_REQUEST = "stop"
@@ -41,6 +45,7 @@ UNENDED = STARTING, "running", "stopping"
 START_FILES = {
     LOCK,
     STOP_REQUEST,
+    REPLAY,
     "profile.toml",
     "config.resolved.json",
     "status.json",
@@ -221,20 +226,31 @@ def never_began(run_dir: Path) -> bool:
     return all(entry.name in START_FILES or any(map(entry.match, also_written)) for entry in entries)
 
 
-def clear_lost(run_dir: Path) -> Path | None:
-    """Delete the directory of a run that was killed before its first checkpoint: there is nothing to resume.
-    Returns where its logs are kept. If it is not such a run, changes nothing and returns None."""
+def clear_lost(run_dir: Path, *, replay_of: str = "") -> Path | None:
+    """Delete the directory of a run that was killed before its first checkpoint, or of such a replay of the
+    run `replay_of`: there is nothing to resume. Returns where its logs are kept. If it is not such a run,
+    changes nothing and returns None."""
     if last_status(run_dir).get("phase") not in UNENDED or (lock := take_lock(run_dir)) is None:
         return None
     with lock:
         finish_interrupted_replacements(run_dir / "checkpoints")
-        if checkpoints_in(run_dir / "checkpoints"):
+        if has_had_checkpoint(run_dir) or last_status(run_dir, REPLAY).get("of", "") != replay_of:
             return None
         return RunDirectory(run_dir).remove(keep_logs=True)
 
 
+def go_on(run_dir: Path) -> str:
+    """A hint: the command with which a run goes on that has ended or is about to, and what it does."""
+    if sealed := sealed_checkpoints(run_dir / "checkpoints"):
+        return f"`asyncrl resume {as_typed(run_dir)}` continues from step {step_of(sealed[0])}"
+    is_killed = last_status(run_dir).get("phase") in UNENDED and not is_locked(run_dir)
+    if is_killed and not has_had_checkpoint(run_dir):
+        return f"`{begin_anew(run_dir)}` replaces it"
+    return f"`{train_again(run_dir, 'NAME')}` starts a new run"
+
+
 def _in_use(path: Path) -> RefusedError:
-    other = f"continue it with `asyncrl resume {as_typed(path)}`"
+    other = go_on(path)
     if is_locked(path):
         other = (
             f"watch it with `asyncrl watch {as_typed(path)}`, or end it with `asyncrl stop {as_typed(path)}`"

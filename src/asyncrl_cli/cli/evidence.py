@@ -95,13 +95,15 @@ def replay(
     --set, what another loss, correction or learning rate makes of the same data.
 
     It cannot show what another policy would have sampled: the data stays as it was."""
-    from asyncrl_cli.checkpoint.run_directory import check_free
+    from asyncrl_cli.checkpoint.run_directory import check_free, clear_lost
     from asyncrl_cli.job.driver_replay import Replay
     from asyncrl_cli.job.driver_run import Run
     from asyncrl_cli.observe.recorded import Recorded
     from asyncrl_cli.observe.screen import ProgressLine
 
     made = Replay(source, runs_dir, sets or (), name or "")
+    if (logs := clear_lost(made.run_dir, replay_of=made.of)) is not None:
+        warn(f"the replay '{made.run_dir.name}' was killed and starts anew; its old logs are in {logs}")
     check_free(runs_dir, made.run_dir.name)
     warn(*made.loaded.warnings)
     say(f"training again {made.steps}")

@@ -22,9 +22,8 @@ from asyncrl_cli.base.errors import (
 )
 from asyncrl_cli.base.paths import as_typed
 from asyncrl_cli.base.storage import storage_error
-from asyncrl_cli.checkpoint.lookup import train_again
 from asyncrl_cli.checkpoint.reader import Checkpoint, sealed_checkpoints, step_of
-from asyncrl_cli.checkpoint.run_directory import RunDirectory
+from asyncrl_cli.checkpoint.run_directory import RunDirectory, go_on
 from asyncrl_cli.checkpoint.writer import CheckpointStore
 from asyncrl_cli.contracts.ports import Json
 from asyncrl_cli.contracts.prompt_group import DataKey
@@ -157,13 +156,11 @@ async def run_to_the_end(
         if this.cancelling():  # this task itself was cancelled, and not only the loop
             observers.close("stopped")
             raise
-        error = Interrupted(
-            f"aborted: {_lost(pipeline, directory)}", hint=f"asyncrl resume {as_typed(directory.path)}"
-        )
+        error = Interrupted(f"aborted: {_lost(pipeline, directory)}", hint=go_on(directory.path))
     except Exception as failure:
         error = _as_asyncrl_error(failure, directory)
         if isinstance(failure, StallError):
-            error.hint = f"{_lost(pipeline, directory)}; {error.hint}"
+            error.hint = f"{_lost(pipeline, directory)}; {go_on(directory.path)}; {error.hint}"
         if isinstance(error, Interrupted):
             log.info("%s", error)
         else:
@@ -177,33 +174,29 @@ async def run_to_the_end(
 
 
 def _lost(pipeline: Pipeline, directory: RunDirectory) -> str:
-    """Which steps a resume trains again."""
+    """Which steps are lost, and would be trained again."""
     step = pipeline.state.progress.step
     saved = next(map(step_of, sealed_checkpoints(directory.checkpoints)), None)
     if saved is None:
-        return "there is no checkpoint yet, and a resume has nothing to continue from"
-    lost = "the step in progress is lost"
-    if step > saved:
-        steps = f"step {step} was" if step == saved + 1 else f"steps {saved + 1} to {step} were"
-        lost = f"{steps} not in a checkpoint"
-    return f"{lost}; resume continues from step {saved}"
+        return "there is no checkpoint yet"
+    if step <= saved:
+        return "the step in progress is lost"
+    steps = f"step {step} was" if step == saved + 1 else f"steps {saved + 1} to {step} were"
+    return f"{steps} not in a checkpoint"
 
 
 def _as_asyncrl_error(failure: Exception, directory: RunDirectory) -> AsyncrlError:
     """The failure as an error for the user, with a hint about what to do next."""
-    run = as_typed(directory.path)
     if isinstance(failure, OSError):
         return storage_error(failure)
     if not isinstance(failure, AsyncrlError):
         what = f"asyncrl itself failed: {type(failure).__name__}: {failure}"
         return AsyncrlError(what, hint="the traceback is in the log")
     if isinstance(failure, SessionLost):
-        step = next(map(step_of, sealed_checkpoints(directory.checkpoints)), None)
-        anew = f"`{train_again(directory.path, 'NAME')}` starts a new run"
-        failure.hint = anew if step is None else f"`asyncrl resume {run}` continues from step {step}"
+        failure.hint = go_on(directory.path)
     elif isinstance(failure, Interrupted):
-        failure.hint = failure.hint or f"asyncrl resume {run}"
+        failure.hint = failure.hint or go_on(directory.path)
     elif isinstance(failure, ExecutorFailed):
-        hint = f"`asyncrl logs {run}` shows more, `asyncrl resume {run}` continues from the last checkpoint"
-        failure.hint = failure.hint or hint
+        more = f"`asyncrl logs {as_typed(directory.path)}` shows more"
+        failure.hint = failure.hint or f"{more}, {go_on(directory.path)}"
     return failure

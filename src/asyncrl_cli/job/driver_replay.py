@@ -71,8 +71,9 @@ def without_servers(profile: Profile) -> Profile:
 
 
 class Replay:
-    """`changes`: the keys that differ from the run's, with their new values. `equal`, `different`: after
-    `run`, the versions whose fingerprint is, or is not, that of the run; `run_dir`: the replay's own."""
+    """`changes`: the keys that differ from the run's, with their new values. `of`: the run's directory.
+    `equal`, `different`: after `run`, the versions whose fingerprint is, or is not, that of the run;
+    `run_dir`: the replay's own directory."""
 
     def __init__(self, argument: str, runs_dir: Path, sets: Sequence[str] = (), name: str = "") -> None:
         """`argument`: a run (from its oldest checkpoint), or a checkpoint. Raises ConfigError for keys that
@@ -113,6 +114,7 @@ class Replay:
                 why = f"run '{path.name}' did not record its trajectories: {file.name} is missing"
                 hint = 'a run with logging.samples = "all" records them'
                 raise RefusedError(f"{why}, or its line in metrics.jsonl", hint=hint)
+        self.of = str(self._run.files.path)
         self._runs_dir, self._name = runs_dir, name or fresh_name(f"{path.name}-replay", runs_dir)
         self.run_dir = runs_dir / self._name
         self.equal, self.different = list[int](), list[int]()
@@ -142,7 +144,7 @@ class Replay:
     def to_json(self) -> dict[str, object]:
         steps = {"from_step": self._begin.step, "to_step": self._last}
         found = {"equal_versions": self.equal, "different_versions": self.different, "failure": self.failure}
-        return {"of": str(self._run.files.path), "changes": dict(self.changes), **steps, **found}
+        return {"of": self.of, "changes": dict(self.changes), **steps, **found}
 
     @property
     def equality(self) -> str:
@@ -180,6 +182,7 @@ class Replay:
         resolved = to_document(self._ending, origins)
         directory = RunDirectory.create(self._runs_dir, self._name, **documents, resolved=resolved)
         try:
+            self._describe(directory)  # what is killed before the end is known as a replay, too
             keep_model_files(model_dir, directory.path)
             for record, code in task.user_code.items():
                 keep_record(directory.path, record, code)
@@ -195,12 +198,15 @@ class Replay:
                     self._train_all(trainer, directory, say, "stopped" if is_scored else "done")
                 finally:
                     trainer.close()
-            replace_text(directory.path / REPLAY, json.dumps(self.to_json(), indent=1) + "\n")
+            self._describe(directory)
         except BaseException:
             directory.remove()
             raise
         finally:
             directory.close()
+
+    def _describe(self, directory: RunDirectory) -> None:
+        replace_text(directory.path / REPLAY, json.dumps(self.to_json(), indent=1) + "\n")
 
     def _train_all(self, trainer: Any, directory: RunDirectory, say: Say, phase: str) -> None:
         sinks = [MetricsFile(directory.metrics), EventsFile(directory.events)]

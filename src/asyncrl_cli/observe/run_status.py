@@ -17,7 +17,15 @@ import psutil
 from asyncrl_cli.base.errors import ConfigError, RefusedError
 from asyncrl_cli.base.paths import ADDRESS_VARIABLE, as_typed
 from asyncrl_cli.base.safe_files import MIB, UnsafeFile, open_regular, parse_json, read_bytes, reason
-from asyncrl_cli.checkpoint.lookup import REPLAY, begin_anew, find_run, is_locked, last_status, run_names
+from asyncrl_cli.checkpoint.lookup import (
+    REPLAY,
+    begin_anew,
+    find_run,
+    has_had_checkpoint,
+    is_locked,
+    last_status,
+    run_names,
+)
 from asyncrl_cli.checkpoint.reader import checkpoints_in
 from asyncrl_cli.contracts.events import ENDED
 from asyncrl_cli.contracts.status import Status, parse_status
@@ -44,21 +52,22 @@ Liveness = Literal["ended", "live", "silent", "dead"]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunStatus:
     """`liveness`: ended (the status says so), live, silent (may be running, but its status is old), dead (it
-    was killed)."""
+    was killed). `next_there`: the next command, where the run's files are on another machine."""
 
     directory: Path
     status: Status
     liveness: Liveness
     age_s: float
+    next_there: str = ""
 
     @property
     def remark(self) -> str:
         """A warning to show beside the status; empty if there is none."""
         if self.liveness == "dead":
             killed = f"not running any more: it was killed {duration(self.age_s)} ago"
-            if self.status.checkpoint or checkpoints_in(self.directory / "checkpoints"):
-                return f"{killed}; continue it with `asyncrl resume {as_typed(self.directory)}`"
-            return f"{killed}, before its first checkpoint; `{begin_anew(self.directory)}` replaces it"
+            if not (self.status.checkpoint or checkpoints_in(self.directory / "checkpoints")):
+                killed += ", before its first checkpoint"
+            return f"{killed}; next: `{self.next_command}`"
         if self.is_resuming:
             return "a driver is resuming or ending the run; this is the last status that was written"
         if self.liveness == "silent":
@@ -90,7 +99,7 @@ class RunStatus:
 
     @property
     def next_command(self) -> str:
-        return next_command(self.directory, self.state)
+        return self.next_there or next_command(self.directory, self.state)
 
     @property
     def last_error(self) -> str:
@@ -119,10 +128,12 @@ class RunStatus:
         """The inverse of `to_json`. Raises ValueError for anything else."""
         seen = parse_json(text, dict[str, Any])
         status = parse_status(text)
-        return cls(directory=directory, status=status, liveness=seen["liveness"], age_s=seen["age_s"])
+        further = {"liveness": seen["liveness"], "age_s": seen["age_s"], "next_there": seen["next"]}
+        return cls(directory=directory, status=status, **further)
 
     def to_json(self) -> dict[str, Any]:
-        return {**self.status.to_json(), "liveness": self.liveness, "age_s": round(self.age_s, 3)}
+        further = {"liveness": self.liveness, "age_s": round(self.age_s, 3), "next": self.next_command}
+        return {**self.status.to_json(), **further}
 
 
 class StillStarting(RefusedError):
@@ -181,7 +192,8 @@ def next_command(directory: Path, state: str) -> str:
     if last_status(directory, REPLAY).get("failure"):  # all its steps are trained
         verb = "report"
     if verb == "resume" and not checkpoints_in(directory / "checkpoints"):
-        if state == "killed" and ADDRESS_VARIABLE not in os.environ:
+        is_lost = state == "killed" and not has_had_checkpoint(directory)
+        if is_lost and ADDRESS_VARIABLE not in os.environ:
             return begin_anew(directory)
         verb = "logs"
     elif verb == "report" and ADDRESS_VARIABLE in os.environ:
