@@ -18,6 +18,7 @@ import math
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from statistics import NormalDist, fmean
 
 from asyncrl_cli.contracts.ports import EvalOutcome, EvalRequest, EvalResult
@@ -168,9 +169,8 @@ def trajectories_of(
 ) -> list[SimulatedSequence]:
     """Draws some trajectories of one prompt, by index (ascending). The result for an index does not depend on
     the other indices. `prompt`: the shared prompt (None for an eval)."""
-    rng = random.Random(f"rewards of {seed}")
-    lengths = times.response_tokens(random.Random(seed), indices[-1] + 1)
-    drawn = [(tokens, times.reward_s(rng), rng.random()) for tokens in lengths]
+    # a prompt's parts ask again and again: so many more are drawn that few draws are made
+    drawn = _drawn(times.response_tokens, times.reward_s, seed, 1 << indices[-1].bit_length())
     are_alike = times.equal_ratio and random.Random(f"luck of {seed}").random() < times.equal_ratio
     trajectories, draw_calls = [], times.tool_calls
     for index in indices:
@@ -188,6 +188,18 @@ def trajectories_of(
             )
         )
     return trajectories
+
+
+@lru_cache(1024)
+def _drawn(
+    lengths: Callable[[random.Random, int], Sequence[int]],
+    reward_s: Callable[[random.Random], float],
+    seed: int | str,
+    num: int,
+) -> list[tuple[int, float, float]]:
+    """(tokens of the first turn, seconds of the reward, luck) of a prompt's first trajectories."""
+    rng = random.Random(f"rewards of {seed}")
+    return [(tokens, reward_s(rng), rng.random()) for tokens in lengths(random.Random(seed), num)]
 
 
 class Responses:

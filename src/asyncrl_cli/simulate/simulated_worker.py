@@ -95,6 +95,9 @@ class SimulatedWorker:
         self._meter.pause(self._is_lent)
         self._was_running = False
         self._parts: dict[PartKey, Responses] = {}
+        self._touched: dict[PartKey, Responses] = {}
+        """Those of which a response has ended or given up its slot: few of hundreds, and all that a report
+        has to count."""
         self._ended: list[PartResult] = []
         self._evals: list[Responses] = []
         self._received = -1
@@ -111,6 +114,7 @@ class SimulatedWorker:
             del process_parts[request.key]
             if process_parts is not self._parts:  # its process was restarted
                 return
+            self._touched.pop(request.key, None)
             self._meter.parts(-1)
             self._ended.append(part.part_result(request))
             self._store.put(str(request.key))
@@ -119,6 +123,17 @@ class SimulatedWorker:
         def draw(indices: Sequence[int]) -> list[SimulatedSequence]:
             return trajectories_of(request.seed, indices, self._times, request.key.attempt)
 
+        def touch() -> None:
+            self._touched[request.key] = self._parts[request.key]
+
+        def draw_again(index: int) -> SimulatedSequence:
+            touch()
+            return draw((index,))[0]
+
+        def free_slot() -> None:
+            touch()
+            self._poll.note()
+
         self._meter.parts(+1)
         self._parts[request.key] = Responses(
             draw(request.indices),
@@ -126,9 +141,9 @@ class SimulatedWorker:
             self.engine,
             end,
             on_waiting=self._meter.waiting,
-            on_slot=self._poll.note,
+            on_slot=free_slot,
             partial=request.partial,
-            draw_again=lambda index: draw((index,))[0],
+            draw_again=draw_again,
             versions=request.versions,
         )
 
@@ -151,12 +166,12 @@ class SimulatedWorker:
             version=self.version,
             sampled_tokens=int(round(sampled_tokens, 6)),  # rounding must not take one back
             decode_steps=decode_steps,
-            running_tokens=sum([part.ended_tokens for part in self._parts.values()]) + int(running_tokens),
+            running_tokens=sum([part.ended_tokens for part in self._touched.values()]) + int(running_tokens),
             sums={} if self._times.cache.blocks == NEVER else {"preemptions": self.engine.preemptions},
             slot_intervals=self.engine.take_slot_intervals(),
             machines=self._times.reports_machines,
         )
-        freed = {key: number for key, part in self._parts.items() if (number := part.num_without_slot)}
+        freed = {key: number for key, part in self._touched.items() if (number := part.num_without_slot)}
         ended, self._ended = tuple(self._ended), []
         return WorkerUpdate(seen=seen, freed_slots=freed, reports=(report,), ended=ended)
 
@@ -239,7 +254,7 @@ class SimulatedWorker:
 
     def _stop_parts(self) -> dict[PartKey, Responses]:
         """Stop all parts and evals without a result. Returns the parts."""
-        running, self._parts = dict(self._parts), {}
+        running, self._parts, self._touched = dict(self._parts), {}, {}
         for responses in [*running.values(), *self._evals]:
             responses.abort()
         return running
