@@ -171,7 +171,13 @@ def test_a_step_whose_samples_are_missing_is_named(copy):
     (copy / d.STEP).unlink()
     (claim,) = (one for one in audit_run(copy)[0] if one.name == "sample metrics")
     assert claim.verdict == "holds"
-    assert claim.unchecked.startswith("1 step not kept whole, the first is 5: logging.samples")
+    assert claim.unchecked.startswith("not all samples of step 5 were kept: logging.samples")
+    config = json.loads((copy / "config.resolved.json").read_text())
+    config["profile"]["logging"]["samples"] = "all"
+    d.replaced(copy / "config.resolved.json", json.dumps(config).encode())
+    (copy / d.STEP).with_name("step-000007.safetensors").unlink()
+    (claim,) = (one for one in audit_run(copy)[0] if one.name == "sample metrics")
+    assert claim.unchecked == "samples of 2 steps, from step 5 on, are missing"
 
 
 def test_the_samples_of_one_step_are_held_at_a_time(copy, monkeypatch):
@@ -316,7 +322,7 @@ def test_a_fault_of_the_code_is_noticed(fault, claim, tmp_path, monkeypatch):
 def test_a_replay_exits_as_its_last_eval_ends(tmp_path, monkeypatch, capsys):
     class Made:
         steps, failure, equality = "steps 7-12 of 12, from step-000006", "", "1 of 1 versions"
-        run_dir, changes, trains_differently, equal, different = tmp_path, {}, False, [0], []
+        run_dir, of, changes, trains_differently, equal, different = tmp_path, "", {}, False, [0], []
         loaded = SimpleNamespace(profile=SimpleNamespace(eval=SimpleNamespace(prompts=4)), warnings=())
         run = to_json = lambda self, *progress, **given: {}
 

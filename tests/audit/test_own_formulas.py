@@ -117,6 +117,26 @@ def test_idle_times_of_a_run_that_was_extended_begin_with_the_resume() -> None:
     assert (claim.cases, claim.wrong) == (2, [])
 
 
+def test_a_lent_worker_is_compared_with_the_trainer_of_its_own_attempt() -> None:
+    """The first attempt trains until 14 s, and is resumed from its checkpoint at 10 s."""
+
+    def verdict(trains_at_s: float) -> str:
+        before = {"trainer": [["busy", 0.0, 14.0]], "rollout-0": [["paused", 0.0, 14.0]]}
+        own = [["paused", 10.0, 11.0], ["busy", 11.0, 13.0]]
+        after = {"trainer": [["busy", trains_at_s, trains_at_s + 2.0]], "rollout-0": own}
+        files = SimpleNamespace(
+            section=lambda name: {"lend": True},
+            named=lambda name: [{"from_step": 1}],
+            timeline=[
+                {"step": step, "spans": spans, "covered": dict.fromkeys(spans)}
+                for step, spans in ((1, before), (2, after))
+            ],
+        )
+        return accounts._devices(files).verdict
+
+    assert (verdict(13.0), verdict(12.0)) == ("holds", "fails")
+
+
 @pytest.mark.parametrize(("resumed_from", "verdict"), [(3, "holds"), (2, "fails")])
 def test_a_window_may_be_short_where_a_run_had_ended_that_was_extended_later(resumed_from, verdict) -> None:
     windows, versions = (0, 0, 1, 2, 2), (0, 1, 2, 2, 3)

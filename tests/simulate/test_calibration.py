@@ -276,7 +276,7 @@ def test_what_a_process_has_of_shared_cores_is_the_mean_over_the_times_with_the_
     assert sharing.of("train", [step]) == pytest.approx((0.18 * 2 / 2 + 0.42 * 2 / 5) / 0.6)
     assert Sharing({"rollout": 3, "train": 2}).of("rollout", [step]) == 1
     # a scorer's process that computes a quarter of the time, whatever the others do
-    scored = [{**step, "ref/idle_ratio": 0.75}]
+    scored = [{**step, "ref/idle_ratio": 0.75}, step]  # in the second step it was not measured
     sharing = Sharing({"rollout": 3, "train": 2, "ref": 1}, places=2)
     alone, beside = 0.38 * 2 / 3 + 0.42 * 2 / 5, 0.38 * 2 / 4 + 0.42 * 2 / 6
     assert sharing.of("rollout", scored) == pytest.approx((0.75 * alone + 0.25 * beside) / 0.8)

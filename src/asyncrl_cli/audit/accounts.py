@@ -9,7 +9,6 @@ from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from itertools import accumulate, pairwise
 from operator import itemgetter
-from typing import Any
 
 from asyncrl_cli.audit.claims import Claim
 from asyncrl_cli.audit.run_files import RunFiles
@@ -18,7 +17,7 @@ from asyncrl_cli.base.errors import counted
 ENDED = ("trained", "dropped", "requeued")
 STAGES = ("running", "finished", "training", *ENDED)
 Span = tuple[str, float, float]
-Stay = tuple[str, int]
+ExecutorAttempt = tuple[str, int]
 """An executor's name, and the number of resumes before."""
 NEXT = {
     "": {"running"},
@@ -193,17 +192,17 @@ def _staleness(files: RunFiles) -> Iterator[Claim]:
     yield from (limits, loads, metrics)
 
 
-def _spans(files: RunFiles, role: str) -> dict[Stay, list[Span]]:
+def _spans(files: RunFiles, role: str) -> dict[ExecutorAttempt, list[Span]]:
     """By executor, also of those that a resumed run no longer has (the role of `rollout-0` is rollout), and
     by attempt: each begins at its checkpoint's time, which the attempt before may have outlasted."""
-    found, attempts = defaultdict[Stay, list[Span]](list), _attempts(files)
+    found, attempts = defaultdict[ExecutorAttempt, list[Span]](list), _attempts(files)
     for line in files.timeline:
         for name in (name for name in line["covered"] if name.partition("-")[0] == role):
             found[name, attempts[line["step"]]] += line["spans"].get(name, ())
-    return {stay: sorted(own, key=itemgetter(1)) for stay, own in found.items()}
+    return {attempt: sorted(own, key=itemgetter(1)) for attempt, own in found.items()}
 
 
-def _attempts(files: RunFiles) -> dict[Any, int]:
+def _attempts(files: RunFiles) -> dict[int, int]:
     """How often the run was resumed before each step of the timeline."""
     resumes = [event.get("from_step", 0) for event in files.named("resumed")]
     return {line["step"]: sum(step < line["step"] for step in resumes) for line in files.timeline}
@@ -218,13 +217,14 @@ def _devices(files: RunFiles) -> Claim:
     what = "no worker on the trainer's devices generates while the trainer computes"
     claim = Claim("lent devices", what, limit=CLOCKS_S)
     computes = ("busy", "scoring", "syncing")
-    trainers = (span for own in _spans(files, "trainer").values() for span in own)
-    trains = sorted((begin, end) for state, begin, end in trainers if state in computes)
+    trains = defaultdict[int, list[tuple[float, float]]](list)  # by attempt, as its workers' times are
+    for (_, attempt), own in _spans(files, "trainer").items():
+        trains[attempt] = sorted(trains[attempt] + [(b, e) for state, b, e in own if state in computes])
     lent = {name: own for name, own in _spans(files, "rollout").items() if _is_lent(files, own)}
-    for (name, _), own in lent.items():
+    for (name, attempt), own in lent.items():
         for begin, end in ((begin, end) for state, begin, end in own if state == "busy"):
-            after = bisect_right(trains, (begin, math.inf))
-            beside = trains[max(after - 1, 0) : after + 1]
+            after = bisect_right(trains[attempt], (begin, math.inf))
+            beside = trains[attempt][max(after - 1, 0) : after + 1]
             both = max((min(end, b) - max(begin, a) for a, b in beside), default=0.0)
             claim.near(max(both, 0.0), 0.0, f"{name} generates at {begin:.3f} s as the trainer computes")
     return claim
@@ -232,28 +232,28 @@ def _devices(files: RunFiles) -> Claim:
 
 def _idle(files: RunFiles, role: str, key: str) -> Claim:
     claim = Claim(f"{role} idle", f"{key}/idle_ratio is that of the timeline's states", limit=0.01)
-    spans = {stay: own for stay, own in _spans(files, role).items() if not _is_lent(files, own)}
+    spans = {attempt: own for attempt, own in _spans(files, role).items() if not _is_lent(files, own)}
     until = dict.fromkeys(spans, -math.inf)
-    starts = {stay: [start_s for _, start_s, _ in own] for stay, own in spans.items()}
+    starts = {attempt: [start_s for _, start_s, _ in own] for attempt, own in spans.items()}
     # spans may overlap by milliseconds, whenever the driver has learned an executor's clock better
-    ends = {stay: list(accumulate((end_s for _, _, end_s in own), max)) for stay, own in spans.items()}
+    ends = {attempt: list(accumulate((end_s for _, _, end_s in own), max)) for attempt, own in spans.items()}
     covered, attempts = {line["step"]: line["covered"] for line in files.timeline}, _attempts(files)
     for line in files.metrics:
-        step, shares, shortest_s = line.get("step"), list[float](), math.inf
-        stays = spans.keys() & {(name, attempts[step]) for name in covered.get(step, ())}
-        for stay in stays:
-            begin, end = until[stay], covered[step][stay[0]]
-            until[stay] = end
-            first, last = bisect_right(ends[stay], begin), bisect_right(starts[stay], end)
-            inside = [(state, min(b, end) - max(a, begin)) for state, a, b in spans[stay][first:last]]
+        step, shares, shortest_s = line["step"], list[float](), math.inf
+        ran = spans.keys() & {(name, attempts[step]) for name in covered.get(step, ())}
+        for attempt in ran:
+            begin, end = until[attempt], covered[step][attempt[0]]
+            until[attempt] = end
+            first, last = bisect_right(ends[attempt], begin), bisect_right(starts[attempt], end)
+            inside = [(state, min(b, end) - max(a, begin)) for state, a, b in spans[attempt][first:last]]
             total = sum(seconds for _, seconds in inside if seconds > 0)
             idle = sum(seconds for state, seconds in inside if seconds > 0 and state in IDLE[role])
             # the last spans of an attempt are never written: a later line would have them
-            if total > 0 and ends[stay][last - 1] > end - SLACK_S:
+            if total > 0 and ends[attempt][last - 1] > end - SLACK_S:
                 shares.append(idle / total)
                 shortest_s = min(shortest_s, total)
         # within what clocks differ by, nothing is known, and a step without a report has no ratio
-        if len(shares) == len(stays) > 0 and shortest_s > CLOCKS_S:
+        if len(shares) == len(ran) > 0 and shortest_s > CLOCKS_S:
             found, expected = line.get(f"{key}/idle_ratio"), sum(shares) / len(shares)
             claim.near(found, expected, f"step {step}: {key}/idle_ratio", CLOCKS_S / shortest_s)
     if not claim.cases:

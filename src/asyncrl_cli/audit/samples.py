@@ -11,7 +11,6 @@ import numpy as np
 from asyncrl_cli.audit.accounts import step_groups
 from asyncrl_cli.audit.claims import Claim
 from asyncrl_cli.audit.run_files import Line, RunFiles, Sample, SampledGroup
-from asyncrl_cli.base.errors import counted
 
 KEEPS = 'logging.samples = "all" keeps all trajectories'
 EPSILON = 1e-6
@@ -53,8 +52,11 @@ def sample_claims(files: RunFiles, groups: Iterable[SampledGroup]) -> Iterator[C
     if not metrics.cases:
         metrics.unchecked = f"no step was kept whole: {KEEPS}"
     elif lacking:
-        steps = f"{counted(len(lacking), 'step')} not kept whole, the first is {min(lacking)}"
-        metrics.unchecked = f"{steps}: {KEEPS}"
+        first, several = min(lacking), len(lacking) > 1
+        of = f"of {len(lacking)} steps, from step {first} on," if several else f"of step {first}"
+        metrics.unchecked = f"samples {of} are missing"
+        if files.section("logging").get("samples") != "all":
+            metrics.unchecked = f"not all samples {of} were kept: {KEEPS}"
     yield from (arrays, events, advantages, metrics)
 
 

@@ -225,7 +225,7 @@ def resume(
 
 
 def _refuse_what_cannot_resume(run: Run) -> None:
-    """Its own settings decide, which are not always those of the command."""
+    """Raises PreflightError if the run, with its recorded settings, does not fit this machine."""
     from asyncrl_cli.plan.remedies import refuse_what_cannot_fit
     from asyncrl_cli.profile.loaded import Loaded
 

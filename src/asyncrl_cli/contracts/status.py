@@ -172,7 +172,7 @@ class RunFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Status(RunFacts):
-    """`doing`: what a run that starts is about. `admission`: None before the loop's first second.
+    """`doing`: what a starting run is doing. `admission`: None before the loop's first second.
 
     Sections of figures have the keys of metrics.jsonl without their prefix. `utilization` and `reward` also
     have their recent course, `slot_history` and `history`.

@@ -29,6 +29,7 @@ from asyncrl_cli.plan.memory import (
     published_bytes,
 )
 from asyncrl_cli.profile.schema import DIRECT_TRANSPORTS, Profile
+from asyncrl_cli.profile.toml_files import Table, Values, toml_value
 
 GIB = 2**30
 SMALLER = "a smaller model, more GPUs or larger ones"
@@ -38,6 +39,21 @@ STORE = "object store"
 PROBE_TIMEOUT_S = 10.0
 FETCHED_BYTES_PER_S = 1e9
 """What the one thread of a node fetches, checks and copies (docs/weights.md, "At size")."""
+
+
+class DoesNotFit(PreflightError):
+    """A job that a device has too little memory for. `remedy`: the settings that its hint consists of, if any
+    settings are known to help."""
+
+    def __init__(self, message: str, *, hint: str = "", remedy: Values | None = None) -> None:
+        self.remedy = remedy or {}
+        super().__init__(message, hint=as_sets(self.remedy) or hint)
+
+
+def as_sets(values: Values) -> str:
+    """The `--set` options for these values."""
+    shown = {key: value if isinstance(value, str) else toml_value(value) for key, value in values.items()}
+    return " ".join(f"--set {key}={value}" for key, value in shown.items())
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,14 +141,14 @@ def _store(estimate: MemoryEstimate) -> MemoryItem:
     return MemoryItem(NODE, 1, "host", "always", STORE, estimate.store_bytes, how)
 
 
-def refusal_of(estimate: MemoryEstimate, there: ClusterResources) -> PreflightError | None:
+def refusal_of(estimate: MemoryEstimate, there: ClusterResources) -> DoesNotFit | None:
     """Why the job is refused on this machine or cluster; None if it fits, by the estimate."""
     needs = [*device_needs(estimate), *node_needs(estimate, there)]
     checks = estimate.profile.placement.check_memory
     return cannot_fit(estimate) or (shortage(needs) if checks else None)
 
 
-def shortage(needs: Iterable[DeviceNeed]) -> PreflightError | None:
+def shortage(needs: Iterable[DeviceNeed]) -> DoesNotFit | None:
     """The refusal of a job whose peak is larger than a device, by the estimate. None if all fit."""
     for need in needs:
         if need.available_bytes is not None and not need.fits:
@@ -143,11 +159,11 @@ def shortage(needs: Iterable[DeviceNeed]) -> PreflightError | None:
                 "estimate (to start it all the same: --set placement.check_memory=false)"
             )
             other = f"a smaller model, or a {need.device} with more memory"
-            return PreflightError(message, hint=SMALLER if need.device == GPU else other)
+            return DoesNotFit(message, hint=SMALLER if need.device == GPU else other)
     return None
 
 
-def cannot_fit(estimate: MemoryEstimate) -> PreflightError | None:
+def cannot_fit(estimate: MemoryEstimate) -> DoesNotFit | None:
     """The refusal of a run that certainly cannot work: a GPU too small for what one process always holds on
     it. None if all fit.
 
@@ -160,15 +176,15 @@ def cannot_fit(estimate: MemoryEstimate) -> PreflightError | None:
     state = estimate.always_bytes(TRAINER)
     weights = 0 if plan.servers else estimate.rollout_weights.num_bytes
     ranks = -(-state * plan.trainer_workers // available)
-    what, num_bytes, hint = "a rollout worker's weights", weights, SMALLER
+    what, num_bytes, remedy = "a rollout worker's weights", weights, Table()
     has = f"which has {available / GIB:.1f} GiB"
     if state > available:
         what, num_bytes = "a trainer rank's weights and moments", state
         if ranks < plan.gpus and not plan.colocate:
-            hint = f"--set placement.trainer_workers={ranks}"
+            remedy = {"placement.trainer_workers": ranks}
     elif weights > available:
         if estimate.profile.model.dtype == "float32" and weights <= 2 * available:
-            hint = "--set model.dtype=bfloat16"
+            remedy = {"model.dtype": "bfloat16"}
     elif (
         engine is not None
         and engine.cache_bytes is None
@@ -176,11 +192,11 @@ def cannot_fit(estimate: MemoryEstimate) -> PreflightError | None:
     ):
         share = f"rollout.gpu_memory_utilization = {engine.share:g}"
         has = f"and {share} gives {engine.name} {engine.share * available / GIB:.1f} GiB of it"
-        hint = f"--set rollout.gpu_memory_utilization={engine.default_share}"
+        remedy = {"rollout.gpu_memory_utilization": engine.default_share}
     else:
         return None
     why = f"{what} take {num_bytes / GIB:.1f} GiB of a GPU, {has}: this cannot run"
-    return PreflightError(why, hint=hint)
+    return DoesNotFit(why, hint=SMALLER, remedy=remedy)
 
 
 def cache_warnings(estimate: MemoryEstimate) -> list[str]:

@@ -6,7 +6,6 @@ keys can make it smaller, and change one of these keys. Then it takes back every
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator
 from functools import partial
 
@@ -24,12 +23,21 @@ from asyncrl_cli.plan.memory import (
     MemoryItem,
     estimate_memory,
 )
-from asyncrl_cli.plan.memory_fit import NODE, SHARE, STORE, DeviceNeed, device_needs, node_needs
+from asyncrl_cli.plan.memory_fit import (
+    NODE,
+    SHARE,
+    STORE,
+    DeviceNeed,
+    DoesNotFit,
+    as_sets,
+    device_needs,
+    node_needs,
+)
 from asyncrl_cli.profile.check import check
 from asyncrl_cli.profile.keys import with_values
 from asyncrl_cli.profile.loaded import Loaded
 from asyncrl_cli.profile.resolved import may_change
-from asyncrl_cli.profile.toml_files import Table, Values, toml_value
+from asyncrl_cli.profile.toml_files import Table, Values
 
 GPUS_PER_NODE = 8
 """The most GPUs of a node that are proposed where there are fewer."""
@@ -40,7 +48,7 @@ Estimated = Callable[[Values], MemoryEstimate | None]
 
 def refuse_what_cannot_fit(loaded: Loaded, *, is_resumed: bool = False) -> None:
     """Called before a run on this machine. Raises the PreflightError of `asyncrl plan` if the job does not
-    fit, by the estimate."""
+    fit, by the estimate. `is_resumed`: its hint names no settings that a resume would refuse."""
     here = cluster.local_cluster()
     device = device_of(loaded.profile, here)
     profile, available = for_device(loaded, device).profile, memory_fit.known_memory_bytes(device)
@@ -50,7 +58,7 @@ def refuse_what_cannot_fit(loaded: Loaded, *, is_resumed: bool = False) -> None:
 
 
 def with_hint(
-    refusal: PreflightError, estimate: MemoryEstimate, there: ClusterResources, *, is_resumed: bool = False
+    refusal: DoesNotFit, estimate: MemoryEstimate, there: ClusterResources, *, is_resumed: bool = False
 ) -> PreflightError:
     """The refusal with a hint that leads to a job that fits, by the estimate, on the cluster `there` or on
     more GPUs. If none was found, it keeps its own, unless a resume would refuse that."""
@@ -66,8 +74,7 @@ def with_hint(
             plan = "" if is_resumed else f"asyncrl plan --gpus {each}{on} "
             hint = f"{num_nodes * each} such GPUs: {plan}{sets}".rstrip(": ")
             break
-    keys = re.findall(r"--set ([\w.]+)=", refusal.hint or "")
-    is_of_use = not is_resumed or (keys and all(map(may_change, keys)))
+    is_of_use = not is_resumed or (refusal.remedy and all(map(may_change, refusal.remedy)))
     otherwise = refusal.hint if is_of_use else "resume it where devices have more memory"
     return PreflightError(refusal.message, hint=hint or otherwise)
 
@@ -85,8 +92,7 @@ def _fitting_sets(estimate: MemoryEstimate, there: ClusterResources, is_resumed:
         fewer = {other: value for other, value in changed.items() if other != key}
         if (made := estimated(fewer)) is not None and _fullest(made, there) is None:
             changed = fewer
-    shown = {key: value if isinstance(value, str) else toml_value(value) for key, value in changed.items()}
-    return " ".join(f"--set {key}={value}" for key, value in shown.items())
+    return as_sets(changed)
 
 
 def _smaller(

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from asyncrl_cli.base.errors import counted
+from asyncrl_cli.contracts.prompt_group import MIXED
 from asyncrl_cli.measure.bands import SIGNALS
 from asyncrl_cli.observe.format import clock, number, scored, share, small
 from asyncrl_cli.observe.run_lines import EventLine, Totals
@@ -255,10 +256,9 @@ def _data(totals: Totals, settings: LoopSettings) -> Iterator[Remark]:
 
 def _selection(totals: Totals, settings: LoopSettings) -> Iterator[Remark]:
     """Whether what was trained is a biased selection of what was admitted."""
-    fates = [
-        fate for fate in ("dropped", "filtered", "aborted") if totals.most(f"bias/tokens/{fate}") is not None
-    ]
-    left_out = ", ".join(fates).replace("dropped", "dropped or failed")
+    names = {"dropped": "dropped or failed", "filtered": "filtered", "aborted": "aborted"}
+    fates = [fate for fate in names if totals.most(f"bias/tokens/{fate}") is not None]
+    left_out = ", ".join(names[fate] for fate in fates)
     words = {
         "length": ("Trained responses were", "shorter", "longer", "than all that ended"),
         "difficulty": ("Trained prompts were", "harder", "easier", "than all that came"),
@@ -318,8 +318,8 @@ def _losses(totals: Totals) -> Iterator[Remark]:
         yield Remark("tool calls", "note", text, look)
     failed = "env/failed/"
     kinds = {key.removeprefix(failed): n for key, n in totals.last.items() if key.startswith(failed)}
-    if mixed := kinds.pop("mixed", 0):
+    if mixed := kinds.pop(MIXED, 0):
         text = f"Given up because new weights were loaded meanwhile: {counted(round(mixed), 'response')}."
         yield Remark("mixed versions", "note", text)
-    if failures := [f"{kind} {number:.0f}" for kind, number in kinds.items()]:
+    if failures := [f"{kind} {count:.0f}" for kind, count in kinds.items()]:
         yield Remark("failed trajectories", "note", f"Without a reward: {', '.join(failures)}.")

@@ -70,7 +70,9 @@ class Sharing(NamedTuple):
         states += [((TRAIN,), trainer - both), ((ROLLOUT,), rollout - both), ((TRAIN, ROLLOUT), both)]
         states += [((), 1 - trainer - rollout + both)]
         for scorer in (one for one in self.processes if one not in (TRAIN, ROLLOUT)):
-            idle = _mean(lines, f"{scorer}/idle_ratio", missing=1.0)
+            key = f"{scorer}/idle_ratio"
+            measured = [line for line in lines if key in line]
+            idle = _mean(measured, key) if measured else 1.0
             more = ((), idle), ((scorer,), 1 - idle)
             states = [((*busy, *besides), p * q) for busy, p in states for besides, q in more]
         own = [(sum(self.processes[one] for one in busy), p) for busy, p in states if task in busy]
@@ -116,9 +118,9 @@ def reasons_against(lines: Sequence[Line]) -> list[str]:
     return reasons
 
 
-def _mean(lines: Sequence[Line], key: str, missing: float = 0.0) -> float:
+def _mean(lines: Sequence[Line], key: str) -> float:
     """Over these steps' time."""
-    values, step_s = [line.get(key, missing) for line in lines], [spent_s(line, "step") for line in lines]
+    values, step_s = [line.get(key, 0.0) for line in lines], [spent_s(line, "step") for line in lines]
     return float(np.average(values, weights=step_s))
 
 
