@@ -19,6 +19,7 @@ import typer
 
 from asyncrl_cli.audit.proofs import audit_run
 from asyncrl_cli.audit.run_files import RunFiles
+from asyncrl_cli.checkpoint.lookup import take_lock
 from asyncrl_cli.cli.app import run as command
 from asyncrl_cli.job.driver_replay import without_servers
 from asyncrl_cli.loop.admission import Admission
@@ -77,6 +78,12 @@ def test_the_last_line_counts_the_claims_that_hold_fail_and_were_not_checked(cop
     d.truncated(copy)
     assert command(["audit", str(copy)]) == 1
     assert ", 1 fail, 3 not checked; " in capsys.readouterr().err
+
+
+def test_a_run_that_is_running_is_not_audited(copy, capsys):
+    with take_lock(copy):
+        assert command(["audit", str(copy)]) == 4
+    assert "is running, and its files change" in capsys.readouterr().err
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,8 @@ from typing import Annotated
 import typer
 from rich.table import Column
 
-from asyncrl_cli.base.errors import AsyncrlError
+from asyncrl_cli.base.errors import AsyncrlError, RefusedError
+from asyncrl_cli.base.paths import as_typed
 from asyncrl_cli.cli.console import print_json, print_table, print_text, run_to_its_end, say, warn
 from asyncrl_cli.cli.options import (
     RUNS_DIR,
@@ -51,10 +52,13 @@ def audit(
 
     `cases` says how often a claim was checked: once for each group, line, trajectory or file, for example."""
     from asyncrl_cli.audit.proofs import audit_run
-    from asyncrl_cli.checkpoint.lookup import find_run
+    from asyncrl_cli.checkpoint.lookup import find_run, is_locked
     from asyncrl_cli.observe.screen import ProgressLine
 
     path = find_run(run, runs_dir)
+    if is_locked(path):
+        why = f"run '{path.name}' is running, and its files change"
+        raise RefusedError(why, hint=f"asyncrl stop {as_typed(path)}")
     with ProgressLine("auto") as progress:
         claims, written = audit_run(path, check_all=check_all, progress=progress)
     if as_json:
