@@ -4,6 +4,7 @@ each test; that of test_vllm_engine.py is killed at the end."""
 from __future__ import annotations
 
 import os
+import pickle
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,7 +14,7 @@ import psutil
 import pytest
 from transformers import Qwen3ForCausalLM
 
-from asyncrl_cli.base.errors import ExecutorFailed
+from asyncrl_cli.base.errors import ConfigError, ExecutorFailed
 from tests.engines.made import sampling
 from tests.engines.needs import runs_vllm
 from tests.engines.vllm.vllm_kills import GONE_WITHIN_S, kill_and_expect
@@ -88,6 +89,18 @@ def test_a_start_that_fails_in_another_process_is_told_with_its_error(
         world(model, model_dir, engine_args=too_small),
     ):
         pass
+
+
+def test_settings_that_vllm_refuses_are_told_with_its_reason_which_can_be_sent(
+    model: Qwen3ForCausalLM, model_dir: Path
+) -> None:
+    """By its own checks, before it starts a process."""
+    with (
+        pytest.raises(ConfigError, match="vLLM refuses its settings: cache_dtype: input") as refused,
+        world(model, model_dir, engine_args={"kv_cache_dtype": "nonsense"}),
+    ):
+        pass
+    assert pickle.loads(pickle.dumps(refused.value)).message == refused.value.message
 
 
 @pytest.mark.usefixtures("log_file")

@@ -23,8 +23,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar, cast
 from weakref import WeakKeyDictionary
 
+from pydantic import ValidationError
+
 from asyncrl_cli.base.child_process import how_it_ended
-from asyncrl_cli.base.errors import AsyncrlError, ExecutorFailed, timeout
+from asyncrl_cli.base.errors import AsyncrlError, ConfigError, ExecutorFailed, timeout
+from asyncrl_cli.base.safe_files import first_problem
 from asyncrl_cli.engines.vllm.launch import (
     MERGE,
     check_engine_args,
@@ -110,7 +113,8 @@ def start_llm(
     """Start vLLM; blocks until the model is loaded and the cache allocated. `counters` becomes its stat
     logger. `adapted`: names of the layers with an adapter.
 
-    ExecutorFailed, with the reason from the log, if one of vLLM's processes ends instead.
+    ExecutorFailed, with the reason from the log, if one of vLLM's processes ends instead; ConfigError if vLLM
+    refuses its settings.
     """
     from vllm.config.weight_transfer import WeightTransferConfig
     from vllm.engine.arg_utils import AsyncEngineArgs
@@ -129,6 +133,9 @@ def start_llm(
         why = log.why() or str(error)
         hint = MERGE if adapted and "LoRA" in why else ""
         raise ExecutorFailed(f"vLLM did not start: {why}", hint=hint) from error
+    except ValueError as error:  # by vLLM's own checks, in this process; pydantic's errors cannot be pickled
+        why = first_problem(error) if isinstance(error, ValidationError) else str(error)
+        raise ConfigError(f"vLLM refuses its settings: {why}") from error
     _logs[llm] = log
     return llm
 
