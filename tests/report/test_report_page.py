@@ -183,6 +183,17 @@ def test_the_verdict_says_what_the_figures_mean(tmp_path, figures, said):
 
 
 @pytest.mark.parametrize(
+    ("on_stale", "said"),
+    [("drop", "the bound of 2 held"), ("requeue", "the bound of 2 held"), ("accept", "sets no strict bound")],
+)
+def test_only_accepted_groups_may_be_older_than_the_bound(tmp_path, on_stale, said):
+    sets = ("async_training.staleness_threshold=2", f"async_training.on_stale={on_stale}")
+    shown = words(page(make_run(tmp_path / "otter", lines=[line(1)], sets=sets)))
+    assert said in shown
+    assert ("no token older than 2 versions" in shown) == (on_stale != "accept")
+
+
+@pytest.mark.parametrize(
     ("target", "said"),
     [
         (0.02, "0.50 windows ahead on average (staleness_threshold 1): KL 0.0100, target 0.02."),

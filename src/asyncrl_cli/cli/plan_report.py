@@ -291,10 +291,9 @@ def plan_rows(plan: JobPlan) -> list[dict[str, str | int | float]]:
 
 def _print_schedule_and_placement(profile: Profile, schedule: Schedule, job: JobPlan) -> None:
     """Two tables, the first with the terms of the documentation."""
-    on_stale = profile.async_training.on_stale
-    strict = f'not strict: on_stale = "{on_stale}"'
-    if on_stale == "wait":
-        strict = "strict: no trained token is older"
+    strict = "strict: no trained token is older"
+    if profile.async_training.on_stale == "accept":
+        strict = 'not strict: on_stale = "accept"'
     last = schedule.last_window_groups
     shorter = "" if last == schedule.window_groups else f" (the last has {last} groups)"
     meanings = [

@@ -155,7 +155,7 @@ def _facts(recorded: Recorded, settings: LoopSettings, totals: Totals) -> list[t
     task = [profile.task.source, *(f"{kind} {name}" for kind, name in kinds.items() if name != "auto")]
     groups = f"{schedule.step_groups} groups of {profile.rollout.n} responses per train step, "
     groups += f"{schedule.window_groups} per version"
-    if profile.async_training.on_stale == "wait":
+    if profile.async_training.on_stale != "accept":
         groups += f"; no token older than {counted(schedule.max_staleness, 'version')}"
     steps = f"{count(totals.steps)} of {count(schedule.train_steps)} steps"
     attempts = counted(max(len(recorded.attempts), 1), "attempt")

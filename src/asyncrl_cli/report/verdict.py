@@ -200,9 +200,8 @@ def _data(totals: Totals, settings: LoopSettings) -> Iterator[Remark]:
     if mean is not None and most is not None:
         bound = settings.schedule.max_staleness
         ages = f"Tokens were {number(mean)} versions old on average, {most:.0f} at most"
-        if training.on_stale != "wait":
-            limit = f'on_stale = "{training.on_stale}" sets no strict bound'
-            yield Remark("staleness", "note", f"{ages}; {limit}.")
+        if training.on_stale == "accept":
+            yield Remark("staleness", "note", f'{ages}; on_stale = "accept" sets no strict bound.')
         elif bound == most == 0:
             text = "None: every token was trained in the window of the version that sampled it."
             yield Remark("staleness", "good", text)
