@@ -178,7 +178,7 @@ def test_a_step_whose_samples_are_missing_is_named(copy):
     (copy / d.STEP).unlink()
     (claim,) = (one for one in audit_run(copy)[0] if one.name == "sample metrics")
     assert claim.verdict == "holds"
-    assert claim.unchecked.startswith("not all samples of step 5 were kept: logging.samples")
+    assert claim.unchecked.startswith("samples of step 5 are missing: logging.samples")
     config = json.loads((copy / "config.resolved.json").read_text())
     config["profile"]["logging"]["samples"] = "all"
     d.replaced(copy / "config.resolved.json", json.dumps(config).encode())

@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 
 from asyncrl_cli.base.errors import ConfigError, RefusedError
-from asyncrl_cli.checkpoint.lookup import find_run, refuse_ended, resolve
+from asyncrl_cli.checkpoint.lookup import find_run, go_on, refuse_ended, resolve
 from asyncrl_cli.checkpoint.reader import load_checkpoint, newest_intact
-from asyncrl_cli.checkpoint.run_directory import go_on
 from asyncrl_cli.checkpoint.writer import CheckpointStore
 from asyncrl_cli.contracts.ports import LoopSnapshot
 

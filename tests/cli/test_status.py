@@ -12,8 +12,8 @@ import pytest
 import typer
 
 from asyncrl_cli.base.paths import ADDRESS_VARIABLE
-from asyncrl_cli.checkpoint.lookup import REPLAY
-from asyncrl_cli.checkpoint.run_directory import RunDirectory, clear_lost, go_on
+from asyncrl_cli.checkpoint.lookup import REPLAY, go_on
+from asyncrl_cli.checkpoint.run_directory import RunDirectory, clear_lost
 from asyncrl_cli.cli.app import run
 from asyncrl_cli.cli.console import run_to_its_end
 from asyncrl_cli.job.driver_loop import RunResult

@@ -52,11 +52,10 @@ def sample_claims(files: RunFiles, groups: Iterable[SampledGroup]) -> Iterator[C
     if not metrics.cases:
         metrics.unchecked = f"no step was kept whole: {KEEPS}"
     elif lacking:
-        first, several = min(lacking), len(lacking) > 1
-        of = f"of {len(lacking)} steps, from step {first} on," if several else f"of step {first}"
-        metrics.unchecked = f"samples {of} are missing"
-        if files.section("logging").get("samples") != "all":
-            metrics.unchecked = f"not all samples {of} were kept: {KEEPS}"
+        number, first = len(lacking), min(lacking)
+        of = f"step {first}" if number == 1 else f"{number} steps, from step {first} on,"
+        is_all = files.section("logging").get("samples") == "all"
+        metrics.unchecked = f"samples of {of} are missing" + ("" if is_all else f": {KEEPS}")
     yield from (arrays, events, advantages, metrics)
 
 

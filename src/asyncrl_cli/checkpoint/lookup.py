@@ -36,12 +36,18 @@ from asyncrl_cli.checkpoint.reader import (
     Checkpoint,
     checkpoints_in,
     finish_interrupted_replacements,
+    sealed_checkpoints,
     step_name,
+    step_of,
 )
 
 LOCK, LAST = "lock", "last"
 REPLAY = "replay.json"
 """In the directory of a replay (job/driver_replay.py): of which run, what was changed, and how it failed."""
+STARTING = "starting"
+"""The phase in status.json until the loop runs."""
+UNENDED = STARTING, "running", "stopping"
+"""The phases that status.json may show after a run was killed."""
 MAX_LOCK_BYTES = 1000
 LOOK_TIMEOUT_S = 10.0
 """How long `take_lock` waits for processes in `is_locked`. They hold a lock for a moment, or longer if they
@@ -91,6 +97,16 @@ def begin_anew(run_dir: Path) -> str:
         begins = shlex.quote(f"{replay.get('of')}/step-{replay.get('from_step')}")
         return f"asyncrl replay {begins} --name {as_typed(run_dir)}"
     return f"{train_again(run_dir, run_dir.name)}{where_runs_are(run_dir.parent)} --resume auto"
+
+
+def go_on(run_dir: Path) -> str:
+    """A hint: the command with which a run goes on that has ended or is about to, and what it does."""
+    if sealed := sealed_checkpoints(run_dir / "checkpoints"):
+        return f"`asyncrl resume {as_typed(run_dir)}` continues from step {step_of(sealed[0])}"
+    is_killed = last_status(run_dir).get("phase") in UNENDED and not is_locked(run_dir)
+    if is_killed and not has_had_checkpoint(run_dir):
+        return f"`{begin_anew(run_dir)}` replaces it"
+    return f"`{train_again(run_dir, 'NAME')}` starts a new run"
 
 
 def has_had_checkpoint(run_dir: Path) -> bool:
@@ -225,18 +241,16 @@ def find_run_or_checkpoint(argument: str, runs_dir: Path) -> Path:
     run, _, last = argument.rpartition("/")
     run = whole_name(run, runs_dir)
     step = int(match[1]) if (match := re.fullmatch(r"step-([0-9]{1,15})", last)) else None
-    places = (runs_dir, Path())
-    candidates, runs = [place / argument for place in places], [place / argument for place in places]
+    candidates = [runs_dir / argument, Path(argument)]
     if run and step is not None:  # with or without leading zeros
-        runs += [place / run for place in places]
-        candidates += [place / run / "checkpoints" / step_name(step) for place in places]
+        candidates += [place / run / "checkpoints" / step_name(step) for place in (runs_dir, Path())]
     for candidate in candidates:
         if has_checkpoints(candidate):
             return candidate
         is_named_so = os.path.isdir(candidate) and STEP_NAME.fullmatch(candidate.resolve().name)
         if is_named_so or os.path.exists(candidate / LOOP_STATE):
             return candidate.resolve()
-    for found in runs:
+    for found in (place / name for name in (argument, run) if name for place in (runs_dir, Path())):
         if _is_run(found) and not has_checkpoints(found):
             raise _no_checkpoint(found)
     if os.path.isdir(argument):
@@ -248,19 +262,18 @@ def find_run_or_checkpoint(argument: str, runs_dir: Path) -> Path:
         hint = f"checkpoints of {run}: {first_names(known)}"
     elif step is not None and not run:
         name = step_name(step)
-        known_steps = {f"{run}/{name}": runs_dir / run / "checkpoints" / name for run in run_names(runs_dir)}
-        if having := [known for known, path in known_steps.items() if path.is_dir()]:
+        places = {f"{run}/{name}": runs_dir / run / "checkpoints" / name for run in run_names(runs_dir)}
+        if having := [known for known, place in places.items() if place.is_dir()]:
             hint = f"did you mean {first_names(having)}"
     raise ConfigError(f"no run or checkpoint '{argument}' in {runs_dir.absolute()}", hint=hint)
 
 
 def _no_checkpoint(run_dir: Path) -> RefusedError:
     """For a run from which nothing can be resumed: it never had a checkpoint, or they are gone."""
-    last, hint = last_status(run_dir).get("checkpoint"), f"`{train_again(run_dir, 'NAME')}` starts a new run"
-    if not last:
-        return RefusedError(f"run '{run_dir.name}' has no checkpoint yet", hint=hint)
+    if not (last := last_status(run_dir).get("checkpoint")):
+        return RefusedError(f"run '{run_dir.name}' has no checkpoint yet", hint=go_on(run_dir))
     why = f"the checkpoints of run '{run_dir.name}' are gone: the last that it wrote was {last}"
-    return RefusedError(why, hint=f"bring them back to {run_dir / 'checkpoints'}, or {hint}")
+    return RefusedError(why, hint=f"bring them back to {run_dir / 'checkpoints'}, or {go_on(run_dir)}")
 
 
 def has_checkpoints(directory: Path) -> bool:

@@ -24,24 +24,21 @@ from asyncrl_cli.base.storage import make_in, remove_if_empty, remove_tree, repl
 from asyncrl_cli.checkpoint.lookup import (
     LOCK,
     REPLAY,
-    begin_anew,
+    STARTING,
+    UNENDED,
     failed_start,
+    go_on,
     has_had_checkpoint,
     holder,
     is_locked,
     known_runs,
     last_status,
     take_lock,
-    train_again,
 )
-from asyncrl_cli.checkpoint.reader import finish_interrupted_replacements, sealed_checkpoints, step_of
+from asyncrl_cli.checkpoint.reader import finish_interrupted_replacements
 from asyncrl_cli.profile.schema import MOST_REWARDS
 
 STOP_REQUEST = "stop"
-STARTING = "starting"
-"""The phase in status.json until the loop runs."""
-UNENDED = STARTING, "running", "stopping"
-"""The phases that status.json may show after a run was killed."""
 START_FILES = {
     LOCK,
     STOP_REQUEST,
@@ -237,16 +234,6 @@ def clear_lost(run_dir: Path, *, replay_of: str = "") -> Path | None:
         if has_had_checkpoint(run_dir) or last_status(run_dir, REPLAY).get("of", "") != replay_of:
             return None
         return RunDirectory(run_dir).remove(keep_logs=True)
-
-
-def go_on(run_dir: Path) -> str:
-    """A hint: the command with which a run goes on that has ended or is about to, and what it does."""
-    if sealed := sealed_checkpoints(run_dir / "checkpoints"):
-        return f"`asyncrl resume {as_typed(run_dir)}` continues from step {step_of(sealed[0])}"
-    is_killed = last_status(run_dir).get("phase") in UNENDED and not is_locked(run_dir)
-    if is_killed and not has_had_checkpoint(run_dir):
-        return f"`{begin_anew(run_dir)}` replaces it"
-    return f"`{train_again(run_dir, 'NAME')}` starts a new run"
 
 
 def _in_use(path: Path) -> RefusedError:

@@ -106,8 +106,7 @@ def replay(
     from asyncrl_cli.observe.screen import ProgressLine
 
     made = Replay(source, runs_dir, sets or (), name or "")
-    if (logs := clear_lost(made.run_dir, replay_of=made.of)) is not None:
-        warn(f"the replay '{made.run_dir.name}' was killed and starts anew; its old logs are in {logs}")
+    clear_lost(made.run_dir, replay_of=made.of)
     check_free(runs_dir, made.run_dir.name)
     warn(*made.loaded.warnings)
     say(f"training again {made.steps}")

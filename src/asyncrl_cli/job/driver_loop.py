@@ -22,8 +22,9 @@ from asyncrl_cli.base.errors import (
 )
 from asyncrl_cli.base.paths import as_typed
 from asyncrl_cli.base.storage import storage_error
+from asyncrl_cli.checkpoint.lookup import go_on
 from asyncrl_cli.checkpoint.reader import Checkpoint, sealed_checkpoints, step_of
-from asyncrl_cli.checkpoint.run_directory import RunDirectory, go_on
+from asyncrl_cli.checkpoint.run_directory import RunDirectory
 from asyncrl_cli.checkpoint.writer import CheckpointStore
 from asyncrl_cli.contracts.ports import Json
 from asyncrl_cli.contracts.prompt_group import DataKey

@@ -114,7 +114,7 @@ class Replay:
                 why = f"run '{path.name}' did not record its trajectories: {file.name} is missing"
                 hint = 'a run with logging.samples = "all" records them'
                 raise RefusedError(f"{why}, or its line in metrics.jsonl", hint=hint)
-        self.of = str(self._run.files.path)
+        self.of = str(path.resolve())
         self._runs_dir, self._name = runs_dir, name or fresh_name(f"{path.name}-replay", runs_dir)
         self.run_dir = runs_dir / self._name
         self.equal, self.different = list[int](), list[int]()

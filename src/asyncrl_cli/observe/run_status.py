@@ -52,13 +52,13 @@ Liveness = Literal["ended", "live", "silent", "dead"]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunStatus:
     """`liveness`: ended (the status says so), live, silent (may be running, but its status is old), dead (it
-    was killed). `next_there`: the next command, where the run's files are on another machine."""
+    was killed). `next`: the next command, if the status was read on another machine."""
 
     directory: Path
     status: Status
     liveness: Liveness
     age_s: float
-    next_there: str = ""
+    next: str = ""
 
     @property
     def remark(self) -> str:
@@ -99,7 +99,7 @@ class RunStatus:
 
     @property
     def next_command(self) -> str:
-        return self.next_there or next_command(self.directory, self.state)
+        return self.next or next_command(self.directory, self.state)
 
     @property
     def last_error(self) -> str:
@@ -127,9 +127,8 @@ class RunStatus:
     def from_json(cls, directory: Path, text: str) -> RunStatus:
         """The inverse of `to_json`. Raises ValueError for anything else."""
         seen = parse_json(text, dict[str, Any])
-        status = parse_status(text)
-        further = {"liveness": seen["liveness"], "age_s": seen["age_s"], "next_there": seen["next"]}
-        return cls(directory=directory, status=status, **further)
+        further = {key: seen[key] for key in ("liveness", "age_s", "next")}
+        return cls(directory=directory, status=parse_status(text), **further)
 
     def to_json(self) -> dict[str, Any]:
         further = {"liveness": self.liveness, "age_s": round(self.age_s, 3), "next": self.next_command}

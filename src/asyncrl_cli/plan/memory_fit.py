@@ -29,7 +29,6 @@ from asyncrl_cli.plan.memory import (
     published_bytes,
 )
 from asyncrl_cli.profile.schema import DIRECT_TRANSPORTS, Profile
-from asyncrl_cli.profile.toml_files import Table, Values, toml_value
 
 GIB = 2**30
 SMALLER = "a smaller model, more GPUs or larger ones"
@@ -42,18 +41,11 @@ FETCHED_BYTES_PER_S = 1e9
 
 
 class DoesNotFit(PreflightError):
-    """A job that a device has too little memory for. `remedy`: the settings that its hint consists of, if any
-    settings are known to help."""
+    """A device has too little memory for a job. `key`: of the setting that the hint proposes, or ""."""
 
-    def __init__(self, message: str, *, hint: str = "", remedy: Values | None = None) -> None:
-        self.remedy = remedy or {}
-        super().__init__(message, hint=as_sets(self.remedy) or hint)
-
-
-def as_sets(values: Values) -> str:
-    """The `--set` options for these values."""
-    shown = {key: value if isinstance(value, str) else toml_value(value) for key, value in values.items()}
-    return " ".join(f"--set {key}={value}" for key, value in shown.items())
+    def __init__(self, message: str, *, hint: str = "", key: str = "") -> None:
+        super().__init__(message, hint=hint)
+        self.key = key
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,15 +168,15 @@ def cannot_fit(estimate: MemoryEstimate) -> DoesNotFit | None:
     state = estimate.always_bytes(TRAINER)
     weights = 0 if plan.servers else estimate.rollout_weights.num_bytes
     ranks = -(-state * plan.trainer_workers // available)
-    what, num_bytes, remedy = "a rollout worker's weights", weights, Table()
+    what, num_bytes, key, value = "a rollout worker's weights", weights, "", ""
     has = f"which has {available / GIB:.1f} GiB"
     if state > available:
         what, num_bytes = "a trainer rank's weights and moments", state
         if ranks < plan.gpus and not plan.colocate:
-            remedy = {"placement.trainer_workers": ranks}
+            key, value = "placement.trainer_workers", str(ranks)
     elif weights > available:
         if estimate.profile.model.dtype == "float32" and weights <= 2 * available:
-            remedy = {"model.dtype": "bfloat16"}
+            key, value = "model.dtype", "bfloat16"
     elif (
         engine is not None
         and engine.cache_bytes is None
@@ -192,11 +184,11 @@ def cannot_fit(estimate: MemoryEstimate) -> DoesNotFit | None:
     ):
         share = f"rollout.gpu_memory_utilization = {engine.share:g}"
         has = f"and {share} gives {engine.name} {engine.share * available / GIB:.1f} GiB of it"
-        remedy = {"rollout.gpu_memory_utilization": engine.default_share}
+        key, value = "rollout.gpu_memory_utilization", str(engine.default_share)
     else:
         return None
     why = f"{what} take {num_bytes / GIB:.1f} GiB of a GPU, {has}: this cannot run"
-    return DoesNotFit(why, hint=SMALLER, remedy=remedy)
+    return DoesNotFit(why, hint=f"--set {key}={value}" if key else SMALLER, key=key)
 
 
 def cache_warnings(estimate: MemoryEstimate) -> list[str]:

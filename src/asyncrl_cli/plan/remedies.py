@@ -23,21 +23,12 @@ from asyncrl_cli.plan.memory import (
     MemoryItem,
     estimate_memory,
 )
-from asyncrl_cli.plan.memory_fit import (
-    NODE,
-    SHARE,
-    STORE,
-    DeviceNeed,
-    DoesNotFit,
-    as_sets,
-    device_needs,
-    node_needs,
-)
+from asyncrl_cli.plan.memory_fit import NODE, SHARE, STORE, DeviceNeed, DoesNotFit, device_needs, node_needs
 from asyncrl_cli.profile.check import check
 from asyncrl_cli.profile.keys import with_values
 from asyncrl_cli.profile.loaded import Loaded
 from asyncrl_cli.profile.resolved import may_change
-from asyncrl_cli.profile.toml_files import Table, Values
+from asyncrl_cli.profile.toml_files import Table, Values, toml_value
 
 GPUS_PER_NODE = 8
 """The most GPUs of a node that are proposed where there are fewer."""
@@ -74,7 +65,7 @@ def with_hint(
             plan = "" if is_resumed else f"asyncrl plan --gpus {each}{on} "
             hint = f"{num_nodes * each} such GPUs: {plan}{sets}".rstrip(": ")
             break
-    is_of_use = not is_resumed or (refusal.remedy and all(map(may_change, refusal.remedy)))
+    is_of_use = not is_resumed or (refusal.key and may_change(refusal.key))
     otherwise = refusal.hint if is_of_use else "resume it where devices have more memory"
     return PreflightError(refusal.message, hint=hint or otherwise)
 
@@ -92,7 +83,8 @@ def _fitting_sets(estimate: MemoryEstimate, there: ClusterResources, is_resumed:
         fewer = {other: value for other, value in changed.items() if other != key}
         if (made := estimated(fewer)) is not None and _fullest(made, there) is None:
             changed = fewer
-    return as_sets(changed)
+    shown = {key: value if isinstance(value, str) else toml_value(value) for key, value in changed.items()}
+    return " ".join(f"--set {key}={value}" for key, value in shown.items())
 
 
 def _smaller(
