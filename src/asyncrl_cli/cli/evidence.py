@@ -118,7 +118,7 @@ def replay(
         raise AsyncrlError(made.failure, hint=hint)
     how = "bit for bit"
     if made.trains_differently:
-        how = f"with another {', '.join(made.changes)}, on the data that the run sampled without it"
+        how = f"as is to be expected with another {', '.join(made.changes)}"
     say(f"{made.equality}, {how}")
     found, exit_code = made.to_json(), 0
     if is_scored:
