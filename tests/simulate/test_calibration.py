@@ -206,6 +206,7 @@ def test_scorers_of_their_own_are_among_those_who_share_cores(tmp_path: Path) ->
         assert cost_s(found) == pytest.approx(cost_s(work), rel=0.1)
 
 
+@pytest.mark.slow
 def test_what_one_run_cannot_tell_is_in_the_notes(tmp_path: Path) -> None:
     found = calibrate(write_run(tmp_path / "run", truth(), "colocate", 20))
     assert found.training.old_logprob_s_per_token == 0.0
@@ -213,7 +214,7 @@ def test_what_one_run_cannot_tell_is_in_the_notes(tmp_path: Path) -> None:
     assert [word for word in (*words, "shared 1 core") if word not in found.notes] == []
     for device, is_said in (("cpu", True), ("auto", False)):  # with numbers of GPUs, auto is a GPU
         sets = [f"placement.device={device}", "placement.gpus=2", "placement.ratio=1:1"]
-        found = calibrate(write_run(tmp_path / device, truth(cores=None), "partial-rollout", 20, *sets))
+        found = calibrate(write_run(tmp_path / device, truth(cores=None), "partial-rollout", 10, *sets))
         assert ("How many cores its processes shared is unknown" in found.notes) == is_said
 
 
