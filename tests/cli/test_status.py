@@ -113,8 +113,11 @@ def test_a_replay_that_failed_has_nothing_to_resume(runs_dir):
 def test_a_replay_that_was_killed_is_replayed_again_and_never_trained(runs_dir):
     killed, run_path = runs_dir / "killed", runs_dir / "done"
     (killed / "checkpoints" / "step-000004").rmdir()
-    (killed / REPLAY).write_text(json.dumps({"of": str(run_path), "from_step": 2, "failure": ""}))
-    again = f"asyncrl replay {run_path}/step-2 --name killed --runs-dir {runs_dir}"
+    changes = {"trainer.lr": 1e-6, "algorithm.loss_mode": "gspo", "trainer.shared_prefixes": False}
+    replay = {"of": str(run_path), "from_step": 2, "changes": changes, "failure": ""}
+    (killed / REPLAY).write_text(json.dumps(replay))
+    sets = "--set trainer.lr=1e-06 --set algorithm.loss_mode=gspo --set trainer.shared_prefixes=false"
+    again = f"asyncrl replay {run_path}/step-2 {sets} --name killed --runs-dir {runs_dir}"
     assert next_command(killed, "killed") == again
     assert go_on(killed) == f"`{again}` replaces it"
     for of in ("", str(runs_dir / "stopped")):

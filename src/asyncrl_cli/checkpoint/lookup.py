@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import json
 import os
 import re
 import shlex
@@ -16,7 +17,7 @@ import socket
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import BinaryIO, TextIO
+from typing import BinaryIO, TextIO, cast
 
 from asyncrl_cli.base.errors import ConfigError, RefusedError, first_names
 from asyncrl_cli.base.paths import as_typed, where_runs_are
@@ -95,7 +96,13 @@ def begin_anew(run_dir: Path) -> str:
     """The command that replaces a run, or a replay, that was killed before its first checkpoint."""
     if replay := last_status(run_dir, REPLAY):
         begins = shlex.quote(f"{replay.get('of')}/step-{replay.get('from_step')}")
-        return f"asyncrl replay {begins} --name {as_typed(run_dir)}"
+        changes = cast("dict[str, object]", replay.get("changes") or {})
+        sets = (
+            f"{key}={value if isinstance(value, str) else json.dumps(value)}"
+            for key, value in changes.items()
+        )
+        changed = "".join(f" --set {shlex.quote(text)}" for text in sets)
+        return f"asyncrl replay {begins}{changed} --name {as_typed(run_dir)}"
     return f"{train_again(run_dir, run_dir.name)}{where_runs_are(run_dir.parent)} --resume auto"
 
 
