@@ -160,6 +160,9 @@ def test_a_foreign_directory_and_a_run_without_checkpoints_are_refused(run_dir, 
         resolve("young", tmp_path)
     (tmp_path / "young" / "checkpoints").rmdir()
     (tmp_path / "young" / "profile.toml").write_text("")
+    with pytest.raises(RefusedError, match="neither a run nor a checkpoint"):  # it may be a task's own
+        resolve(str(tmp_path / "young"), tmp_path)
+    (tmp_path / "young" / "config.resolved.json").write_text("{}")
     for name in ("young", str(tmp_path / "young"), "young/step-20"):
         with pytest.raises(RefusedError, match="run 'young' has no checkpoint yet"):
             resolve(name, tmp_path)

@@ -258,7 +258,9 @@ def find_run_or_checkpoint(argument: str, runs_dir: Path) -> Path:
         if is_named_so or os.path.exists(candidate / LOOP_STATE):
             return candidate.resolve()
     for found in (place / name for name in (argument, run) if name for place in (runs_dir, Path())):
-        if _is_run(found) and not has_checkpoints(found):
+        # a profile.toml alone may be a task's own
+        is_run = any(os.path.exists(found / name) for name in ("config.resolved.json", "status.json"))
+        if is_run and not has_checkpoints(found):
             raise _no_checkpoint(found)
     if os.path.isdir(argument):
         why = f"{argument} is neither a run nor a checkpoint: it holds no checkpoints/ and no manifest.json"
