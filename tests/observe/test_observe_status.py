@@ -56,7 +56,9 @@ def test_a_run_is_live_until_it_is_killed_and_dead_from_then_on(tmp_path):
     assert (live.liveness, live.remark) == ("live", "")
     assert driver.returncode == -9
     assert dead.liveness == "dead"
-    assert "asyncrl resume killed" in dead.remark
+    assert "before its first checkpoint; next: `asyncrl train --profile " in dead.remark
+    (tmp_path / "killed" / "checkpoints" / "step-000004").mkdir(parents=True)
+    assert "next: `asyncrl resume killed" in read_status("killed", tmp_path).remark
 
 
 def test_a_run_that_ends_while_its_status_is_read_was_not_killed(tmp_path, facts, monkeypatch):
