@@ -116,7 +116,7 @@ def test_a_replay_that_was_killed_is_replayed_again_and_never_trained(runs_dir):
     changes = {"trainer.lr": 1e-6, "algorithm.loss_mode": "gspo", "trainer.shared_prefixes": False}
     replay = {"of": str(run_path), "from_step": 2, "changes": changes, "failure": ""}
     (killed / REPLAY).write_text(json.dumps(replay))
-    sets = "--set trainer.lr=1e-06 --set algorithm.loss_mode=gspo --set trainer.shared_prefixes=false"
+    sets = "--set trainer.lr=1e-06 --set 'algorithm.loss_mode=\"gspo\"' --set trainer.shared_prefixes=false"
     again = f"asyncrl replay {run_path}/step-2 {sets} --name killed --runs-dir {runs_dir}"
     assert next_command(killed, "killed") == again
     assert go_on(killed) == f"`{again}` replaces it"

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import json
 import os
 import re
 import shlex
@@ -17,7 +16,7 @@ import socket
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import BinaryIO, TextIO, cast
+from typing import Any, BinaryIO, TextIO, cast
 
 from asyncrl_cli.base.errors import ConfigError, RefusedError, first_names
 from asyncrl_cli.base.paths import as_typed, where_runs_are
@@ -41,6 +40,7 @@ from asyncrl_cli.checkpoint.reader import (
     step_name,
     step_of,
 )
+from asyncrl_cli.profile.toml_files import toml_value
 
 LOCK, LAST = "lock", "last"
 REPLAY = "replay.json"
@@ -96,12 +96,9 @@ def begin_anew(run_dir: Path) -> str:
     """The command that replaces a run, or a replay, that was killed before its first checkpoint."""
     if replay := last_status(run_dir, REPLAY):
         begins = shlex.quote(f"{replay.get('of')}/step-{replay.get('from_step')}")
-        changes = cast("dict[str, object]", replay.get("changes") or {})
-        sets = (
-            f"{key}={value if isinstance(value, str) else json.dumps(value)}"
-            for key, value in changes.items()
-        )
-        changed = "".join(f" --set {shlex.quote(text)}" for text in sets)
+        changes = cast("dict[str, Any]", replay.get("changes") or {})
+        sets = (shlex.quote(f"{key}={toml_value(value)}") for key, value in changes.items())
+        changed = "".join(f" --set {text}" for text in sets)
         return f"asyncrl replay {begins}{changed} --name {as_typed(run_dir)}"
     return f"{train_again(run_dir, run_dir.name)}{where_runs_are(run_dir.parent)} --resume auto"
 

@@ -7,7 +7,6 @@ import re
 import subprocess
 import sys
 from contextlib import suppress
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from asyncrl_cli.engines.vllm.requests import expert_rows
 from asyncrl_cli.engines.vllm.vllm_kind import check_arguments
 from asyncrl_cli.models.experts import Routing
 from tests.engines.made import made_for
-from tests.engines.needs import needs_vllm
+from tests.engines.needs import needs_triton, needs_vllm
 from tests.engines.vllm import interpreted_triton
 from tests.train.test_router_replay import EXPERTS, LAYERS, TOP_K, make_model
 
@@ -89,7 +88,7 @@ def test_a_cpu_is_refused_unless_triton_has_a_backend_for_it(monkeypatch: pytest
 
 @pytest.mark.slow
 @needs_vllm
-@pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed (vLLM brings it on Linux)")
+@needs_triton
 @pytest.mark.timeout(600)
 def test_real_vllm_on_a_triton_for_cpus(tmp_path: Path) -> None:
     """experts_in_vllm.py: all of its four tests run and pass."""
